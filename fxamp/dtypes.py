@@ -1,0 +1,46 @@
+"""Facts about the two low-precision dtypes, and the choice between them."""
+
+import torch
+
+from fxamp.errors import OptionError
+
+LOW_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name without the module: dtype_name(torch.float16) == "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def resolve_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    """The low dtype that `convert(dtype=...)` means on `device`.
+
+    None is torch.autocast's own default for the device (CUDA float16, CPU bfloat16); "auto" is bfloat16
+    where the device computes it natively, not emulated, else float16.
+
+    Raises:
+        OptionError: anything but torch.float16, torch.bfloat16, "auto" or None.
+    """
+    if dtype is None:
+        return torch.get_autocast_dtype(device.type)
+    if dtype == "auto":
+        return torch.bfloat16 if has_native_bfloat16(device) else torch.float16
+    if dtype in LOW_DTYPES:
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+    raise OptionError(
+        f"dtype={dtype!r} is not a low precision. "
+        "Allowed: torch.float16, torch.bfloat16, 'auto' or None (the device's autocast default)."
+    )
+
+
+def has_native_bfloat16(device: torch.device) -> bool:
+    """Whether `device` computes in bfloat16 itself (torch reports emulation as support by default)."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return True
+
+
+def smallest_subnormal(dtype: torch.dtype) -> float:
+    """Smallest positive number of `dtype`; anything below half of it rounds to zero."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

@@ -1,0 +1,161 @@
+"""Run single graph nodes on fake tensors: types and shapes without data, time or side effects."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+UNKNOWN = object()
+
+
+class Fakes:
+    """Fake values of one model's tensors, and what single nodes give on them.
+
+    Args:
+        root: the module whose parameters and leaf modules the nodes use; never written to.
+        logical_dtype: the dtype a real tensor stands for, where that is not its own (a parameter that was lowered
+            to half still stands for a float32 one).
+        mode: the fake mode to run in; None: an own one.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        logical_dtype: Callable[[torch.Tensor], torch.dtype] = lambda tensor: tensor.dtype,
+        mode: FakeTensorMode | None = None,
+    ) -> None:
+        self.root = root
+        self._logical_dtype = logical_dtype
+        self._mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[int, Any] = {}
+        self._modules: dict[str, dict[str, torch.Tensor]] = {}
+
+    def of(self, value: Any) -> Any:
+        """The fake twin of a real tensor; anything else as it is."""
+        if not isinstance(value, torch.Tensor) or getattr(value, "fake_mode", None) is self._mode:
+            return value
+        found = self._known.get(id(value))
+        if found is None:
+            with quietly():
+                twin: torch.Tensor = self._foreign(value) if isinstance(value, FakeTensor) else self._plain(value)
+                dtype = self._logical_dtype(value)
+                if twin.dtype != dtype:
+                    twin = twin.detach().to(dtype).requires_grad_(value.requires_grad)
+            self._known[id(value)] = found = (twin, value)
+        return found[0]
+
+    def _plain(self, value: torch.Tensor) -> FakeTensor:
+        return self._mode.from_tensor(value, static_shapes=True)
+
+    def _foreign(self, value: FakeTensor) -> FakeTensor:
+        """A twin of another mode's fake tensor (torch.export runs a model on its own fakes)."""
+        sizes, strides = [size_of(e) for e in value.shape], [size_of(e) for e in value.stride()]
+        with self._mode:
+            twin = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+        return twin.requires_grad_(value.requires_grad)  # type: ignore[return-value]
+
+    def run(self, node: fx.Node, values: Callable[[fx.Node], Any]) -> Any:
+        """What a call node gives for its arguments' fake values.
+
+        Raises:
+            Exception: whatever torch raises for these shapes; `is_a_limit` tells a limit of fake tensors.
+        """
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values)
+        with quietly(), self._mode:
+            if node.op == "call_function":
+                return node.target(*args, **kwargs)  # type: ignore[operator]
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return self._call_module(str(node.target), args, kwargs)
+
+    def _call_module(self, path: str, args: Any, kwargs: Any) -> Any:
+        """Call a leaf module with fakes in the place of its state, through its plain forward (no hooks)."""
+        module = self.root.get_submodule(path)
+        if path not in self._modules:
+            state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            self._modules[path] = {name: self.of(value) for name, value in state.items()}
+        with _swapped(module, self._modules[path]):
+            return module.forward(*args, **kwargs)
+
+
+def size_of(extent: int | torch.SymInt) -> int:
+    """A size as a number; a symbolic one counts as the size it was seen with."""
+    if isinstance(extent, int):
+        return extent
+    hint = extent.node.hint
+    return int(hint) if isinstance(hint, int) else 1
+
+
+@contextlib.contextmanager
+def _swapped(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator[None]:
+    """`state` in the place of the module's parameters and buffers; attributes that forward sets are put back."""
+    attributes = [(part, dict(part.__dict__)) for part in module.modules()]
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    for name, fake in state.items():
+        owner_path, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(owner_path)
+        entries = owner._parameters if leaf in owner._parameters else owner._buffers
+        saved.append((entries, leaf, entries[leaf]))
+        entries[leaf] = fake  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for entries, leaf, value in saved:
+            entries[leaf] = value
+        for part, before in attributes:
+            part.__dict__.clear()
+            part.__dict__.update(before)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """No torch-function overrides, no autocast, no random state moved."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
+
+
+def is_a_limit(error: Exception) -> bool:
+    """Whether an error tells what fake tensors cannot do, rather than a mistake in the model."""
+    text = str(error)
+    kind = type(error).__module__
+    return (
+        "fake_tensor" in kind
+        or "_subclasses" in kind
+        or "symbolic_shapes" in kind
+        or isinstance(error, NotImplementedError)
+        or "FakeTensor" in text
+        or "meta tensor" in text
+        or "Meta" in text
+        or "data-dependent" in text
+        or ("dtype" in text and _is_raised_by_meta(error))
+    )
+
+
+def is_foreign(target: Any) -> bool:
+    """Whether a node's target is not torch's: what it raises on fake tensors tells nothing about the model."""
+    if isinstance(target, str):
+        return False
+    if isinstance(getattr(target, "__self__", None), type):  # `apply` of a custom autograd.Function
+        return is_foreign(target.__self__)
+    module = str(getattr(target, "__module__", "torch") or "torch")
+    return not module.startswith(("torch", "_operator", "builtins"))
+
+
+def _is_raised_by_meta(error: Exception) -> bool:
+    """Whether a meta kernel refused: about dtypes some are stricter than the real kernels (`_grouped_mm`)."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.endswith("_meta_registrations.py"):
+            return True
+        trace = trace.tb_next
+    return False

@@ -1,0 +1,416 @@
+"""Questions about the nodes of a captured graph, and the marks that passes leave on them.
+
+The one representation is a torch-level functional `fx.Graph`: `call_function` on `torch.*`,
+`torch.nn.functional.*` and `torch.ops.*`, `call_method` on tensors, `call_module` for modules that stay whole,
+`get_attr` for parameters and buffers by their path. Everything a pass knows about a node stands in one frozen
+`Mark` under `node.meta["fxamp"]`.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from fxamp.opnames import canonical_name, module_name
+
+MARK = "fxamp"
+# Set by a capture on a placeholder that is handed a parameter or a buffer: "parameter" or "buffer".
+WEIGHT = "fxamp_weight"
+# Set by a capture on a conversion whose dtype was read from another value.
+RELATIVE = "fxamp_relative"
+WEIGHT_PATH = "fxamp_weight_path"
+
+Colour = Literal["allow", "infer", "deny", "clear", "unlisted"]
+Precision = Literal["low", "high", "none"]
+Role = Literal["", "cast", "weight cast", "pad", "slice"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorType:
+    """Type of one tensor value.
+
+    Attributes:
+        dtype: None when it is not known before real inputs are seen.
+        shape: sizes, None when not known.
+        requires_grad: whether backward passes through the value.
+        strides: element strides, None when not known.
+    """
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...] | None = None
+    requires_grad: bool = False
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of the dense value, None when shape or dtype is not known."""
+        if self.shape is None or self.dtype is None:
+            return None
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count * self.dtype.itemsize
+
+
+# A node's value: one tensor, a (nested) tuple of values, or something that is no tensor (size, bool, None...).
+type_of_value = TensorType | tuple[Any, ...] | None
+ValueType = type_of_value
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why a node has its colour or precision.
+
+    Attributes:
+        kind: the rule, in one or two words ("list", "downstream", "literal", "override", "cut"...).
+        text: one sentence for a reader.
+        node: name of the node the reason came from, when it came from another one.
+    """
+
+    kind: str
+    text: str
+    node: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PadNote:
+    """What was decided about padding one GEMM.
+
+    Attributes:
+        state: "padded", "aligned", "left" (safe, but it would not pay) or "cannot" (not safe, or not known).
+        text: one sentence with the sizes and the reason.
+        dims: (name, size, padded size) of each dimension that a graph can change; the sizes are equal where it did
+            not.
+        rows: size of M, which only the caller of the model can change; None where it is not known.
+        kept: whether the result stays padded on its way to another GEMM or to the loss.
+    """
+
+    state: Literal["padded", "aligned", "left", "cannot"]
+    text: str
+    dims: tuple[tuple[str, int, int], ...] = ()
+    rows: int | None = None
+    kept: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """What the passes know about one node.
+
+    Attributes:
+        op: canonical op name ("linear", "add", "input", "parameter", "output").
+        type: of the value the node gives; logical (as in fp32) until casts are inserted, then real.
+        colour: the list colour after overrides.
+        precision: "low" or "high" for a node that handles float32 values, else "none".
+        reason: of the precision.
+        role: "" for a node of the model, else what the pass made it for.
+        serves: for a node made by a pass, the name of the value it stands for.
+        modes: how each float32 argument is read: (position, keyword, "with"|"high"|"low"|"any").
+        tainted: whether the value holds finite numbers beyond the low range (mask fills).
+        pad: of a GEMM, what was decided about padding it.
+    """
+
+    op: str
+    type: ValueType = None
+    colour: Colour = "unlisted"
+    precision: Precision = "none"
+    reason: Reason = Reason("unmarked", "no pass has looked at this node")
+    role: Role = ""
+    serves: str | None = None
+    modes: tuple[tuple[int, str, str], ...] = ()
+    tainted: bool = False
+    pad: PadNote | None = None
+
+
+def mark(node: fx.Node) -> Mark:
+    """The node's mark; an unmarked node gives one that says so."""
+    found = node.meta.get(MARK)
+    return found if isinstance(found, Mark) else Mark(op="unknown")
+
+
+def set_mark(node: fx.Node, **changes: Any) -> None:
+    """Replace fields of the node's mark."""
+    node.meta[MARK] = dataclasses.replace(mark(node), **changes)
+
+
+# ---------------------------------------------------------------------------------------------------- names
+
+
+def canonical_op(node: fx.Node, root: nn.Module | None = None) -> str:
+    """Canonical op name of a node; `root` resolves `call_module` and tells parameters from buffers."""
+    if node.op == "placeholder":
+        return str(node.meta.get(WEIGHT, "input"))
+    if node.op == "output":
+        return "output"
+    if node.op == "get_attr":
+        return "parameter" if isinstance(attribute(root, node.target), nn.Parameter) else "buffer"
+    if node.op == "call_module":
+        return module_name(type(submodule(root, str(node.target))))
+    return canonical_name(node.target)
+
+
+def is_weight(node: fx.Node) -> bool:
+    """Whether the node gives a parameter, a buffer or a constant of the model."""
+    return node.op == "get_attr" or WEIGHT in node.meta
+
+
+def submodule(root: nn.Module | None, path: str) -> nn.Module:
+    """The submodule at a dotted path; "" is the root."""
+    assert root is not None, "a graph with modules needs its root"
+    return root.get_submodule(path)
+
+
+def attribute(root: nn.Module | None, path: Any) -> Any:
+    """The parameter, buffer or plain attribute at a dotted path, None where there is none."""
+    value: Any = root
+    for name in str(path).split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+# ------------------------------------------------------------------------------------------------- operands
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One tensor argument of a node: where it stands, and the node that gives it."""
+
+    position: int
+    keyword: str
+    value: fx.Node
+
+
+def arguments(node: fx.Node) -> Iterator[Operand]:
+    """Every node among the arguments, also inside lists, tuples, dicts and slices.
+
+    A positional argument has keyword "", a keyword argument position -1.
+    """
+    for position, argument in enumerate(node.args):
+        for value in nodes_in(argument):
+            yield Operand(position, "", value)
+    for keyword, argument in node.kwargs.items():
+        for value in nodes_in(argument):
+            yield Operand(-1, keyword, value)
+
+
+def nodes_in(argument: Any) -> list[fx.Node]:
+    """The nodes inside one argument, in order."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(argument, found.append)
+    return found
+
+
+def argument_of(node: fx.Node, position: int, keyword: str, default: Any = None) -> Any:
+    """An argument by position or keyword."""
+    if keyword in node.kwargs:
+        return node.kwargs[keyword]
+    if 0 <= position < len(node.args):
+        return node.args[position]
+    return default
+
+
+# ------------------------------------------------------------------------------------------------ in-place
+
+
+# Tensors have no __imatmul__: x @= w makes a new value.
+_INPLACE_OPERATORS: frozenset[Any] = frozenset(
+    getattr(operator, name)
+    for name in ("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split())
+)
+_INPLACE_METHODS = frozenset({"__setitem__", *(f"__{function.__name__}__" for function in _INPLACE_OPERATORS)})
+# Functions with an `inplace` argument, and the position it has when it is not a keyword.
+INPLACE_FLAG = {
+    "relu": 1,
+    "relu6": 1,
+    "hardswish": 1,
+    "hardsigmoid": 1,
+    "mish": 1,
+    "silu": 1,
+    "elu": 2,
+    "selu": 1,
+    "celu": 2,
+    "leaky_relu": 2,
+    "rrelu": 4,
+    "hardtanh": 3,
+    "threshold": 3,
+    "dropout": 3,
+    "alpha_dropout": 3,
+    "dropout1d": 3,
+    "dropout2d": 3,
+    "dropout3d": 3,
+    "feature_dropout": 3,
+    "feature_alpha_dropout": 3,
+}
+
+
+def mutated(node: fx.Node) -> list[fx.Node]:
+    """The argument nodes whose storage this node writes into."""
+    written: list[fx.Node] = []
+    if "out" in node.kwargs:
+        written += nodes_in(node.kwargs["out"])
+    if node.op == "call_method":
+        name = str(node.target)
+        if _is_inplace_name(name) or name in _INPLACE_METHODS:
+            written += nodes_in(node.args[:1])
+    elif node.op == "call_function":
+        written += _mutated_by_function(node, node.target)
+    elif node.op == "call_module" and mark(node).op in INPLACE_FLAG and node.meta.get("inplace"):
+        written += nodes_in(node.args[:1])
+    return list(dict.fromkeys(written))
+
+
+def _mutated_by_function(node: fx.Node, target: Any) -> list[fx.Node]:
+    if isinstance(target, torch._ops.OpOverload):
+        return _mutated_by_schema(node, target)
+    name = getattr(target, "__name__", "")
+    if target in _INPLACE_OPERATORS or target is operator.setitem or _is_inplace_name(name):
+        return nodes_in(node.args[:1] or argument_of(node, 0, "input"))
+    if _asks_inplace(node, name):
+        return nodes_in(argument_of(node, 0, "input"))
+    if name in ("batch_norm", "instance_norm"):
+        first = 1 if str(getattr(target, "__module__", "")).endswith("functional") else 3
+        return nodes_in((argument_of(node, first, "running_mean"), argument_of(node, first + 1, "running_var")))
+    if name in ("embedding", "embedding_bag") and argument_of(node, 3, "max_norm") is not None:
+        return nodes_in(argument_of(node, 1, "weight"))
+    return []
+
+
+def _mutated_by_schema(node: fx.Node, overload: torch._ops.OpOverload) -> list[fx.Node]:
+    written: list[fx.Node] = []
+    for position, argument in enumerate(overload._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += nodes_in(argument_of(node, position, argument.name))
+    return written
+
+
+def _is_inplace_name(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _asks_inplace(node: fx.Node, name: str) -> bool:
+    return name in INPLACE_FLAG and argument_of(node, INPLACE_FLAG[name], "inplace") is True
+
+
+def is_inplace_operator(target: Any) -> bool:
+    """Whether a `call_function` target is one of operator's in-place functions (`operator.iadd`...)."""
+    return target in _INPLACE_OPERATORS
+
+
+# ------------------------------------------------------------------------------------------------- values
+
+
+def tensors_in(value: ValueType) -> Iterator[TensorType]:
+    """The tensor types inside a value type."""
+    if isinstance(value, TensorType):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def holds_float32(node: fx.Node) -> bool:
+    """Whether the node gives at least one float32 tensor (by its logical type)."""
+    return any(found.dtype == torch.float32 for found in tensors_in(mark(node).type))
+
+
+def is_tuple(node: fx.Node) -> bool:
+    """Whether the node gives several values."""
+    return isinstance(mark(node).type, tuple)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node gives one tensor."""
+    return isinstance(mark(node).type, TensorType)
+
+
+def is_returned_whole(node: fx.Node) -> bool:
+    """Whether a result with named fields (`x.max(1)`) is an output as it is, so that it must not be taken apart."""
+    named = type(node.meta.get("val")).__module__ == "torch.return_types"
+    return named and any(user.op == "output" for user in node.users)
+
+
+def map_type(function: Callable[[TensorType], TensorType], value: ValueType) -> ValueType:
+    """Apply `function` to every tensor type inside a value type."""
+    if isinstance(value, TensorType):
+        return function(value)
+    if isinstance(value, tuple):
+        return tuple(map_type(function, part) for part in value)
+    return None
+
+
+def with_dtype(value: ValueType, dtype: torch.dtype) -> ValueType:
+    """The value type with its float32 tensors in `dtype`."""
+    return map_type(
+        lambda found: dataclasses.replace(found, dtype=dtype) if found.dtype == torch.float32 else found, value
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- text
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's source line that made the node, as "file.py:12", "" when not known."""
+    return str(node.meta.get("source", ""))
+
+
+def module_path(node: fx.Node) -> str:
+    """Dotted path of the innermost module whose forward made the node, "" for the root."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    innermost = list(stack.values())[-1]
+    return str(innermost[0]) if isinstance(innermost, tuple) else ""
+
+
+def canonical_text(graph: fx.Graph) -> str:
+    """Text of a graph that depends neither on node names nor on the order of nodes without effects.
+
+    y = linear(x, w) and z = linear(x, w) give the same text. Nodes are numbered as they are reached from what has
+    effects (writes, modes, unknown calls), in order, and from the outputs; what nothing reaches is left out.
+    """
+    numbers: dict[fx.Node, str] = {}
+    lines: list[str] = []
+    for root in (node for node in graph.nodes if node.op in ("placeholder", "output") or _has_effects(node)):
+        pending = [root]
+        while pending:
+            missing = [given for given in pending[-1].all_input_nodes if given not in numbers]
+            if pending[-1] in numbers or not missing:
+                node = pending.pop()
+                if node not in numbers:
+                    numbers[node] = f"%{len(numbers)}"
+                    lines.append(_line(node, numbers))
+            else:
+                pending += reversed(missing)
+    return "\n".join(lines)
+
+
+def _has_effects(node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return True  # it may keep state
+    return node.op.startswith("call") and (node.is_impure() or bool(mutated(node)) or _is_mode(node))
+
+
+def _is_mode(node: fx.Node) -> bool:
+    return node.target in (torch._C._set_grad_enabled, torch.is_grad_enabled)
+
+
+def _line(node: fx.Node, numbers: dict[fx.Node, str]) -> str:
+    args = fx.node.map_arg(node.args, lambda value: _Named(numbers[value]))
+    kwargs = fx.node.map_arg(dict(node.kwargs), lambda value: _Named(numbers[value]))
+    target = node.target if isinstance(node.target, str) else canonical_name(node.target)
+    if node.op == "placeholder":
+        target, args = "", ()
+    described = ", ".join([*(_text(part) for part in args), *(f"{k}={_text(v)}" for k, v in kwargs.items())])
+    return f"{numbers[node]} = {node.op} {target}({described})"
+
+
+class _Named(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _text(argument: Any) -> str:
+    return str(argument) if isinstance(argument, _Named) else repr(argument)

@@ -1,0 +1,55 @@
+"""From what a user writes to the canonical name of an op."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from fxamp.errors import OpListError, nearest
+from fxamp.opnames import ALIASES, canonical_name, is_qualified, is_torch_op, module_name
+
+
+def op_name(op: str | Callable[..., Any], listed: Iterable[str], where: str = "") -> str:
+    """Canonical name of an op as a user names it.
+
+        op_name(torch.nn.Softmax, lists) == op_name("torch.nn.functional.softmax", lists) == "softmax"
+        op_name("my_project.fused_gemm", lists) == "my_project.fused_gemm"
+
+    Raises:
+        OpListError: a name that is neither torch's nor a dotted path or `ns::op`; hints at one of `listed`.
+    """
+    name = _from_string(op) if isinstance(op, str) else _from_object(op)
+    if name is None:
+        raise OpListError(
+            f"{where}{op!r} is not an op of torch.{nearest(str(op), [*listed, *ALIASES])} "
+            "Other functions and classes are named by dotted path, other libraries' ops by ns::op."
+        )
+    return name
+
+
+def _from_object(op: Callable[..., Any]) -> str:
+    """A module class of torch is the op it runs; any other class is itself, not the base that it extends."""
+    if inspect.isclass(op) and op.__module__.startswith("torch.nn."):
+        return module_name(op)
+    return canonical_name(op)
+
+
+def _from_string(text: str) -> str | None:
+    """None where nothing has that name."""
+    if text.startswith("torch."):
+        target = _torch_attribute(text)
+        return None if target is None else _from_object(target)
+    name = text.removeprefix("aten::")
+    if is_qualified(name):
+        return name
+    name = canonical_name(name)
+    return name if is_torch_op(name) else None
+
+
+def _torch_attribute(path: str) -> Any:
+    try:
+        return functools.reduce(getattr, path.split(".")[1:], torch)
+    except AttributeError:
+        return None

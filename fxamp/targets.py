@@ -1,0 +1,100 @@
+"""What the command line means by `pkg.module:factory`: a model, and the inputs of one call."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxamp.errors import OptionError, nearest
+
+
+def load_target(text: str, inputs: list[str]) -> tuple[nn.Module, Any]:
+    """The model that `text` names, and example inputs.
+
+        load_target("my_project.models:resnet", ["8x3x224x224"])
+        load_target("train.py:make_model", [])
+
+    Args:
+        text: `module:name` or `file.py:name`. The name is a model, or a function or class that gives one when
+            called without arguments; it may also give (model, example_inputs).
+        inputs: shapes of one call's arguments, "8x128" or "8x128:int64"; they win over the factory's.
+
+    Raises:
+        OptionError: nothing is there; names the part that is wrong.
+    """
+    found = load_name(text)
+    made = found() if callable(found) and not isinstance(found, nn.Module) else found
+    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"{text} gives a {type(model).__qualname__}, not an nn.Module or (nn.Module, inputs).")
+    return model, tuple(map(parse_input, inputs)) if inputs else example
+
+
+def load_name(text: str) -> Any:
+    """What `module:name` or `file.py:name` names.
+
+    Raises:
+        OptionError: nothing is there.
+    """
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name:
+        raise OptionError(f"{text!r} is not of the form pkg.module:factory (or file.py:factory).")
+    found = getattr(_module(where), name, None)
+    if found is None:
+        names = [known for known in vars(_module(where)) if not known.startswith("_")]
+        raise OptionError(f"{where} has no {name!r}.{nearest(name, names)}")
+    return found
+
+
+def _module(where: str) -> ModuleType:
+    if where.endswith(".py"):
+        return _module_of_file(Path(where))
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (where == error.name or where.startswith(f"{error.name}.")):
+            raise
+        raise OptionError(
+            f"there is no module {error.name!r}. Run it in the folder that holds the module, or give file.py:name."
+        ) from error
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise OptionError(f"there is no file {str(path)!r}.")
+    if path.stem in sys.modules and getattr(sys.modules[path.stem], "__file__", None) == str(path.resolve()):
+        return sys.modules[path.stem]
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def parse_input(text: str) -> torch.Tensor:
+    """A tensor for a shape: parse_input("2x16:int64") has zeros, parse_input("2x3") normal random numbers.
+
+    Raises:
+        OptionError: no shape, or no dtype of torch.
+    """
+    shape, _, name = text.partition(":")
+    dtype = getattr(torch, name or "float32", None)
+    if not isinstance(dtype, torch.dtype):
+        known = [known for known, value in vars(torch).items() if isinstance(value, torch.dtype)]
+        raise OptionError(f"--input {text}: {name!r} is no dtype of torch.{nearest(name, known)}")
+    try:
+        sizes = [int(size) for size in shape.split("x")] if shape else []
+    except ValueError:
+        raise OptionError(f"--input {text}: {shape!r} is no shape. Write it as 8x3x224x224.") from None
+    if dtype.is_floating_point:
+        return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return torch.zeros(sizes, dtype=dtype)
