@@ -1,0 +1,149 @@
+"""Graphs that Dynamo captured, in the form the passes read.
+
+Dynamo hands parameters and buffers over as inputs, keeps autocast regions as nodes, and has run every node on fake
+tensors already. `adopt` marks the weights among the inputs, turns autocast regions into marks on the nodes inside,
+and keeps the values.
+"""
+
+import re
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxamp import ir
+from fxamp.capture.captured import Captured
+from fxamp.capture.inputs import flatten_call
+from fxamp.capture.locations import is_foreign
+from fxamp.errors import CaptureError
+
+_STORED_AS = re.compile(r"\._(parameters|buffers)\['")
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+_TO = re.compile(r"\.to\(([^()]*)\)")
+_ENTER, _EXIT = "_enter_autocast", "_exit_autocast"
+
+
+def adopt(
+    module: fx.GraphModule, example_inputs: list[Any], root: nn.Module, protected: frozenset[str] = frozenset()
+) -> Captured:
+    """A copy of one of Dynamo's graphs as a captured graph.
+
+    Args:
+        module: what Dynamo gives a backend; not changed.
+        example_inputs: likewise: parameters, buffers and inputs in the order of the placeholders.
+        root: resolves what the graph calls by path.
+        protected: source lines whose nodes stand in a region without autocast.
+
+    Raises:
+        CaptureError: an autocast region that is entered and not left in the same graph.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(module.graph, copies))
+    for node, copy in copies.items():
+        copy.meta = dict(node.meta)
+        copy.type = None
+        if "example_value" in node.meta:
+            copy.meta["val"] = node.meta["example_value"]
+        copy.meta["source"] = _source_line(node)
+        copy.meta["nn_module_stack"] = _module_stack(node)
+        if _is_relative_conversion(node):
+            copy.meta[ir.RELATIVE] = True
+        if copy.meta["source"] in protected:
+            copy.meta["autocast"] = "off"
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for node, value in zip(inputs, example_inputs, strict=True):
+        kind = _weight_kind(node, value)
+        if kind:
+            node.meta[ir.WEIGHT] = kind
+            node.meta[ir.WEIGHT_PATH] = weight_path(node)
+    _mark_autocast_regions(graph)
+    return Captured(
+        root=root,
+        graph=graph,
+        spec=flatten_call((), {})[0],
+        example=list(example_inputs),
+        method="dynamo",
+    )
+
+
+def _weight_kind(node: fx.Node, value: Any) -> str | None:
+    """ "parameter" or "buffer" for an input that is the model's own tensor."""
+    if isinstance(value, nn.Parameter):
+        return "parameter"
+    owner = _STORED_AS.search(source_of(node))
+    return None if owner is None else {"parameters": "parameter", "buffers": "buffer"}[owner[1]]
+
+
+def source_of(node: fx.Node) -> str:
+    """How Dynamo names where an input comes from: "L['self']._modules['fc']._parameters['weight']"."""
+    name: Any = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
+    return str(name() if callable(name) else name)  # a method in torch 2.11, a property in 2.13
+
+
+def weight_path(node: fx.Node) -> str:
+    """Dotted path of a weight input: "fc.weight"."""
+    return ".".join(re.findall(r"\['([^']+)'\]", source_of(node).partition("]")[2]))
+
+
+def _is_relative_conversion(node: fx.Node) -> bool:
+    """Whether a `.to(torch.float32)` of the graph was written `.to(x.dtype)`: Dynamo resolves the dtype.
+
+    The user's line is asked: it tells where it names the dtype of another value and not a dtype of its own.
+    """
+    if node.op != "call_method" or node.target != "to":
+        return False
+    given = [argument.strip() for argument in _TO.findall(node.meta.get("stack_trace") or "")]
+    return bool(given) and all(argument.endswith("dtype") for argument in given)
+
+
+def _source_line(node: fx.Node) -> str:
+    lines = [line for line in _LINE.findall(node.meta.get("stack_trace") or "") if not is_foreign(line[0])]
+    return f"{lines[-1][0]}:{lines[-1][1]}" if lines else ""
+
+
+def _module_stack(node: fx.Node) -> dict[str, tuple[str, type]]:
+    """Dynamo's module stack with plain paths: "L['self'].layers[0].fc" -> "layers.0.fc"."""
+    stack = {}
+    for key, entry in (node.meta.get("nn_module_stack") or {}).items():
+        path = re.sub(r"^L\['\w+'\]\.?", "", str(entry[0]))
+        path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
+        stack[key] = (re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).strip("."), entry[1])
+    return stack
+
+
+def _mark_autocast_regions(graph: fx.Graph) -> None:
+    """Nodes inside `torch.autocast(enabled=False)` are marked; the region's own nodes go."""
+    open_regions: list[tuple[fx.Node, bool]] = []
+    for node in list(graph.nodes):
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name == _ENTER:
+            open_regions.append((node, node.args[2] is not False))
+        elif name == _EXIT:
+            entered = node.args[0]
+            if not open_regions or open_regions[-1][0] is not entered:
+                raise CaptureError("an autocast region is left in another graph than it was entered in (a graph break)")
+            graph.erase_node(node)
+            graph.erase_node(open_regions.pop()[0])
+        elif open_regions and not open_regions[-1][1]:
+            node.meta["autocast"] = "off"
+    if open_regions:
+        raise CaptureError("an autocast region is entered and not left in the same graph (a graph break inside it)")
+
+
+def fake_mode_of(graph: fx.Graph) -> Any:
+    """The fake tensor mode Dynamo ran the graph in, None where the graph holds no tensor."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch._subclasses.FakeTensor):
+            return value.fake_mode
+    return None
+
+
+def is_dynamic(graph: fx.Graph) -> bool:
+    """Whether any size in the graph is symbolic."""
+    return any(
+        isinstance(value, torch.SymInt)
+        or (isinstance(value, torch.Tensor) and any(isinstance(extent, torch.SymInt) for extent in value.shape))
+        for value in (node.meta.get("val") for node in graph.nodes)
+    )

@@ -1,0 +1,72 @@
+"""Values whose sizes depend on data: guessed from full lengths, right in rank and dtype, and asked for nothing else.
+
+    data, batch_sizes = _pack_padded_sequence(x, lengths)     # how many rows follows from the lengths
+
+A recurrent module behind a packed sequence must know whether its input is batched; a decision on sizes never sees
+a guess.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxamp.fakes import UNKNOWN
+
+GUESS = "guess"
+
+
+def known_or_guessed(node: fx.Node) -> Any:
+    """A node's fake value, or its guess."""
+    return node.meta.get("val", node.meta.get(GUESS, UNKNOWN))
+
+
+def guess(node: fx.Node, run: Callable[[Callable[[fx.Node], Any]], Any]) -> Any:
+    """A value with the right rank and dtype for a node that could not be run; UNKNOWN where there is none.
+
+    Args:
+        run: runs the node for given values of its inputs.
+    """
+    values = {given: known_or_guessed(given) for given in node.all_input_nodes}
+    try:
+        if node.target in _PACKED and _is_packed(node, values):
+            return _PACKED[node.target](*fx.node.map_arg(node.args, values.__getitem__))
+        return UNKNOWN if any(value is UNKNOWN for value in values.values()) else run(values.__getitem__)
+    except Exception:  # a guess decides nothing that could fail
+        return UNKNOWN
+
+
+def _is_packed(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+    """Whether the second argument holds the lengths or batch sizes (of a recurrent kernel: no states)."""
+    second = values.get(node.args[1], UNKNOWN) if isinstance(node.args[1], fx.Node) else UNKNOWN
+    return isinstance(second, torch.Tensor) and not second.is_floating_point()
+
+
+def _pack(padded: Any, lengths: Any, batch_first: bool) -> Any:
+    steps = padded.shape[1 if batch_first else 0]
+    return padded.flatten(0, 1), torch.empty(steps, dtype=torch.int64)
+
+
+def _pad(data: Any, batch_sizes: Any, batch_first: bool, *_: Any) -> Any:
+    steps = max(int(batch_sizes.shape[0]), 1)
+    batch = max(int(data.shape[0]) // steps, 1)
+    leading = (batch, steps) if batch_first else (steps, batch)
+    return data.new_empty((*leading, *data.shape[1:])), torch.empty(batch, dtype=torch.int64)
+
+
+def _recurrent(data: Any, batch_sizes: Any, hx: Any, weights: Any, bias: bool, layers: int, *numbers: Any) -> Any:
+    directions = 2 if numbers[2] is True else 1
+    width = weights[1].shape[1] * directions
+    state = data.new_empty((layers * directions, 1, weights[1].shape[1]))
+    return (data.new_empty((data.shape[0], width)), state, state)
+
+
+_PACKED: dict[Any, Callable[..., Any]] = {
+    torch._pack_padded_sequence: _pack,
+    torch._pad_packed_sequence: _pad,
+    torch.lstm: _recurrent,
+    torch.gru: _recurrent,
+    torch.rnn_tanh: _recurrent,
+    torch.rnn_relu: _recurrent,
+}

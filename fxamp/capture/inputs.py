@@ -1,0 +1,184 @@
+"""How the arguments of a call become the inputs of a graph.
+
+A call `forward(x, mask=None, flag=True)` is described by a `CallSpec`: tensors and numbers become graph inputs,
+everything else (None, bool, str, containers' shape) is part of the spec, and a graph is valid for one spec only.
+"""
+
+import collections
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxamp.dtypes import dtype_name
+from fxamp.errors import CaptureError, OptionError
+
+_CONSTANTS = (type(None), bool, str, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSpec:
+    """Structure of one call: what is an input of the graph and what is a constant of it.
+
+    Attributes:
+        tree: pytree structure of (args, kwargs).
+        leaves: for each leaf ("tensor", (dtype, number of dimensions)), ("number", type) or ("constant", value).
+    """
+
+    tree: pytree.TreeSpec
+    leaves: tuple[tuple[str, Any], ...]
+
+    def describe(self) -> str:
+        """Readable form: "(float32 tensor, None)"."""
+        return "(" + ", ".join(_words(kind, value) for kind, value in self.leaves) + ")"
+
+
+def _words(kind: str, value: Any) -> str:
+    if kind == "tensor":
+        dtype, dimensions = value
+        return "tensor" if dtype is None else f"{dtype_name(dtype)} tensor of {dimensions} dimensions"
+    return str(value.__name__) if kind == "number" else repr(value)
+
+
+_CONTAINERS = (tuple, list, dict, collections.OrderedDict, collections.defaultdict)
+
+
+def flatten_output(result: Any) -> tuple[Any, pytree.TreeSpec | None]:
+    """What forward returns as something a graph can return, and how to make it whole again.
+
+    Built-in containers stay as they are (None); others, such as named tuples and the output classes of Hugging
+    Face, are flattened by their pytree registration.
+
+    Raises:
+        CaptureError: a returned object is neither a tensor, a constant nor a registered container.
+    """
+    if _is_builtin(result):
+        return result, None
+    flat, tree = pytree.tree_flatten(result)
+    for value in flat:
+        if not _is_builtin(value):
+            raise CaptureError(
+                f"forward returns a {type(value).__qualname__}, which a graph cannot return. Return tensors in "
+                "built-in containers, or register the type with torch.utils._pytree.register_pytree_node."
+            )
+    return tuple(flat), tree
+
+
+def _is_builtin(value: Any) -> bool:
+    if type(value) in (list, tuple, torch.Size):
+        return all(map(_is_builtin, value))
+    if type(value) is dict:
+        return all(map(_is_builtin, value.values()))
+    return isinstance(value, (fx.Proxy, torch.Tensor, int, float, complex, *_CONSTANTS)) or issubclass(
+        type(value), fx.Proxy
+    )
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec, list[Any]]:
+    """The spec of a call, and the values of its graph inputs in order.
+
+    Raises:
+        CaptureError: an argument is neither tensor, number, constant nor a container of them.
+    """
+    flat, tree = pytree.tree_flatten((args, kwargs))
+    _check_containers(tree)
+    leaves = tuple(_describe_leaf(value) for value in flat)
+    inputs = [value for value, (kind, _) in zip(flat, leaves, strict=True) if kind != "constant"]
+    return CallSpec(tree, leaves), inputs
+
+
+def _check_containers(tree: pytree.TreeSpec) -> None:
+    """A container that is no built-in one may be written into by forward, which flat inputs would not show."""
+    kind = tree.type
+    if kind is not None and kind not in _CONTAINERS and kind is not collections.namedtuple:
+        raise CaptureError(f"an argument is a {kind.__qualname__}, which symbolic capture does not take apart")
+    for child in tree.children():
+        _check_containers(child)
+
+
+def _describe_leaf(value: Any) -> tuple[str, Any]:
+    if isinstance(value, torch.Tensor):
+        return "tensor", (value.dtype, value.dim())
+    if isinstance(value, _CONSTANTS):
+        return "constant", value
+    if isinstance(value, (int, float, complex)):
+        return "number", type(value)
+    raise CaptureError(
+        f"an argument of type {type(value).__qualname__} cannot be an input of a graph. Pass tensors, numbers and "
+        "containers of them, or register the type with torch.utils._pytree.register_pytree_node."
+    )
+
+
+def unflatten_call(spec: CallSpec, inputs: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call again, with `inputs` in the places of its tensors and numbers."""
+    remaining = iter(inputs)
+    flat = [value if kind == "constant" else next(remaining) for kind, value in spec.leaves]
+    args, kwargs = pytree.tree_unflatten(flat, spec.tree)
+    return tuple(args), dict(kwargs)
+
+
+def normalise_example(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """`example_inputs` of convert() as (args, kwargs): a tuple of args, or (args, kwargs).
+
+    Raises:
+        OptionError: anything else.
+    """
+    if example_inputs is None:
+        return None
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, dict):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        given = tuple(example_inputs)
+        if len(given) == 2 and isinstance(given[0], (tuple, list)) and isinstance(given[1], dict):
+            return tuple(given[0]), dict(given[1])
+        return given, {}
+    raise OptionError(
+        f"example_inputs={type(example_inputs).__qualname__} is not allowed. "
+        "Give a tuple of positional arguments, or (args, kwargs)."
+    )
+
+
+def check_call_fits(
+    model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise an OptionError where (args, kwargs) do not fit `forward`'s signature."""
+    try:
+        signature = inspect.signature(forward)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise OptionError(
+            f"example_inputs do not fit {type(model).__qualname__}.forward{signature}: {error}. "
+            "Give the arguments of one real call: a tuple of args, or (args, kwargs)."
+        ) from None
+
+
+def unknown_call(model: nn.Module) -> CallSpec:
+    """The spec to assume where no example inputs are known: each argument without a default is one tensor.
+
+    Raises:
+        CaptureError: forward takes *args and nothing tells how many.
+    """
+    signature = inspect.signature(type(model).forward)
+    required: list[str] = []
+    for parameter in list(signature.parameters.values())[1:]:
+        if parameter.kind is parameter.VAR_POSITIONAL and not required:
+            raise CaptureError(
+                f"{type(model).__qualname__}.forward{signature} takes any number of arguments. "
+                "Pass example_inputs to fxamp.convert."
+            )
+        if parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            required.append(parameter.name)
+    _, tree = pytree.tree_flatten((tuple(0 for _ in required), {}))
+    return CallSpec(tree, tuple(("tensor", (None, None)) for _ in required))

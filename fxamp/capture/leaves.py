@@ -1,0 +1,46 @@
+"""Which modules stay whole in a captured graph."""
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.weight_norm import WeightNorm
+
+from fxamp.capture.recurrent import is_recurrent
+
+# Modules that keep state between calls or read `self.training` themselves; subclasses too (timm's
+# BatchNormAct2d traced into would move `num_batches_tracked` at trace time).
+_STATEFUL = (_NormBase, _DropoutNd, nn.RNNBase, nn.RNNCellBase)
+# Python control flow on values that no example can decide.
+_OPAQUE = (nn.AdaptiveLogSoftmaxWithLoss,)
+
+# Hooks that only compute a weight from parameters: they are traced with the forward they stand before.
+_TRACED_HOOKS = (WeightNorm,)
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module is called as a whole: it keeps state, or hooks on it must fire."""
+    if has_hooks(module):
+        return True
+    return isinstance(module, (*_STATEFUL, *_OPAQUE)) and not is_recurrent(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anybody registered a forward or backward hook on the module that a graph could not hold."""
+    return any(not isinstance(hook, _TRACED_HOOKS) for hooks in hook_dictionaries(module) for hook in hooks.values())
+
+
+def recomputed_weights(module: nn.Module) -> list[str]:
+    """Names of the attributes that the module's own hooks compute anew before each forward (old weight_norm)."""
+    return [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, _TRACED_HOOKS)]
+
+
+def hook_dictionaries(module: nn.Module) -> list[dict[int, object]]:
+    """The module's hook dictionaries; hooks that are added later appear in them."""
+    return [module.__dict__[name] for name in _HOOKS if name in module.__dict__]

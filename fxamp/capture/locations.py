@@ -1,0 +1,79 @@
+"""Where in the user's code something happened."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxamp.errors import CaptureError
+
+_PACKAGE = Path(__file__).parent.parent
+_TORCH = str(Path(torch.__file__).parent)
+# Models that ship with the package are user code like any other.
+_MODELS = (str(_PACKAGE / "demo"), str(_PACKAGE / "counting"))
+
+
+def is_foreign(filename: str) -> bool:
+    """Whether a file is torch's, this package's, or generated."""
+    if filename.startswith("<"):
+        return True
+    return filename.startswith((_TORCH, str(_PACKAGE))) and not filename.startswith(_MODELS)
+
+
+def user_line() -> str:
+    """ "file.py:12" of the innermost frame of the model that is neither torch's nor ours; "" when there is none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if frame.f_code.co_name == "trace" and filename.startswith(str(_PACKAGE)):
+            return ""  # what lies outside of the trace called convert(), and made no node
+        if not is_foreign(filename):
+            return f"{filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of the user's code in an error's traceback."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        filename = trace.tb_frame.f_code.co_filename
+        if not is_foreign(filename):
+            found = f"{filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def explained(error: Exception, root: nn.Module, has_example: bool) -> CaptureError:
+    """A CaptureError that names the line and the way out."""
+    where = line_of(error)
+    way_out = (
+        "Write that line with torch functions, or convert the submodules around it."
+        if has_example
+        else "Pass example_inputs to fxamp.convert, write that line with torch functions, or convert submodules."
+    )
+    return CaptureError(
+        f"{type(root).__qualname__} cannot be captured symbolically. {where}: "
+        f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. {way_out}"
+    )
+
+
+def unfollowable(what: str, has_example: bool, data: bool) -> CaptureError:
+    """A CaptureError for a Python question about a traced value.
+
+    Args:
+        what: the question ("Python's bool() of a traced value").
+        data: whether the answer depends on data, not on sizes.
+    """
+    if not has_example:
+        way_out = "Pass example_inputs to fxamp.convert: decisions that follow from shapes are then made from them."
+    elif data:
+        way_out = (
+            "The decision depends on data. Write it with torch.where, move it out of forward, or convert the "
+            "submodules on both sides of it."
+        )
+    else:
+        way_out = "Move the decision out of forward, or convert the submodules on both sides of it."
+    return CaptureError(f"{user_line()}: {what} decides the control flow, which a graph cannot hold. {way_out}")

@@ -1,0 +1,147 @@
+"""The values a traced forward handles: proxies that stay honest about writes and about Python's questions."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxamp.capture.guesses import known_or_guessed
+from fxamp.capture.locations import user_line
+from fxamp.fakes import UNKNOWN
+
+
+def rank_of(value: Any) -> int | None:
+    """Number of dimensions of a traced or real tensor, None where it is not known."""
+    if issubclass(type(value), fx.Proxy):
+        value = known_or_guessed(value.node)
+    return int(value.dim()) if isinstance(value, torch.Tensor) else None
+
+
+_STATIC = frozenset({"dtype", "device", "layout", "ndim", "is_cuda"})
+
+
+def is_static(node: fx.Node) -> bool:
+    """Whether a value follows from dtypes, devices and ranks alone."""
+    if node.op == "call_function" and node.target is getattr and node.args[1] in _STATIC:
+        return True
+    if node.op == "call_method" and node.target in ("dim", "is_floating_point", "is_complex"):
+        return True
+    given = node.all_input_nodes
+    return bool(given) and all(value.meta.get("static", False) for value in given)
+
+
+class ValueProxy(fx.Proxy):
+    """A proxy that stays honest about in-place writes and about Python's questions."""
+
+    def __getattr__(self, k: str) -> Any:
+        if k in ("_is_param", "_is_buffer"):  # asked by isinstance(x, nn.Parameter) and (x, nn.Buffer)
+            return False
+        value = self.node.meta.get("val", UNKNOWN)
+        if isinstance(value, torch.Tensor) and k in ("ndim", "is_cuda", "is_sparse", "is_nested", "is_quantized"):
+            return getattr(value, k)
+        return AttributeProxy(self, k)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
+
+    def __len__(self) -> int:
+        value = self.node.meta.get("val", UNKNOWN)
+        if isinstance(value, (tuple, list, torch.Size)):
+            return len(value)
+        if isinstance(value, torch.Tensor):
+            self.tracer.decisions.append(user_line())  # type: ignore[attr-defined]
+            return int(value.shape[0])
+        raise self.tracer._unfollowable("len() of a traced value")  # type: ignore[attr-defined]
+
+    def __index__(self) -> int:
+        return int(self.tracer.decide(self, "int"))  # type: ignore[attr-defined]
+
+    def __int__(self) -> int:
+        return int(self.tracer.decide(self, "int"))  # type: ignore[attr-defined]
+
+    def __float__(self) -> float:
+        return float(self.tracer.decide(self, "float"))  # type: ignore[attr-defined]
+
+    def __contains__(self, item: Any) -> bool:
+        raise self.tracer._unfollowable("'in' on a traced value")  # type: ignore[attr-defined]
+
+    def dim(self) -> Any:
+        rank = rank_of(self)
+        return rank if rank is not None else AttributeProxy(self, "dim")()
+
+    def is_floating_point(self) -> Any:
+        value = self.node.meta.get("val", UNKNOWN)
+        return (
+            value.is_floating_point()
+            if isinstance(value, torch.Tensor)
+            else AttributeProxy(self, "is_floating_point")()
+        )
+
+
+def _inplace_operator(name: str) -> Callable[[Any, Any], Any]:
+    function = getattr(operator, name)
+
+    def write(self: ValueProxy, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return write
+
+
+for _name in [
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
+    "imatmul",
+    "iand",
+    "ior",
+    "ixor",
+    "ilshift",
+    "irshift",
+]:
+    setattr(ValueProxy, f"__{_name}__", _inplace_operator(_name))
+
+
+class WeightProxy(ValueProxy):
+    """A parameter or buffer: its sizes are constants of the graph."""
+
+    def __init__(self, node: fx.Node, tracer: Any, tensor: torch.Tensor) -> None:
+        super().__init__(node, tracer)
+        self.__dict__["_tensor"] = tensor
+
+    shape = property(lambda self: self._tensor.shape)
+    ndim = property(lambda self: self._tensor.ndim)
+
+    def size(self, *dim: int) -> Any:
+        return self._tensor.size(*dim)
+
+    def dim(self) -> int:
+        return int(self._tensor.dim())
+
+    def numel(self) -> int:
+        return int(self._tensor.numel())
+
+    def __len__(self) -> int:
+        return len(self._tensor)
+
+
+class AttributeProxy(ValueProxy):
+    """`x.name`: a node only when it is used as a value, a method call when it is called."""
+
+    def __init__(self, owner: fx.Proxy, name: str) -> None:
+        self.__dict__.update(_owner=owner, _name=name, tracer=owner.tracer, _made=None)
+
+    @property
+    def node(self) -> fx.Node:  # type: ignore[override]
+        if self._made is None:
+            made = self.tracer.create_proxy("call_function", getattr, (self._owner, self._name), {})
+            self.__dict__["_made"] = made.node
+        return self._made  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_method", self._name, (self._owner, *args), kwargs)

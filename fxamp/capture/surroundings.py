@@ -1,0 +1,142 @@
+"""What holds around a trace, and is as it was afterwards: modes, random state, Python's and torch's own questions."""
+
+import builtins
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import _symbolic_trace
+from torch.nn.utils import rnn
+
+from fxamp.capture.proxies import ValueProxy, WeightProxy
+from fxamp.errors import CaptureError
+from fxamp.fakes import UNKNOWN
+from fxamp.opnames import canonical_name
+
+
+def paths_of_tensors(root: nn.Module) -> dict[int, str]:
+    """id of every parameter, buffer and plain tensor attribute -> its path; tied tensors have their first path."""
+    paths: dict[int, str] = {}
+    for prefix, module in root.named_modules():
+        owned = [*module._parameters.items(), *module._buffers.items(), *module.__dict__.items()]
+        for name, value in owned:
+            if isinstance(value, torch.Tensor):
+                paths.setdefault(id(value), f"{prefix}.{name}" if prefix else name)
+    return paths
+
+
+@contextlib.contextmanager
+def training_reads(root: nn.Module, reads: dict[str, bool]) -> Iterator[None]:
+    """Record which modules' `training` flag is read (a property on nn.Module, for the length of the trace)."""
+    paths = {id(module): path for path, module in root.named_modules()}
+
+    def read(module: nn.Module) -> bool:
+        flag = bool(module.__dict__["training"])
+        if id(module) in paths:
+            reads[paths[id(module)]] = flag
+        return flag
+
+    def write(module: nn.Module, flag: bool) -> None:
+        module.__dict__["training"] = flag
+
+    nn.Module.training = property(read, write)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del nn.Module.training
+
+
+@contextlib.contextmanager
+def honest_isinstance() -> Iterator[None]:
+    """`isinstance(x, torch.Tensor)` in the model is as in eager where a proxy's value is known.
+
+    (A proxy whose `__class__` is Tensor would do for Python, but torch's C parser believes it too and crashes.)
+    """
+    original = builtins.isinstance
+
+    def isinstance_(instance: Any, kinds: Any) -> bool:
+        if original(instance, kinds):
+            return True
+        if type(instance) is not ValueProxy and type(instance) is not WeightProxy:
+            return False
+        value = instance.node.meta.get("val", UNKNOWN)
+        return value is not UNKNOWN and original(value, kinds)
+
+    builtins.isinstance = isinstance_
+    try:
+        yield
+    finally:
+        builtins.isinstance = original
+
+
+@contextlib.contextmanager
+def unrepeatable_randomness() -> Iterator[None]:
+    """Raise where forward drew a random number that the graph would freeze; leave the generators as they were."""
+    python, torch_state = random.getstate(), torch.get_rng_state()
+    try:
+        yield
+        if random.getstate() != python:
+            raise CaptureError(
+                "forward draws from Python's random module, which a graph would freeze to one value. "
+                "Use torch's random functions, or draw the number outside and pass it in."
+            )
+        if not torch.equal(torch.get_rng_state(), torch_state):
+            raise CaptureError(
+                "forward draws torch random numbers that do not depend on its inputs in a way a graph cannot repeat"
+            )
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(torch_state)
+
+
+@contextlib.contextmanager
+def idle_autocast(device_type: str) -> Iterator[None]:
+    """Autocast that is on but casts nothing, so that regions where the user switches it off can be seen."""
+    was, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, was)
+        torch.set_autocast_dtype(device_type, dtype)
+
+
+# torch functions whose questions about values only guard a `raise`: the kernels behind them check again.
+_CHECKS = frozenset(
+    {rnn.pad_packed_sequence.__code__, rnn._packed_sequence_init_args.__code__, nn.Transformer.forward.__code__}
+)
+
+
+def asked_by_torch_check() -> bool:
+    """Whether the Python question being answered is one of torch's own argument checks."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and ("/fxamp/" in frame.f_code.co_filename or "/torch/fx/" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and frame.f_code in _CHECKS
+
+
+@contextlib.contextmanager
+def opened_wraps(keep: Callable[[str], bool]) -> Iterator[bool]:
+    """Trace into the functions that somebody gave to `torch.fx.wrap`, all but those `keep` names.
+
+    Libraries wrap functions whose control flow a tracer without values cannot follow (torchvision's window
+    attention); whole, their GEMMs would stay in float32.
+
+    Yields:
+        whether any function was opened.
+    """
+    registry = _symbolic_trace._wrapped_fns_to_patch
+    saved = dict(registry)
+    for key, namespace in saved.items():
+        if not keep(canonical_name(namespace.get(key[1]))):
+            del registry[key]
+    try:
+        yield len(registry) < len(saved)
+    finally:
+        registry.clear()
+        registry.update(saved)

@@ -1,0 +1,348 @@
+"""Capture by symbolic tracing: an own `fx.Tracer` with explicit weights.
+
+1. GEMM, norm and activation modules are traced into, so that weights are values of the graph; modules that keep
+   state between calls (batch norm, recurrent layers), dropout, and modules with hooks stay `call_module`.
+2. With an example call every proxy carries a fake value; Python's `bool`, `len`, iteration and `int` on a value
+   that comes from shapes use it, and the source line of each such decision is recorded. Values that depend on
+   data are never guessed.
+3. Functions that make tensors (`arange`, `rand`...) become nodes, in-place operators and item assignments stay
+   in-place, `torch.no_grad` regions become nodes, and regions where the user switched autocast off are marked.
+4. Tracing leaves no mark on the model; what the graph could not repeat (a changed attribute, a drawn random
+   number) is an error that names it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from fxamp.capture import attention, recurrent
+from fxamp.capture.captured import Captured
+from fxamp.capture.creations import Creations, traced_sizes
+from fxamp.capture.functions import whole_functions
+from fxamp.capture.guesses import GUESS, guess
+from fxamp.capture.inputs import CallSpec, flatten_output, unflatten_call
+from fxamp.capture.leaves import has_hooks, is_leaf
+from fxamp.capture.locations import explained, unfollowable, user_line
+from fxamp.capture.proxies import ValueProxy, WeightProxy, is_static
+from fxamp.capture.surroundings import (
+    asked_by_torch_check,
+    honest_isinstance,
+    idle_autocast,
+    opened_wraps,
+    paths_of_tensors,
+    training_reads,
+    unrepeatable_randomness,
+)
+from fxamp.capture.traces import untouched
+from fxamp.errors import CaptureError, FxampError, OptionError
+from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign
+from fxamp.recompute import REGION, Region
+
+
+def capture_symbolic(
+    root: nn.Module,
+    spec: CallSpec,
+    example: list[Any] | None,
+    fakes: Fakes | None = None,
+    keep_whole: Callable[[str], bool] = lambda name: False,
+) -> Captured:
+    """Trace `root.forward` for one call structure.
+
+    Args:
+        root: the module; unchanged afterwards.
+        spec: which arguments are inputs and which are constants.
+        example: the inputs (real tensors and numbers) of one call, None to trace without values.
+        fakes: makes and runs fake values; None: plain ones of `root`.
+        keep_whole: whether a function given to torch.fx.wrap stays one node (one that the op lists name does);
+            others are traced into where that is possible.
+
+    Raises:
+        CaptureError: control flow on values, an attribute set in forward, and what else a graph cannot hold.
+        OptionError: the example inputs make an operation of the model fail.
+    """
+    fakes = fakes or Fakes(root)
+    try:
+        with opened_wraps(keep_whole) as opened:
+            return _trace(root, spec, example, fakes)
+    except CaptureError:
+        if not opened:
+            raise
+    return _trace(root, spec, example, fakes)
+
+
+def _trace(root: nn.Module, spec: CallSpec, example: list[Any] | None, fakes: Fakes) -> Captured:
+    tracer = SymbolicTracer(spec, example, fakes)
+    try:
+        graph = tracer.trace(root)
+    except FxampError:
+        raise
+    except Exception as error:
+        raise explained(error, root, example is not None) from error
+    return Captured(
+        root=root,
+        graph=graph,
+        spec=spec,
+        training=tuple(tracer.training.items()),
+        decisions=tuple(dict.fromkeys(tracer.decisions)),
+        constants=tracer.constants,
+        output_tree=tracer.output_tree,
+        example=example,
+    )
+
+
+class SymbolicTracer(fx.Tracer):
+    """The tracer behind `capture_symbolic`; one instance traces once."""
+
+    def __init__(self, spec: CallSpec, example: list[Any] | None, fakes: Fakes) -> None:
+        super().__init__(param_shapes_constant=True)
+        self.spec = spec
+        self.example = example
+        self.fakes = fakes
+        self.training: dict[str, bool] = {}
+        self.decisions: list[str] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.output_tree: pytree.TreeSpec | None = None
+        self.evaluating = False
+        self._tensor_paths: dict[int, str] = {}
+        self._grad_node: fx.Node | None = None
+        self._recording = False
+        self._opened: nn.Module | None = None
+        self._region: Region | None = None
+        self._device_type = "cpu"
+
+    # ------------------------------------------------------------------------------------------ one trace
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        self._tensor_paths = paths_of_tensors(root)
+        self._device_type = next((p.device.type for p in root.parameters()), "cpu")
+        with (
+            untouched(root),
+            training_reads(root, self.training),
+            unrepeatable_randomness(),
+            torch.enable_grad(),
+            idle_autocast(self._device_type),
+            attention.plain_paths(),
+            whole_functions(self._function, self._checkpointed),
+            honest_isinstance(),
+            traced_sizes(self),
+            Creations(self),
+        ):
+            return super().trace(root)
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        self._recording = True
+        inputs = []
+        kinds = [leaf for leaf in self.spec.leaves if leaf[0] != "constant"]
+        for position in range(len(kinds)):
+            node = self.create_node("placeholder", f"input_{position}", (), {})
+            if self.example is not None:
+                node.meta["val"] = self._fake(self.example[position])
+            inputs.append(self.proxy(node))
+        args, kwargs = unflatten_call(self.spec, inputs)
+        root = self.root
+
+        forward = self._said_again(root, args, kwargs) or root.forward
+
+        def run() -> Any:
+            result = forward(*args, **kwargs)
+            self._follow_grad_mode()
+            flat, self.output_tree = flatten_output(result)
+            return flat
+
+        return run, []
+
+    # --------------------------------------------------------------------------------- hooks of fx.Tracer
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if m is self._opened:
+            return False
+        return is_leaf(m) or recurrent.is_recurrent(m)  # one whose input has an unknown rank stays whole
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.evaluating:
+            return forward(*args, **kwargs)
+        try:
+            self.path_of_module(m)
+        except NameError:
+            return forward(*args, **kwargs)  # a module made inside forward: its operations are traced
+        instead = None if has_hooks(m) else self._said_again(m, args, kwargs)
+        if instead is None:
+            return super().call_module(m, forward, args, kwargs)
+        self._opened = m
+        return super().call_module(m, instead, args, kwargs)
+
+    def _said_again(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[..., Any] | None:
+        """A forward in the place of one that proxies cannot enter, None for any other module."""
+        call = (module, args, kwargs, self.example is not None)
+        return recurrent.as_node(*call) or attention.as_node(*call)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self.evaluating or not isinstance(attr_val, torch.Tensor):
+            return attr_val
+        path = self._tensor_paths.get(id(attr_val))
+        if path is None:
+            return attr_val
+        if path not in parameter_proxy_cache:
+            node = self.create_node("get_attr", path, (), {})
+            node.meta["val"] = self._fake(attr_val)
+            parameter_proxy_cache[path] = WeightProxy(node, self, attr_val)
+        return parameter_proxy_cache[path]
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        if self._region is not None:
+            node.meta[REGION] = self._region
+        return node
+
+    @contextlib.contextmanager
+    def _checkpointed(self, region: Region) -> Iterator[None]:
+        """Nodes made inside are recomputed in backward; a region inside a region is part of it."""
+        was, self._region = self._region, self._region or region
+        try:
+            yield
+            self._follow_grad_mode()
+        finally:
+            self._region = was
+
+    def _function(self, target: Callable[..., Any], args: Any, kwargs: Any) -> fx.Proxy:
+        return self.create_proxy("call_function", target, args, kwargs)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return ValueProxy(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        if issubclass(type(a), fx.Proxy):
+            return a.node
+        if isinstance(a, torch.Tensor):
+            return self._constant(a)
+        if isinstance(a, PackedSequence):
+            return self.create_proxy("call_function", PackedSequence, tuple(a), {}).node
+        if isinstance(a, nn.Module):
+            raise CaptureError(f"a module ({type(a).__qualname__}) is passed to a function as an argument")
+        return super().create_arg(a)
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
+        self._follow_grad_mode()
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
+        node = proxy.node
+        node.meta["source"] = user_line()
+        node.meta["static"] = is_static(node)
+        if not torch.is_autocast_enabled(self._device_type):
+            node.meta["autocast"] = "off"
+        if kind == "call_module":
+            node.meta["inplace"] = bool(getattr(self.root.get_submodule(str(target)), "inplace", False))
+        value = self._evaluate(node)
+        if value is not UNKNOWN:
+            node.meta["val"] = value
+        elif self.example is not None:
+            node.meta[GUESS] = self._guess(node)
+        return proxy
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        if asked_by_torch_check():
+            return False
+        return bool(self.decide(obj, "bool"))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        value = obj.node.meta.get("val", UNKNOWN)
+        if isinstance(value, torch.Tensor):
+            self.decisions.append(user_line())
+            return iter([obj[i] for i in range(value.shape[0])])  # type: ignore[index]
+        if isinstance(value, (tuple, list, torch.Size)):
+            return iter([obj[i] for i in range(len(value))])  # type: ignore[index]
+        raise self._unfollowable("iteration over a traced value")
+
+    # ---------------------------------------------------------------------------------------- fake values
+
+    def decide(self, proxy: fx.Proxy, question: str) -> Any:
+        """The Python value of a proxy whose value follows from shapes alone; the decision is recorded.
+
+        What follows from dtypes, devices and numbers of dimensions is the same at every call of the graph.
+        """
+        value = proxy.node.meta.get("val", UNKNOWN)
+        if isinstance(value, (bool, int, float, str)) or value is None:
+            if not proxy.node.meta.get("static"):
+                self.decisions.append(user_line())
+            return value
+        raise self._unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))
+
+    def _unfollowable(self, what: str, data: bool = False) -> CaptureError:
+        return unfollowable(what, self.example is not None, data)
+
+    def _fake(self, value: Any) -> Any:
+        with self._evaluating():
+            return self.fakes.of(value)
+
+    def _evaluate(self, node: fx.Node) -> Any:
+        """What the node gives for the example, as a fake value; UNKNOWN where that cannot be told."""
+        if self.example is None or any("val" not in given.meta for given in node.all_input_nodes):
+            return UNKNOWN
+        try:
+            with self._evaluating():
+                return self.fakes.run(node, lambda given: given.meta["val"])
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
+            if is_a_limit(error) or is_foreign(node.target):
+                return UNKNOWN
+            raise OptionError(
+                f"{user_line()}: with the example_inputs the model fails in {_target_name(node)}: "
+                f"{str(error).splitlines()[0]}. Give example_inputs with which model(*example_inputs) runs."
+            ) from error
+
+    def _guess(self, node: fx.Node) -> Any:
+        with self._evaluating():
+            return guess(node, lambda values: self.fakes.run(node, values))
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Run torch without recording anything."""
+        was, self.evaluating = self.evaluating, True
+        try:
+            yield
+        finally:
+            self.evaluating = was
+
+    # ------------------------------------------------------------------------------------------ constants
+
+    def _constant(self, tensor: torch.Tensor) -> fx.Node:
+        if isinstance(tensor, FakeTensor):
+            raise CaptureError(f"{user_line()}: a fake tensor of the capture leaked into the model")
+        path = self._tensor_paths.get(id(tensor))
+        if path is None:
+            path = f"_constant_{len(self.constants)}"
+            self.constants[path] = tensor
+            self._tensor_paths[id(tensor)] = path
+        node = self.create_node("get_attr", path, (), {})
+        node.meta["val"] = self._fake(tensor)
+        return node
+
+    # ----------------------------------------------------------------------------------------- grad regions
+
+    def _follow_grad_mode(self) -> None:
+        """Emit nodes where the user's code entered or left a no_grad region since the last node."""
+        if not self._recording or self.evaluating:
+            return
+        if torch.is_inference_mode_enabled():
+            raise CaptureError(f"{user_line()}: torch.inference_mode inside forward. Use torch.no_grad there.")
+        inside = not torch.is_grad_enabled()
+        if inside and self._grad_node is None:
+            self._grad_node = self.create_node("call_function", torch.is_grad_enabled, (), {})
+            self.create_node("call_function", torch._C._set_grad_enabled, (False,), {})
+        elif not inside and self._grad_node is not None:
+            self.create_node("call_function", torch._C._set_grad_enabled, (self._grad_node,), {})
+            self._grad_node = None
+
+
+def _target_name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

@@ -1,0 +1,86 @@
+"""Run a model's forward without leaving a trace on it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxamp import ir
+from fxamp.capture.leaves import recomputed_weights
+from fxamp.errors import CaptureError
+
+
+@contextlib.contextmanager
+def untouched(root: nn.Module) -> Iterator[None]:
+    """Restore every attribute of every module on leaving; an attribute that forward sets is an error.
+
+    A graph holds no attribute writes, so a converted model would silently stop making them.
+
+    Raises:
+        CaptureError: forward set, changed or removed an attribute; the model is as before.
+    """
+    before = [(path, module, _snapshot(module)) for path, module in root.named_modules()]
+    changed: list[str] = []
+    try:
+        yield
+        changed = [found for path, module, saved in before if (found := _difference(path, module, saved))]
+    finally:
+        for _, module, saved in before:
+            _restore(module, saved)
+    if changed:
+        raise CaptureError(
+            f"forward sets {changed[0]}, and a graph holds no attribute writes. Return the value instead, "
+            "write a buffer in place (self.buffer.copy_(value)), or convert the submodules that do the work."
+        )
+
+
+def _snapshot(module: nn.Module) -> dict[str, dict[str, Any]]:
+    dictionaries = {
+        name: value for name, value in module.__dict__.items() if name in ("_parameters", "_buffers", "_modules")
+    }
+    return {"__dict__": dict(module.__dict__), **{name: dict(value) for name, value in dictionaries.items()}}
+
+
+def _difference(path: str, module: nn.Module, saved: dict[str, dict[str, Any]]) -> str:
+    for owner, entries in saved.items():
+        now = module.__dict__ if owner == "__dict__" else module.__dict__[owner]
+        for name in [*entries, *(name for name in now if name not in entries)]:
+            if name in ("_parameters", "_buffers", "_modules") or name in recomputed_weights(module):
+                continue
+            old, new, full = entries.get(name, _MISSING), now.get(name, _MISSING), f"{path}.{name}".lstrip(".")
+            if old is not new and not _is_same_plain_value(old, new) and not _is_written_in_place(new, full):
+                return f"attribute {full!r}"
+    return ""
+
+
+_MISSING = object()
+
+
+def _is_same_plain_value(old: Any, new: Any) -> bool:
+    if isinstance(old, (torch.Tensor, fx.Proxy)) or isinstance(new, (torch.Tensor, fx.Proxy)):
+        return False
+    if type(old) is not type(new) or not isinstance(old, (bool, int, float, str, tuple)):
+        return False
+    return bool(old == new)
+
+
+def _is_written_in_place(new: Any, path: str) -> bool:
+    """Whether a traced value is the attribute itself after an in-place write (`self.count += 1`)."""
+    node = new.node if issubclass(type(new), fx.Proxy) else None
+    while isinstance(node, fx.Node):
+        if node.op == "get_attr":
+            return node.target == path
+        node = next(iter(ir.mutated(node)), None)
+    return False
+
+
+def _restore(module: nn.Module, saved: dict[str, dict[str, Any]]) -> None:
+    for owner in ("_parameters", "_buffers", "_modules"):
+        if owner in saved:
+            contents = saved["__dict__"][owner]
+            contents.clear()
+            contents.update(saved[owner])
+    module.__dict__.clear()
+    module.__dict__.update(saved["__dict__"])

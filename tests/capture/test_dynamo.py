@@ -1,0 +1,202 @@
+"""Dynamo as the second front door: the same passes, one report, and no model left that looks converted and is not."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxamp
+
+
+class Deciding(nn.Module):
+    """Decides on data, so that a symbolic graph cannot hold it and Dynamo breaks it in two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.bn = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        y = F.relu(self.inner(x))
+        if y.sum() > 1e9:
+            y = y * 2
+        return {"logits": self.head(F.dropout(self.bn(y), 0.5, self.training))}
+
+
+class Straight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        y = self.inner(x)
+        with torch.autocast("cpu", enabled=False):
+            y = y + self.inner(x)
+        return self.head(y.relu())
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+def linears(converted) -> list[str]:
+    return [row.precision for row in fxamp.report(converted).rows if row.op == "linear"]
+
+
+def test_auto_falls_back_to_dynamo_and_says_why_once(caplog):
+    with caplog.at_level(logging.INFO, logger="fxamp"):
+        converted = fxamp.convert(Deciding(), dtype=torch.bfloat16)
+        converted(X)
+        converted(X)
+    said = [record.message for record in caplog.records if "captured by Dynamo" in record.message]
+    assert len(said) == 1
+    assert "test_dynamo.py" in said[0]
+    assert set(fxamp.report(converted).captures) == {"dynamo"}
+    assert linears(converted) == ["low", "low"]
+
+
+def test_a_dynamo_captured_model_trains_as_eager():
+    eager = Deciding()
+    converted = fxamp.convert(copy.deepcopy(eager), dtype=torch.bfloat16)
+    converted.eval(), eager.eval()
+    ours, theirs = converted(X)["logits"], eager(X)["logits"]
+    assert ours.dtype == torch.float32
+    # two GEMMs of 8 numbers below 4
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2**-5)
+    converted.train()(X)["logits"].sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in converted.parameters())
+    assert int(converted.bn.num_batches_tracked) == 1
+
+
+def test_train_and_eval_are_recaptured():
+    converted = fxamp.convert(Deciding(), dtype=torch.bfloat16).train()
+    assert not torch.equal(converted(X)["logits"], converted(X)["logits"])
+    converted.eval()
+    assert torch.equal(converted(X)["logits"], converted(X)["logits"])
+
+
+def test_the_report_is_there_before_the_first_call_and_nothing_has_run():
+    model = Straight()
+    state = torch.get_rng_state()
+    converted = fxamp.convert(model, dtype=torch.bfloat16, capture="dynamo", example_inputs=(X,))
+    report = fxamp.report(converted)
+    assert report.is_preview
+    assert report.captures == ("dynamo",)
+    assert torch.equal(torch.get_rng_state(), state)
+    before = report.low_precision_nodes
+    converted(X)
+    assert fxamp.report(converted).low_precision_nodes == before
+    assert not fxamp.report(converted).is_preview
+
+
+def test_a_region_without_autocast_is_protected():
+    converted = fxamp.convert(Straight(), dtype=torch.bfloat16, capture="dynamo")
+    converted(X)
+    assert linears(converted) == ["low", "high", "low"]
+
+
+def test_two_converted_models_of_one_class_do_not_share_graphs():
+    one = fxamp.convert(Straight(), dtype=torch.bfloat16, capture="dynamo")
+    two = fxamp.convert(Straight(), dtype=torch.float16, capture="dynamo")
+    assert not torch.equal(one(X), two(X))
+    assert fxamp.report(one).low_dtype == "bfloat16"
+    assert fxamp.report(two).low_dtype == "float16"
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_run_the_same(copier):
+    converted = fxamp.convert(Deciding(), dtype=torch.bfloat16).eval()
+    expected = converted(X)["logits"]
+    twin = copier(converted)
+    assert torch.equal(twin(X)["logits"], expected)
+    nn.init.zeros_(twin.head.weight)
+    assert torch.equal(converted(X)["logits"], expected)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_torch_compile_with_the_backend_by_name(inner):
+    model = Straight()
+    compiled = torch.compile(model, backend="fxamp", options={"dtype": torch.bfloat16, "inner": inner})
+    out = compiled(X)
+    out.sum().backward()
+    assert out.dtype == torch.float32
+    assert not torch.equal(out, model(X))
+    torch.testing.assert_close(out, model(X), rtol=0, atol=2**-5)
+    assert model.inner.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [({"dtpe": 1}, "'dtpe'.*Did you mean 'dtype'"), ({"level": "hard"}, "'hard'"), ({"inner": "nope"}, "nope")],
+)
+def test_wrong_backend_options_are_named(options, culprit):
+    compiled = torch.compile(Straight(), backend="fxamp", options=options)
+    with pytest.raises(Exception, match=culprit):
+        compiled(X)
+
+
+def test_new_shapes_stay_right():
+    eager = Straight()
+    converted = fxamp.convert(copy.deepcopy(eager), dtype=torch.bfloat16, capture="dynamo")
+    for size in (4, 7, 2, 9, 1):
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(converted(x), eager(x), rtol=0, atol=2**-5)
+
+
+def test_a_conversion_back_to_a_values_dtype_does_not_keep_a_gemm_in_fp32():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            scores = F.softmax(q @ k.mT, dim=-1, dtype=torch.float32).to(q.dtype)
+            explicit = v.to(torch.float32)
+            return scores @ v, scores @ explicit
+
+    converted = fxamp.convert(Attention(), dtype=torch.bfloat16, capture="dynamo")
+    converted(X)
+    products = [row.precision for row in fxamp.report(converted).rows if row.op == "matmul"]
+    assert products == ["low", "low", "high"]
+
+
+def test_regions_that_protect_themselves_only_under_autocast_are_found():
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, 8)
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, x):
+            if torch.is_autocast_enabled("cpu"):
+                with torch.autocast("cpu", enabled=False):
+                    y = self.gate(x)
+            else:
+                y = self.gate(x)
+            return self.head(y)
+
+    model = Router()
+    converted = fxamp.convert(model, dtype=torch.bfloat16, capture="dynamo")
+    converted(X)
+    assert [row.precision for row in fxamp.report(converted).rows if row.op == "linear"] == ["low", "low"]
+
+
+def test_source_lines_are_the_users():
+    converted = fxamp.convert(Straight(), dtype=torch.bfloat16, capture="dynamo")
+    converted(X)
+    lines = {row.source for row in fxamp.report(converted).rows if row.op == "linear"}
+    assert all("test_dynamo.py:" in line for line in lines)

@@ -1,0 +1,150 @@
+"""What people write in forward: each idiom converted in both dtypes, with and without example inputs."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxamp
+
+IDIOMS = {
+    "max values": lambda m, x: m.fc(x).max(1).values,
+    "max pair": lambda m, x: sum(torch.max(m.fc(x), 1)[0:1]),
+    "topk indices": lambda m, x: m.fc(x).topk(2).indices,
+    "sort": lambda m, x: m.fc(x).sort(-1, descending=True)[0],
+    "min over all": lambda m, x: m.fc(x).min(),
+    "split loop": lambda m, x: sum(part * 2 for part in m.fc(x).split(4, -1)),
+    "split sizes": lambda m, x: torch.cat(m.fc(x).split([2, 6], -1)[::-1], -1),
+    "chunk cat": lambda m, x: torch.cat(m.fc(x).chunk(2, -1), 0),
+    "unbind stack": lambda m, x: torch.stack(m.fc(x).unbind(0), 1),
+    "ellipsis": lambda m, x: m.fc(x)[..., 1:3].contiguous().view(-1),
+    "boolean mask": lambda m, x: m.fc(x) * (x > 0),
+    "where scalar": lambda m, x: torch.where(x > 0, m.fc(x), 0.0),
+    "masked fill": lambda m, x: m.fc(x).masked_fill(x > 1, float("-inf")).softmax(-1),
+    "big masked fill": lambda m, x: m.fc(x).masked_fill(x > 1, -1e9).softmax(-1),
+    "einsum": lambda m, x: torch.einsum("bi,ji->bj", m.fc(x), m.fc.weight),
+    "transposes": lambda m, x: (m.fc(x).T @ m.fc(x)).mT,
+    "matmul operator": lambda m, x: x @ m.fc.weight.t() + m.fc.bias,
+    "new zeros": lambda m, x: m.fc(x) + x.new_zeros(1),
+    "expand": lambda m, x: m.scale.expand(4, -1) * m.fc(x),
+    "iadd": lambda m, x: _iadd(m.fc(x), x),
+    "dict update": lambda m, x: {**{"a": m.fc(x)}, "b": x},
+    "list append": lambda m, x: [m.fc(x), *[x + i for i in range(2)]],
+    "sequential twice": lambda m, x: m.body(m.body(x)),
+    "item access by getattr": lambda m, x: getattr(m, "fc")(x),  # noqa: B009
+    "norm": lambda m, x: m.fc(x) / m.fc(x).norm(dim=-1, keepdim=True),
+    "normalize": lambda m, x: F.normalize(m.fc(x), dim=-1),
+    "rms norm by hand": lambda m, x: m.fc(x) * torch.rsqrt(m.fc(x).pow(2).mean(-1, keepdim=True) + 1e-6),
+    "log of one minus": lambda m, x: torch.log(1 - torch.sigmoid(m.fc(x))),
+    "loss inside": lambda m, x: F.cross_entropy(m.fc(x), torch.zeros(4, dtype=torch.long)),
+    "softplus": lambda m, x: F.softplus(m.fc(x)).log(),
+    "cumsum positions": lambda m, x: m.fc(x) * torch.cumsum(torch.ones_like(x), 0),
+    "arange positions": lambda m, x: m.fc(x) + torch.arange(8, device=x.device).float() * 0.01,
+    "size arithmetic": lambda m, x: m.fc(x).view(x.size(0) // 2, -1, x.size(1)),
+    "type_as": lambda m, x: m.fc(x).type_as(x) + 1,
+    "float cast": lambda m, x: m.fc(x).float().exp(),
+    "double branch": lambda m, x: m.fc(x).double().sum(),
+    "detach": lambda m, x: m.fc(x) - m.fc(x).detach(),
+    "clone and write": lambda m, x: _write(m.fc(x).clone()),
+    "index put": lambda m, x: _put(torch.zeros(4, 8), m.fc(x)),
+    "gather": lambda m, x: m.fc(x).gather(1, torch.zeros(4, 2, dtype=torch.long)),
+    "scatter add": lambda m, x: torch.zeros(4, 8).scatter_add(1, torch.zeros(4, 8, dtype=torch.long), m.fc(x)),
+    "interpolate": lambda m, x: F.interpolate(m.fc(x)[None, None], scale_factor=2, mode="bilinear"),
+    "grid sample": lambda m, x: F.grid_sample(m.fc(x)[None, None], torch.zeros(1, 2, 2, 2), align_corners=False),
+    "prelu": lambda m, x: F.prelu(m.fc(x), m.slope),
+    "lerp": lambda m, x: torch.lerp(m.fc(x), x, 0.3),
+    "addcmul": lambda m, x: torch.addcmul(x, m.fc(x), x, value=0.5),
+    "baddbmm": lambda m, x: torch.baddbmm(x[None], m.fc(x)[None], m.fc.weight[None]),
+    "bilinear": lambda m, x: m.bilinear(m.fc(x), x),
+    "pad": lambda m, x: F.pad(m.fc(x), (1, 1)),
+    "unfold": lambda m, x: m.fc(x).unfold(1, 2, 2).sum(-1),
+    "complex": lambda m, x: torch.fft.rfft(m.fc(x)).abs(),
+    "one hot": lambda m, x: F.one_hot(m.fc(x).argmax(-1), 8).float() @ m.fc.weight,
+    "var mean": lambda m, x: torch.var_mean(m.fc(x), dim=-1),
+    "std": lambda m, x: (m.fc(x) - m.fc(x).mean(-1, keepdim=True)) / (m.fc(x).std(-1, keepdim=True) + 1e-5),
+    "clamp": lambda m, x: m.fc(x).clamp(min=1e-12).sqrt(),
+    "repeat interleave": lambda m, x: m.fc(x).repeat_interleave(2, 0),
+    "roll": lambda m, x: m.fc(x).roll(1, 0),
+    "meshgrid": lambda m, x: torch.meshgrid(m.fc(x)[0], x[0], indexing="ij")[0],
+    "embedding bag": lambda m, x: F.embedding_bag(torch.zeros(2, 3, dtype=torch.long), m.fc.weight),
+    "tied use": lambda m, x: F.linear(m.fc(x), m.fc.weight.t()),
+    "cosine": lambda m, x: F.cosine_similarity(m.fc(x), x),
+}
+
+
+def _iadd(y, x):
+    y += x
+    y[:, 0] *= 2
+    return y
+
+
+def _write(y):
+    y[0] = 1
+    y[:, 1:3].add_(1)
+    return y
+
+
+def _put(out, y):
+    out[torch.tensor([0, 1, 2, 3])] = y
+    return out
+
+
+class Idiom(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.bilinear = nn.Bilinear(8, 8, 3)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.slope = nn.Parameter(torch.full((1,), 0.25))
+        self.name = name
+
+    def forward(self, x):
+        return IDIOMS[self.name](self, x)
+
+
+# Python's iteration over a traced value needs to know how long it is.
+NEEDS_EXAMPLE = {"max pair", "split loop"}
+
+
+@pytest.mark.parametrize("example", ["with example", "without"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", IDIOMS)
+def test_idiom(name, dtype, example):
+    if example == "without" and name in NEEDS_EXAMPLE:
+        with pytest.raises(fxamp.CaptureError, match=r"iteration over a traced value.*Pass example_inputs"):
+            fxamp.convert(Idiom(name), capture="symbolic")
+        return
+    torch.manual_seed(0)
+    eager = Idiom(name)
+    x = torch.randn(4, 8)
+    given = (x,) if example == "with example" else None
+    converted = fxamp.convert(copy.deepcopy(eager), dtype=dtype, example_inputs=given, capture="symbolic")
+    ours, theirs = converted(x), eager(x)
+    flat_ours, flat_theirs = (torch.utils._pytree.tree_leaves(tree) for tree in (ours, theirs))
+    flat_autocast = _under_autocast(eager, x, dtype) or flat_theirs
+    assert len(flat_ours) == len(flat_theirs)
+    for one, other, cast in zip(flat_ours, flat_theirs, flat_autocast, strict=True):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        if one.dtype.is_floating_point:
+            size = other[other.isfinite()].abs().max().clamp(min=1.0)
+            # three roundings of the linear layer's result, or what autocast itself is off by
+            allowed = max(4 * torch.finfo(dtype).eps * float(size), 2 * float(_distance(cast, other)))
+            assert float(_distance(one, other)) <= allowed
+
+
+def _under_autocast(eager, x, dtype):
+    """What torch.autocast gives; nothing for the idioms it fails on (mixed dtypes, literals out of range)."""
+    try:
+        with torch.autocast("cpu", dtype=dtype):
+            return torch.utils._pytree.tree_leaves(eager(x))
+    except RuntimeError:
+        return None
+
+
+def _distance(one, other):
+    same = (one == other) | (one.isnan() & other.isnan())
+    return torch.where(same, torch.zeros(()), (one.double() - other.double()).abs()).max()
