@@ -1,0 +1,130 @@
+"""Which values may share storage, and where that storage is written: an analysis, it changes nothing.
+
+Views and in-place ops are found by op name; a function nobody lists may return a view of any of its arguments.
+"""
+
+import bisect
+import dataclasses
+
+from torch import fx
+
+from fxamp import ir
+from fxamp.lists import TRAITS
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """Nodes that may share one storage which somebody writes into.
+
+    Attributes:
+        nodes: in graph order.
+        writers: the nodes that write, in graph order.
+        external: whether the storage belongs to an input, a parameter or a buffer.
+        places: the writers' positions in the graph.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    writers: tuple[fx.Node, ...]
+    external: bool
+    places: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Aliases:
+    """The written storages of a graph, and how often each was written before a point of it."""
+
+    storage_of: dict[fx.Node, Storage]
+    order: dict[fx.Node, int]
+
+    def epoch(self, value: fx.Node, reader: fx.Node) -> int:
+        """Number of writes into `value`'s storage before `reader` runs; casts are shared within one epoch."""
+        storage = self.storage_of.get(value)
+        return 0 if storage is None else bisect.bisect_left(storage.places, self.order[reader])
+
+    def last_writer(self, value: fx.Node, reader: fx.Node) -> fx.Node | None:
+        """The node that wrote last into `value`'s storage before `reader` runs."""
+        epoch = self.epoch(value, reader)
+        return self.storage_of[value].writers[epoch - 1] if epoch else None
+
+    @property
+    def storages(self) -> list[Storage]:
+        """Every written storage once, in graph order."""
+        return list({id(storage): storage for storage in self.storage_of.values()}.values())
+
+
+def find_aliases(graph: fx.Graph) -> Aliases:
+    """The written storages of a graph."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    writes = {node: written for node in graph.nodes if (written := ir.mutated(node))}
+    if not writes:
+        return Aliases({}, order)
+    sets = UnionFind()
+    first_read: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            sets.join(node, first_read.setdefault(str(node.target), node))
+        for source in may_share(node, writes.get(node, [])):
+            sets.join(node, source)
+    return Aliases(_storages(graph, sets, writes), order)
+
+
+def _storages(graph: fx.Graph, sets: "UnionFind", writes: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, Storage]:
+    written_roots = {sets.find(target) for targets in writes.values() for target in targets}
+    members: dict[object, list[fx.Node]] = {root: [] for root in written_roots}
+    writers: dict[object, list[fx.Node]] = {root: [] for root in written_roots}
+    places: dict[object, list[int]] = {root: [] for root in written_roots}
+    for place, node in enumerate(graph.nodes):
+        if node.op != "output" and sets.find(node) in members:
+            members[sets.find(node)].append(node)
+        for root in dict.fromkeys(sets.find(target) for target in writes.get(node, ())):
+            writers[root].append(node)
+            places[root].append(place)
+    result: dict[fx.Node, Storage] = {}
+    for root, nodes in members.items():
+        external = any(node.op in ("placeholder", "get_attr") for node in nodes)
+        storage = Storage(tuple(nodes), tuple(writers[root]), external, tuple(places[root]))
+        result.update(dict.fromkeys(nodes, storage))
+    return result
+
+
+# Views of every argument, not of the first alone.
+_VIEWS_OF_ALL = frozenset("broadcast_tensors meshgrid atleast_1d atleast_2d atleast_3d cartesian_prod".split())
+
+# They write into their statistics or table, and give something new.
+_WRITES_ASIDE = frozenset({"batch_norm", "embedding", "embedding_bag", "instance_norm"})
+
+
+def may_share(node: fx.Node, written: list[fx.Node]) -> list[fx.Node]:
+    """The inputs whose storage the node's value may share; `written` are those it writes into."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return []
+    op = ir.mark(node).op
+    if op in _WRITES_ASIDE:
+        return []
+    if written:
+        return written
+    if op in _VIEWS_OF_ALL or "." in op or "::" in op:
+        return node.all_input_nodes
+    if op in TRAITS["view"] or op == "getattr":
+        return ir.nodes_in(node.args[:1] or next(iter(node.kwargs.values()), ()))
+    if op == "einsum" and len(node.all_input_nodes) == 1:
+        return node.all_input_nodes  # a permutation, or a diagonal
+    return []
+
+
+class UnionFind:
+    """Disjoint sets of hashable things; a thing never seen is alone."""
+
+    def __init__(self) -> None:
+        self._parent: dict[object, object] = {}
+
+    def find(self, item: object) -> object:
+        root = item
+        while (above := self._parent.get(root, root)) is not root:
+            root = above
+        while item is not root:
+            self._parent[item], item = root, self._parent.get(item, item)
+        return root
+
+    def join(self, one: object, other: object) -> None:
+        self._parent[self.find(one)] = self.find(other)

@@ -1,0 +1,135 @@
+"""Put a cast on every edge whose two ends differ in precision."""
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxamp import ir
+from fxamp.ir import Reason
+from fxamp.passes.alias import Aliases, find_aliases
+from fxamp.passes.base import Pass
+from fxamp.passes.reads import Read, float_reads
+from fxamp.passes.rules import Policy
+from fxamp.passes.verify import casts_minimal, operands_agree, writes_land
+
+
+@dataclasses.dataclass(frozen=True)
+class InsertCasts(Pass):
+    """Cast values that are read in the other precision; types become real.
+
+        y = linear(x, w)                            # before: linear is low
+        y = linear(x.to(low), w.to(low))            # after
+
+    1. A value read by several nodes in the other precision is cast once, unless it was written between them.
+    2. A cast stands directly behind the value, or behind the write it must see; a weight's before its first use.
+    3. Only float32 tensors are cast; a mask with numbers beyond the low range is clamped to it first.
+    4. Outputs come back in `output_dtype`.
+    """
+
+    ensures: ClassVar = (operands_agree, casts_minimal, writes_land)
+    policy: Policy
+    output_dtype: torch.dtype | None = torch.float32
+
+    def apply(self, graph: fx.Graph) -> bool:
+        aliases = find_aliases(graph)
+        wanted = self._edges(graph)
+        for node in graph.nodes:
+            precision = ir.mark(node).precision
+            dtype = self.policy.low if precision == "low" else torch.float32
+            ir.set_mark(node, type=ir.with_dtype(ir.mark(node).type, dtype))
+        regions = grad_regions(graph)
+        made: dict[tuple[object, ...], fx.Node] = {}
+        for reader, read, dtype in wanted:
+            region = regions[reader] if _is_cast_at_reader(read.value, aliases) else 0
+            key = (read.value, dtype, aliases.epoch(read.value, reader), region)
+            if key not in made:
+                made[key] = _make_cast(graph, read.value, reader, dtype, aliases, self.policy.low)
+            _replace_argument(reader, read, made[key])
+        return bool(wanted)
+
+    def _edges(self, graph: fx.Graph) -> list[tuple[fx.Node, Read, torch.dtype]]:
+        """Every (reader, argument, dtype to read it in) where the value has another dtype."""
+        found = []
+        for node in graph.nodes:
+            for read in float_reads(node, self.policy.lists, self.policy.output_mode):
+                want = self._wanted(node, read)
+                if want is not None and want != self._dtype_of(read.value):
+                    found.append((node, read, want))
+        return found
+
+    def _wanted(self, node: fx.Node, read: Read) -> torch.dtype | None:
+        if node.op == "output":
+            return self.output_dtype
+        if read.mode == "any":
+            return None
+        if read.mode in ("high", "low"):
+            return torch.float32 if read.mode == "high" else self.policy.low
+        precision = ir.mark(node).precision
+        return None if precision == "none" else (self.policy.low if precision == "low" else torch.float32)
+
+    def _dtype_of(self, value: fx.Node) -> torch.dtype:
+        return self.policy.low if ir.mark(value).precision == "low" else torch.float32
+
+
+def _make_cast(
+    graph: fx.Graph, value: fx.Node, reader: fx.Node, dtype: torch.dtype, aliases: Aliases, low: torch.dtype
+) -> fx.Node:
+    with graph.inserting_before(_place(value, reader, aliases)):
+        source = value
+        if ir.mark(value).tainted and dtype == low:
+            limits = torch.finfo(low)
+            source = graph.call_method("clamp", (value, limits.min, limits.max))
+            _describe(source, value, ir.mark(value).type, "cast")
+            ir.set_mark(source, op="clamp", precision="high")
+        cast = graph.call_method("to", (source, dtype))
+    kind = ir.map_type(lambda found: dataclasses.replace(found, dtype=dtype), ir.mark(value).type)
+    _describe(cast, value, kind, "weight cast" if ir.is_weight(value) else "cast")
+    ir.set_mark(cast, op="to", precision="low" if dtype == low else "high")
+    return cast
+
+
+def _describe(node: fx.Node, value: fx.Node, kind: ir.ValueType, role: ir.Role) -> None:
+    node.meta.update({key: value.meta[key] for key in ("source", "nn_module_stack") if key in value.meta})
+    reason = Reason("cast", f"{value.name} is read in the other precision", value.name)
+    ir.set_mark(node, type=kind, colour="clear", reason=reason, role=role, serves=value.name)
+
+
+def _place(value: fx.Node, reader: fx.Node, aliases: Aliases) -> fx.Node:
+    """The node a cast stands before: right behind its value, or before its reader for weights and written values."""
+    if _is_cast_at_reader(value, aliases):
+        return reader
+    follower = value.next
+    while follower.op in ("placeholder", "get_attr") and follower is not reader:
+        follower = follower.next
+    return follower
+
+
+def _is_cast_at_reader(value: fx.Node, aliases: Aliases) -> bool:
+    return ir.is_weight(value) or value in aliases.storage_of
+
+
+def grad_regions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Number of the no_grad region, or the stretch between two, that each node stands in.
+
+    A cast made inside torch.no_grad carries no gradient, so casts are not shared across the borders.
+    """
+    regions, number = {}, 0
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            number += 1
+        regions[node] = number
+    return regions
+
+
+def _replace_argument(reader: fx.Node, read: Read, cast: fx.Node) -> None:
+    put = lambda given: cast if given is read.value else given  # noqa: E731
+    if read.keyword:
+        kwargs = dict(reader.kwargs)
+        kwargs[read.keyword] = fx.node.map_arg(kwargs[read.keyword], put)
+        reader.kwargs = kwargs
+    else:
+        args = list(reader.args)
+        args[read.position] = fx.node.map_arg(args[read.position], put)
+        reader.args = tuple(args)

@@ -1,0 +1,203 @@
+"""Bring the user's graph into the form the other passes read."""
+
+import dataclasses
+import operator
+
+import torch
+from torch import fx
+
+from fxamp import ir
+from fxamp.ir import TensorType
+from fxamp.passes.base import Pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Normalise(Pass):
+    """Make what the model reads from values independent of the precision they will have.
+
+        y.to(x.dtype)            # y and x are float32 in an fp32 run: nothing happens there
+        y                        # and nothing may depend on the precision x gets
+
+    1. `x.dtype` is what an fp32 run sees.
+    2. A conversion relative to another value that changes nothing in an fp32 run disappears.
+    3. A list of tensors passed whole (`cat(x.chunk(2))`) is passed item by item.
+    4. Operands that torch knows by position stand there: `torch.add(input=x, other=y)` is `torch.add(x, y)`.
+    5. A value that nobody reads is not computed, unless computing it does something else too.
+    """
+
+    def apply(self, graph: fx.Graph) -> bool:
+        changed = _drop_unread(graph)
+        for node in list(graph.nodes):
+            changed = _put_operands_in_place(node) or changed
+            changed = _drop_relative_conversion(graph, node) or _forget_relative_dtype(node) or changed
+        for node in list(graph.nodes):
+            changed = _resolve_dtype(graph, node) or changed
+            changed = _item_of_field(node) or changed
+            changed = _pass_items(graph, node) or changed
+        return changed
+
+
+# Parts of the names of ops that draw random numbers, check something or switch a mode: they run though nobody reads.
+_ACTS = "drop rand bernoulli multinomial normal poisson uniform rrelu exponential geometric cauchy attention lstm gru \
+rnn fractional assert check autocast grad print backward sync barrier wait".split()
+
+
+def _drop_unread(graph: fx.Graph) -> bool:
+    changed = False
+    for node in reversed(list(graph.nodes)):
+        if not node.users and _only_computes(node):
+            graph.erase_node(node)
+            changed = True
+    return changed
+
+
+def _only_computes(node: fx.Node) -> bool:
+    op = ir.mark(node).op
+    if node.op not in ("call_function", "call_method", "get_attr") or "." in op or "::" in op or node.is_impure():
+        return False
+    return not ir.mutated(node) and not any(part in op for part in _ACTS)
+
+
+# The keywords of leading operands, in the order of their positions; functions with another order are left alone.
+_LEADING = ("input", "other")
+_OTHER_ORDER = frozenset({"where", "searchsorted", "bucketize", "einsum"})
+
+
+def _put_operands_in_place(node: fx.Node) -> bool:
+    if node.op != "call_function" or ir.mark(node).op in _OTHER_ORDER or "." in ir.mark(node).op:
+        return False
+    changed = False
+    for position, keyword in enumerate(_LEADING):
+        if len(node.args) == position and keyword in node.kwargs:
+            kwargs = dict(node.kwargs)
+            node.args = (*node.args, kwargs.pop(keyword))
+            node.kwargs = kwargs
+            changed = True
+    return changed
+
+
+def _drop_relative_conversion(graph: fx.Graph, node: fx.Node) -> bool:
+    if node.op != "call_method" or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    given, own = ir.mark(node.args[0]).type, ir.mark(node).type
+    if not isinstance(given, TensorType) or not isinstance(own, TensorType) or given.dtype != own.dtype:
+        return False
+    if own.dtype is None or not _is_relative(node) or not _stays_on_device(node):
+        return False
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+    return True
+
+
+def _forget_relative_dtype(node: fx.Node) -> bool:
+    """`x.to(y.device, y.dtype)`, where x and y have one dtype, moves x and does nothing else."""
+    if node.op != "call_method" or node.target != "to" or not isinstance(node.args[0], fx.Node):
+        return False
+    given, own = ir.mark(node.args[0]).type, ir.mark(node).type
+    if not isinstance(given, TensorType) or not isinstance(own, TensorType) or given.dtype != own.dtype:
+        return False
+    reads = [value for value in (*node.args[1:], *node.kwargs.values()) if _is_read(value)]
+    node.args = tuple(value for value in node.args if value not in reads)
+    node.kwargs = {key: value for key, value in node.kwargs.items() if value not in reads}
+    return bool(reads)
+
+
+def _is_read(value: object) -> bool:
+    return isinstance(value, fx.Node) and _is_dtype_read(value)
+
+
+def _is_relative(node: fx.Node) -> bool:
+    """`.type_as(y)`, `.to(y)`, `.to(y.dtype)`: the dtype comes from another value."""
+    if node.target == "type_as" or ir.RELATIVE in node.meta:
+        return True
+    if node.target != "to" or len(node.args) != 2 or node.kwargs:
+        return node.target == "to" and len(node.args) == 1 and set(node.kwargs) == {"dtype"} and _reads_dtype(node)
+    return isinstance(node.args[1], fx.Node) and (_reads_dtype(node) or _is_tensor(node.args[1]))
+
+
+def _reads_dtype(node: fx.Node) -> bool:
+    source = ir.argument_of(node, 1, "dtype")
+    return isinstance(source, fx.Node) and _is_dtype_read(source)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(ir.mark(node).type, TensorType)
+
+
+def _is_dtype_read(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is getattr and node.args[1] == "dtype"
+
+
+def _stays_on_device(node: fx.Node) -> bool:
+    given, own = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    if isinstance(given, torch.Tensor) and isinstance(own, torch.Tensor):
+        return given.device == own.device
+    return _reads_dtype(node) or ir.RELATIVE in node.meta
+
+
+def _resolve_dtype(graph: fx.Graph, node: fx.Node) -> bool:
+    if not _is_dtype_read(node) or not isinstance(node.args[0], fx.Node):
+        return False
+    owner = ir.mark(node.args[0]).type
+    if not isinstance(owner, TensorType) or owner.dtype is None:
+        return False
+    dtype = owner.dtype
+    for user in list(node.users):
+        put = lambda given: dtype if given is node else given  # noqa: E731
+        user.args = fx.node.map_arg(user.args, put)
+        user.kwargs = fx.node.map_arg(user.kwargs, put)
+    graph.erase_node(node)
+    return True
+
+
+_FIELDS = ("values", "indices")
+
+
+def _item_of_field(node: fx.Node) -> bool:
+    """`x.max(1).values` -> `x.max(1)[0]`: a field of a result is an item like any other."""
+    owner, field = (*node.args, None, None)[:2]
+    if node.target is not getattr or not isinstance(owner, fx.Node) or not ir.is_tuple(owner):
+        return False
+    fields = getattr(type(owner.meta.get("val")), "__match_args__", _FIELDS)
+    if field not in fields:
+        return False
+    node.target = operator.getitem
+    node.args = (owner, fields.index(field))
+    kinds = ir.mark(owner).type
+    assert isinstance(kinds, tuple)
+    ir.set_mark(node, op="getitem", type=kinds[fields.index(field)])
+    return True
+
+
+def _pass_items(graph: fx.Graph, node: fx.Node) -> bool:
+    if node.op in ("placeholder", "get_attr") or (node.op == "call_function" and node.target is operator.getitem):
+        return False
+    wholes = [given for given in node.all_input_nodes if _is_flat_tuple(given)]
+    if node.op == "output":
+        wholes = [whole for whole in wholes if not ir.is_returned_whole(whole)]
+    for whole in wholes:
+        _replace_by_items(graph, node, whole)
+    return bool(wholes)
+
+
+def _is_flat_tuple(node: fx.Node) -> bool:
+    kind = ir.mark(node).type
+    return isinstance(kind, tuple) and all(isinstance(part, TensorType) for part in kind) and ir.holds_float32(node)
+
+
+def _replace_by_items(graph: fx.Graph, node: fx.Node, whole: fx.Node) -> None:
+    types = ir.mark(whole).type
+    assert isinstance(types, tuple)
+    items = []
+    for position, kind in enumerate(types):
+        with graph.inserting_before(node):
+            item = graph.call_function(operator.getitem, (whole, position))
+        item.meta.update({key: value for key, value in whole.meta.items() if key != "val"})
+        if "val" in whole.meta:
+            item.meta["val"] = whole.meta["val"][position]
+        ir.set_mark(item, op="getitem", type=kind)
+        items.append(item)
+    kept = tuple(items)
+    put = lambda given: kept if given is whole else given  # noqa: E731
+    node.args = fx.node.map_arg(node.args, put)
+    node.kwargs = fx.node.map_arg(node.kwargs, put)

@@ -1,0 +1,156 @@
+"""Cast weights bucket by bucket: one multi-tensor copy instead of one kernel each."""
+
+import dataclasses
+import operator
+from collections import defaultdict
+from typing import ClassVar
+
+from torch import fx
+
+from fxamp import ir
+from fxamp.errors import InvariantError
+from fxamp.ir import Reason
+from fxamp.passes.alias import Aliases, find_aliases
+from fxamp.passes.base import Pass
+from fxamp.passes.cast import grad_regions
+from fxamp.passes.verify import casts_minimal, operands_agree
+from fxamp.runtime.packed_weights import packed_cast
+
+# Bytes of low copies in one bucket: DistributedDataParallel sends as much at a time (`bucket_cap_mb=25`).
+BUCKET_BYTES = 25 << 20
+# Reading rows of a table is cheaper than casting the table: such a cast is there only because the cut wanted it.
+_GATHERS = frozenset({"embedding", "embedding_bag"})
+
+
+def packs_sound(graph: fx.Graph) -> None:
+    """A bucket stands before its first use, in one no_grad region, and casts no weight that is cast elsewhere."""
+    regions = grad_regions(graph)
+    seen: dict[tuple[object, ...], fx.Node] = {}
+    aliases = find_aliases(graph)
+    for node in graph.nodes:
+        for source in _sources(node):
+            key = (source.target, aliases.epoch(source, node), regions[node])
+            if key in seen:
+                raise InvariantError(f"{source.target} is cast twice: by {seen[key].name} and by {node.name}")
+            seen[key] = node
+            if source in aliases.storage_of and node.target is packed_cast:
+                raise InvariantError(f"{node.name} casts {source.target}, which is written in place")
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The parameters and buffers a node casts."""
+    if node.target is packed_cast:
+        return list(node.all_input_nodes)
+    return node.all_input_nodes[:1] if is_weight_cast(node) else []
+
+
+@dataclasses.dataclass(frozen=True)
+class PackWeights(Pass):
+    """Cast the weights of a bucket together, just before the first of them is used.
+
+        a = w.to(low); y = linear(x, a); b = v.to(low); z = linear(y, b)
+        a, b = packed_cast(low, w, v); y = linear(x, a); z = linear(y, b)
+
+    1. A bucket holds weights in the order of their first use, up to `bucket_bytes` of low copies; casts at the start
+       of the forward would run last in backward, when nothing is left to overlap an all-reduce with.
+    2. Weights that reach different outputs are in different buckets: an unused auxiliary head stays unused.
+    3. Buckets do not cross the border of a torch.no_grad region.
+    4. Alone stay a weight that is written in place, a table that is only gathered from, and a bucket of one.
+    """
+
+    ensures: ClassVar = (operands_agree, casts_minimal, packs_sound)
+    bucket_bytes: int = BUCKET_BYTES
+
+    def apply(self, graph: fx.Graph) -> bool:
+        buckets = [bucket for bucket in self._buckets(graph) if len(bucket) > 1]
+        for bucket in buckets:
+            _pack(graph, bucket)
+        return bool(buckets)
+
+    def _buckets(self, graph: fx.Graph) -> list[list[fx.Node]]:
+        aliases, regions = find_aliases(graph), grad_regions(graph)
+        reached = outputs_reached(graph, aliases)
+        buckets: list[list[fx.Node]] = []
+        open_buckets: dict[tuple[object, ...], tuple[list[fx.Node], int]] = {}
+        for node in graph.nodes:
+            if node.target is packed_cast:  # packed before: what follows it is another bucket
+                open_buckets.clear()
+            if not can_pack(node, aliases):
+                continue
+            key = (node.args[1], regions[node], reached[node])
+            bucket, size = open_buckets.get(key, ([], 0))
+            nbytes = _nbytes(node)
+            if not bucket or size + nbytes > self.bucket_bytes:
+                bucket, size = [], 0
+                buckets.append(bucket)
+            bucket.append(node)
+            open_buckets[key] = (bucket, size + nbytes)
+        return buckets
+
+
+def is_weight_cast(node: fx.Node) -> bool:
+    """Whether the node is the plain cast of a parameter or buffer."""
+    source = node.args[0] if node.args else None
+    is_cast = node.target == "to" and ir.mark(node).role == "weight cast"
+    return is_cast and isinstance(source, fx.Node) and ir.is_weight(source)
+
+
+def can_pack(node: fx.Node, aliases: Aliases) -> bool:
+    """Whether a node is the cast of a weight that may be made earlier and together with others."""
+    if not is_weight_cast(node) or node.args[0] in aliases.storage_of or ir.mark(node).precision != "low":
+        return False
+    return any(ir.mark(user).op not in _GATHERS for user in node.users)
+
+
+def outputs_reached(graph: fx.Graph, aliases: Aliases) -> dict[fx.Node, int]:
+    """For each node the outputs of the graph that depend on it, as bits."""
+    reached: dict[fx.Node, int] = defaultdict(int)
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            for position, value in enumerate(ir.nodes_in(node.args)):
+                reached[value] |= 1 << position
+            continue
+        for written in ir.mutated(node):
+            storage = aliases.storage_of.get(written)
+            for member in storage.nodes if storage else ():
+                reached[node] |= reached[member]
+        for value in node.all_input_nodes:
+            reached[value] |= reached[node]
+    return reached
+
+
+def _nbytes(cast: fx.Node) -> int:
+    """Bytes of the low copy; without shapes a bucket is not limited."""
+    return sum(found.nbytes or 0 for found in ir.tensors_in(ir.mark(cast).type))
+
+
+def _pack(graph: fx.Graph, casts: list[fx.Node]) -> None:
+    first = casts[0]
+    weights = [cast.args[0] for cast in casts]
+    for weight in weights:
+        assert isinstance(weight, fx.Node)
+        if weight > first:  # one that was read before stays where its other readers find it
+            first.prepend(weight)
+    with graph.inserting_before(first):
+        packed = graph.call_function(packed_cast, (first.args[1], *weights))
+        items = [graph.call_function(operator.getitem, (packed, number)) for number in range(len(casts))]
+    _describe(packed, casts)
+    for cast, item in zip(casts, items, strict=True):
+        item.meta.update(cast.meta)
+        cast.replace_all_uses_with(item)
+        graph.erase_node(cast)
+
+
+def _describe(packed: fx.Node, casts: list[fx.Node]) -> None:
+    packed.meta.update({key: casts[0].meta[key] for key in ("source", "nn_module_stack") if key in casts[0].meta})
+    size = sum(map(_nbytes, casts)) / 2**20
+    ir.set_mark(
+        packed,
+        op="packed_cast",
+        type=tuple(ir.mark(cast).type for cast in casts),
+        colour="clear",
+        precision="low",
+        reason=Reason("pack", f"{len(casts)} weights ({size:.1f} MiB) are cast by one copy before their first use"),
+        role="weight cast",
+        serves=casts[0].name,
+    )

@@ -1,0 +1,126 @@
+"""What padding a GEMM gains and what its pads and slices cost: in bytes that memory could move meanwhile."""
+
+import dataclasses
+import math
+
+from torch import fx
+
+from fxamp import ir
+from fxamp.passes.costs import LAUNCH_BYTES
+from fxamp.passes.gemms import Gemm, GemmDim, shape_of
+from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, is_read_padded
+from fxamp.passes.padding_values import is_parameter
+
+# Multiplications and additions a Tensor Core does while memory moves one byte: below it a GEMM waits for memory.
+# H100 SXM: 989 TFLOP/s (bf16, dense) over 3.35 TB/s, NVIDIA H100 data sheet. (A100: 156; V100: 140, section 4.2
+# of NVIDIA's Train with Mixed Precision.) The highest balance pads the fewest GEMMs.
+FLOPS_PER_BYTE = 295
+# How many times longer a GEMM takes when rows of its operands do not start at multiples of 16 bytes. Netflix saw
+# a head with such a vocabulary take 3 times as long ("Scaling LLM post-training at Netflix", February 2026);
+# pad_mm of PyTorch asks for 1.1 before it pads. Not measured here: 2 is meant to be on the low side.
+UNALIGNED_SLOWDOWN = 2
+# Elements of fp16 or bf16 in 16 bytes, which is what one load of an operand moves.
+VECTOR = 8
+# Backward runs two GEMMs of the same size for every GEMM of forward.
+GEMMS_PER_STEP = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether padding pays, and the figures."""
+
+    pays: bool
+    text: str
+
+
+def is_worth_a_look(gemm: Gemm) -> str:
+    """Why padding this GEMM cannot pay, from its sizes alone; "" when it may."""
+    if ir.mark(gemm.node).op == "scaled_dot_product_attention":
+        return "flash attention pads a head size itself"
+    if all(dim.size % VECTOR == 0 for dim in gemm.dims):
+        return f"every dimension is a multiple of {VECTOR} already, and more does not pay"
+    flops = 2 * gemm.macs
+    if flops < FLOPS_PER_BYTE * LAUNCH_BYTES:
+        return f"too small: {_short(flops)} FLOP take less time than launching a kernel"
+    if flops < FLOPS_PER_BYTE * gemm.nbytes:
+        return f"memory-bound: {flops // gemm.nbytes} FLOP a byte, Tensor Cores want {FLOPS_PER_BYTE}"
+    return ""
+
+
+def should_pad(planned: Planned, plan: Plan, flow: Flow) -> Verdict:
+    """Whether a GEMM gains more than its pads and slices cost, in the flow of a whole plan."""
+    gain, cost = _gain(planned), _cost(planned, plan, flow)
+    figures = f"saves about {_short(max(gain, 0))}B worth of time for {_short(cost)}B of pads and slices"
+    return Verdict(gain > cost, figures)
+
+
+def _gain(planned: Planned) -> int:
+    gemm = planned.gemm
+    growth = math.prod(dim.size + extra for dim, extra in zip(gemm.dims, planned.extras, strict=True))
+    aligned = 2 * gemm.macs * growth // math.prod(dim.size for dim in gemm.dims)
+    saved = (UNALIGNED_SLOWDOWN * 2 * gemm.macs - aligned) // FLOPS_PER_BYTE
+    return saved * (GEMMS_PER_STEP if _needs_grad(gemm.node) else 1)
+
+
+def _cost(planned: Planned, plan: Plan, flow: Flow) -> int:
+    node, total = planned.gemm.node, 0
+    for operand in ir.arguments(node):
+        wants = planned.wants(operand.position, operand.keyword)
+        padding = flow.paddings.get(operand.value)
+        arrives = padding is not None and fits(planned, operand, padding)
+        if wants and not (arrives and len(wants) == 1):
+            total += _copy_cost(operand.value)
+    for value in carried(node, flow):
+        is_sliced = any(not _reads(value, user, plan, flow) for user in value.users)
+        total += _copy_cost(value) if is_sliced else 0
+        how = flow.kept.get(value)
+        total += 2 * sum(map(_copy_cost, value.all_input_nodes[1:])) if how is not None and how.with_stats else 0
+        total += 6 * LAUNCH_BYTES if how is not None and how.with_stats else 0
+    return total
+
+
+def carried(node: fx.Node, flow: Flow) -> list[fx.Node]:
+    """The GEMM's padded result, and what it becomes on its way."""
+    found, stack = [], [node] if node in flow.paddings else []
+    while stack:
+        value = stack.pop()
+        if value not in found:
+            found.append(value)
+            stack += [user for user in value.users if user in flow.kept]
+    return found
+
+
+def _reads(value: fx.Node, user: fx.Node, plan: Plan, flow: Flow) -> bool:
+    return user in flow.kept or is_read_padded(value, user, flow.paddings[value], plan)
+
+
+def _copy_cost(value: fx.Node) -> int:
+    """A pad or slice: one kernel that reads and writes the value, and another in backward."""
+    shape = shape_of(value) or ()
+    once = LAUNCH_BYTES + 4 * math.prod(shape)
+    return 2 * once if _needs_grad(value) or is_parameter(value) else once
+
+
+def _needs_grad(value: fx.Node) -> bool:
+    return any(found.requires_grad for found in ir.tensors_in(ir.mark(value).type))
+
+
+def _short(number: int) -> str:
+    for unit in ("", "k", "M", "G"):
+        if number < 1000:
+            return f"{number:.0f} {unit}"
+        number //= 1000
+    return f"{number} T"
+
+
+def padded_size(size: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is at least `size`.
+
+    padded_size(50257, 8) == 50264
+    """
+    return -(-size // multiple) * multiple
+
+
+def extra_of(dim: GemmDim, multiple: int) -> int:
+    """Elements that align one dimension."""
+    return padded_size(dim.size, multiple) - dim.size

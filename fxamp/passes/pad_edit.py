@@ -1,0 +1,257 @@
+"""Write a plan and its flow into the graph: pads, slices, and the arguments that follow from them."""
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from fxamp import ir
+from fxamp.fakes import Fakes
+from fxamp.ir import Reason, TensorType
+from fxamp.lists import TRAITS
+from fxamp.passes.alias import Aliases
+from fxamp.passes.cast import grad_regions
+from fxamp.passes.gemms import OPS, shape_of
+from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, is_read_padded
+from fxamp.passes.padding_values import PER_ELEMENT, Kept, is_parameter
+from fxamp.runtime import padded_norm
+
+# Readers whose result does not depend on whether a slice is dense; others get a dense copy, as in the model.
+_DENSE_RESULT_OPS = """
+    bfloat16 cat cross_entropy double dropout float half layer_norm log_softmax mean nll_loss rms_norm
+    softmax stack sum to type_as
+"""
+_STRIDED = frozenset(
+    {
+        *PER_ELEMENT,
+        *OPS,
+        *TRAITS["shape_result"],
+        *_DENSE_RESULT_OPS.split(),
+    }
+)
+
+
+class PadEditor:
+    """Changes one graph in place.
+
+    Args:
+        root: the model, for the state of its batch norms.
+        fakes: their fake values, None where the graph has none.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, plan: Plan, flow: Flow, aliases: Aliases, root: nn.Module, fakes: Fakes | None
+    ) -> None:
+        self.graph, self.plan, self.flow, self.aliases = graph, plan, flow, aliases
+        self.root, self.fakes = root, fakes
+        self.regions = grad_regions(graph)
+        self.made: dict[tuple[Any, ...], fx.Node] = {}
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node in self.plan:
+                self._pad_gemm(self.plan[node])
+            elif node in self.flow.kept:
+                self._keep(node, self.flow.kept[node])
+            else:
+                self._slice_reads(node)
+            if node in self.flow.paddings:
+                padding = self.flow.paddings[node]
+                _grow(node, {padding.dim: padding.extra})
+
+    # ------------------------------------------------------------------------------------------- readers
+
+    def _pad_gemm(self, planned: Planned) -> None:
+        node = planned.gemm.node
+        for operand in list(ir.arguments(node)):
+            wants = planned.wants(operand.position, operand.keyword)
+            padding = self.flow.paddings.get(operand.value)
+            source = operand.value
+            if padding is not None and fits(planned, operand, padding):
+                wants = {dim: extra for dim, extra in wants.items() if dim != padding.dim}
+            elif padding is not None:
+                source = self._sliced(operand.value, node)
+            is_bias = operand.position == 2 or operand.keyword == "bias"
+            fill = self._lowest(node) if is_bias and node in self.flow.masked else 0.0
+            _put(node, operand, self._padded(source, wants, node, fill))
+        if node in self.flow.masked and ir.argument_of(node, 2, "bias") is None:
+            self._add_masking_bias(planned)
+        if ir.mark(node).op == "scaled_dot_product_attention":
+            _keep_scale(planned)
+
+    def _lowest(self, node: fx.Node) -> float:
+        kind = ir.mark(node).type
+        assert isinstance(kind, TensorType) and kind.dtype is not None
+        return torch.finfo(kind.dtype).min
+
+    def _add_masking_bias(self, planned: Planned) -> None:
+        node, out = planned.gemm.node, planned.out
+        weight = ir.argument_of(node, 1, "weight")
+        assert out is not None
+        while ir.mark(weight).role == "pad":
+            weight = weight.args[0]
+        rank, rows = len(shape_of(weight) or ()), (shape_of(weight) or (0,))[0]
+        with self.graph.inserting_before(node):
+            column = self.graph.call_function(operator.getitem, (weight, (slice(None), *(0,) * (rank - 1))))
+            zeros = self.graph.call_function(torch.zeros_like, (column,))
+        kind = TensorType(ir.mark(node).type.dtype, (rows,))  # type: ignore[union-attr]
+        for made, op in ((column, "getitem"), (zeros, "zeros_like")):
+            self._describe(made, node, kind, "pad", op, f"{node.name} hides its padding from the loss")
+        bias = self._padded(zeros, {0: out[1]}, node, self._lowest(node))
+        if len(node.args) > 2:
+            node.args = (*node.args[:2], bias, *node.args[3:])
+        elif len(node.args) == 2 and "bias" not in node.kwargs:
+            node.args = (*node.args, bias)
+        else:
+            node.kwargs = {**node.kwargs, "bias": bias}
+
+    def _keep(self, node: fx.Node, how: Kept) -> None:
+        for operand in list(ir.arguments(node)):
+            at = (operand.position, operand.keyword)
+            dims = {place.dim: how.padding.extra for place in how.pads if (place.position, place.keyword) == at}
+            if dims:
+                _put(node, operand, self._padded(operand.value, dims, node))
+        if how.grown is not None:
+            self._grow_size(node, how.grown, how.padding.extra)
+        if how.with_stats:
+            self._pad_statistics(node)
+
+    def _slice_reads(self, node: fx.Node) -> None:
+        for value in node.all_input_nodes:
+            padding = self.flow.paddings.get(value)
+            if padding is not None and not is_read_padded(value, node, padding, self.plan):
+                node.replace_input_with(value, self._sliced(value, node))
+
+    def _grow_size(self, node: fx.Node, index: int, extra: int) -> None:
+        flat = len(node.args) == 2 and isinstance(node.args[1], (tuple, list))
+        sizes: list[Any] = list(node.args[1]) if flat else list(node.args[1:])  # type: ignore[arg-type]
+        size = sizes[index]
+        if isinstance(size, fx.Node):
+            with self.graph.inserting_before(node):
+                grown = self.graph.call_function(operator.add, (size, extra))
+            if isinstance(size.meta.get("val"), int):
+                grown.meta["val"] = size.meta["val"] + extra
+            self._describe(grown, node, None, "pad", "add", f"the padded size of {node.name}")
+        sizes[index] = grown if isinstance(size, fx.Node) else size + extra
+        node.args = (node.args[0], tuple(sizes)) if flat else (node.args[0], *sizes)
+
+    def _pad_statistics(self, node: fx.Node) -> None:
+        if node.op == "call_function":
+            node.target = padded_norm.batch_norm
+            return
+        path = str(node.target)
+        module = self.root.get_submodule(path)
+        training = bool(module.training)
+        names = ["running_mean", "running_var"] if not training or module.track_running_stats else [None, None]
+        state = [self._state(node, path, name) for name in (*names, "weight", "bias")]
+        batches = self._state(node, path, "num_batches_tracked") if module.track_running_stats else None
+        numbers = [self._state(node, path, name) for name in ("momentum", "eps")]
+        source = node.args[0] if node.args else node.kwargs["input"]
+        node.op, node.target = "call_function", padded_norm.batch_norm
+        node.kwargs = {}
+        node.args = (source, *state, training, *numbers, batches)
+
+    def _state(self, reader: fx.Node, path: str, name: str | None) -> fx.Node | None:
+        """A node that reads one attribute of a module at every call; None where the module has none."""
+        value = None if name is None else ir.attribute(self.root, f"{path}.{name}")
+        if value is None and name != "momentum":
+            return None
+        with self.graph.inserting_before(reader):
+            made = self.graph.get_attr(f"{path}.{name}")
+        made.meta["val"] = self.fakes.of(value) if self.fakes is not None else value
+        kind = None
+        if isinstance(value, torch.Tensor):
+            kind = TensorType(made.meta["val"].dtype, tuple(value.shape), value.requires_grad)
+        op = "parameter" if isinstance(value, nn.Parameter) else "buffer"
+        self._describe(made, reader, kind, "pad", op, f"{reader.name} is computed over padded channels")
+        is_high = kind is not None and kind.dtype == torch.float32
+        ir.set_mark(made, precision="high" if is_high else "none")
+        return made
+
+    # ------------------------------------------------------------------------------------ pads and slices
+
+    def _padded(self, value: fx.Node, dims: dict[int, int], reader: fx.Node, fill: float = 0.0) -> fx.Node:
+        """The value with `dims` padded; made once, and before each reader again where it was written in between."""
+        if not dims:
+            return value
+        key = ("pad", value, tuple(sorted(dims.items())), fill, *self._moment(value, reader))
+        if key not in self.made:
+            amounts = [0, 0] * len(shape_of(value) or ())
+            for dim, extra in dims.items():
+                amounts[-1 - 2 * dim] = extra
+            while amounts[-2:] == [0, 0]:
+                amounts = amounts[:-2]
+            with self.graph.inserting_before(reader):
+                kwargs: dict[str, Any] = {"value": fill} if fill else {}
+                made = self.graph.call_function(functional.pad, (value, tuple(amounts)), kwargs)
+            grown = "parameter" if is_parameter(value) else "value"
+            why = f"the {grown} {value.name} is padded for {reader.name}"
+            self._describe(made, value, ir.mark(value).type, "pad", "pad", why)
+            _grow(made, dims)
+            self.made[key] = made
+        return self.made[key]
+
+    def _sliced(self, value: fx.Node, reader: fx.Node) -> fx.Node:
+        """The model's own part of a padded value."""
+        key = ("slice", value, *self._moment(value, reader))
+        if key not in self.made:
+            padding = self.flow.paddings[value]
+            rank = len(shape_of(value) or ())
+            with self.graph.inserting_before(reader):
+                if self._is_read_dense(value):
+                    back = (0, 0) * (rank - 1 - padding.dim)
+                    made = self.graph.call_function(functional.pad, (value, (*back, 0, -padding.extra)))
+                else:
+                    part = (slice(None),) * padding.dim + (slice(None, -padding.extra),)
+                    made = self.graph.call_function(operator.getitem, (value, part))
+            why = self.flow.refused.get((value, reader), "nothing behind it reads the padding")
+            self._describe(made, value, ir.mark(value).type, "slice", "slice", f"{reader.name}: {why}")
+            _grow(made, {padding.dim: -padding.extra})
+            self.made[key] = made
+        return self.made[key]
+
+    def _is_read_dense(self, value: fx.Node) -> bool:
+        sliced = [user for user in value.users if (value, user) in self.flow.refused]
+        return any(ir.mark(user).op not in _STRIDED for user in sliced)
+
+    def _moment(self, value: fx.Node, reader: fx.Node) -> tuple[int, int]:
+        if value not in self.aliases.order or reader not in self.aliases.order:
+            return 0, self.regions.get(reader, 0)
+        return self.aliases.epoch(value, reader), self.regions[reader]
+
+    def _describe(self, made: fx.Node, of: fx.Node, kind: ir.ValueType, role: ir.Role, op: str, why: str) -> None:
+        made.meta.update({key: of.meta[key] for key in ("source", "nn_module_stack") if key in of.meta})
+        precision = ir.mark(of).precision if kind is not None else "none"
+        made.meta[ir.MARK] = ir.Mark(op, kind, "clear", precision, Reason("pad", why, of.name), role, of.name)
+
+
+def _keep_scale(planned: Planned) -> None:
+    """Attention divides by the root of the head size, which must stay the model's."""
+    node = planned.gemm.node
+    size = next((dim.size for dim, _ in planned.dims if dim.name == "K"), None)
+    if size is not None and node.kwargs.get("scale") is None:
+        node.kwargs = {**node.kwargs, "scale": 1 / math.sqrt(size)}
+
+
+def _grow(node: fx.Node, dims: dict[int, int]) -> None:
+    kind = ir.mark(node).type
+    assert isinstance(kind, TensorType) and kind.shape is not None
+    shape = list(kind.shape)
+    for dim, extra in dims.items():
+        shape[dim] += extra
+    ir.set_mark(node, type=dataclasses.replace(kind, shape=tuple(shape)))
+
+
+def _put(node: fx.Node, operand: ir.Operand, value: fx.Node) -> None:
+    """Replace one argument of a node, and no other that is the same value."""
+    put = lambda given: value if given is operand.value else given  # noqa: E731
+    if operand.keyword:
+        node.kwargs = {**node.kwargs, operand.keyword: fx.node.map_arg(node.kwargs[operand.keyword], put)}
+    else:
+        args = list(node.args)
+        args[operand.position] = fx.node.map_arg(args[operand.position], put)
+        node.args = tuple(args)

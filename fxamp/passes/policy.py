@@ -1,0 +1,39 @@
+"""What the user asked for, as far as colours are concerned."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from fxamp.ir import Colour
+from fxamp.lists import OpLists
+from fxamp.passes.reads import Mode
+
+Level = Literal["strict", "balanced", "aggressive"]
+LEVELS: tuple[Level, ...] = ("strict", "balanced", "aggressive")
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The constraints of one conversion.
+
+    Attributes:
+        low: the low dtype.
+        lists: op colours, environment included.
+        level: how far low precision spreads over infer nodes.
+        overrides: module path, glob or node name -> colour.
+        protected: module name parts that the model's class keeps in fp32 (`_keep_in_fp32_modules`).
+        output_mode: how the graph's outputs are read.
+        everything_low: O3: no rule but the lists' deny is kept.
+        device: type of the device the model runs on; some kernels are missing on the CPU.
+    """
+
+    low: torch.dtype
+    lists: OpLists
+    level: Level = "balanced"
+    overrides: Mapping[str, Colour] = dataclasses.field(default_factory=dict)
+    protected: tuple[str, ...] = ()
+    output_mode: Mode = "high"
+    everything_low: bool = False
+    device: str = "cpu"

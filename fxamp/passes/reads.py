@@ -1,0 +1,91 @@
+"""How a node reads its float32 arguments."""
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import fx
+
+from fxamp import ir
+from fxamp.lists import TRAITS, OpLists
+
+# with: cast together with the node; high: keeps float32; low: must be low; any: read as it is.
+Mode = Literal["with", "high", "low", "any"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """One float32 argument of a node and the precision it must have."""
+
+    value: fx.Node
+    mode: Mode
+    position: int
+    keyword: str
+
+
+# Conversions the user wrote: the result's dtype is theirs, whatever is read.
+CONVERSIONS = frozenset("to float half bfloat16 double long int short bool type type_as _to_copy item tolist".split())
+
+
+def float_reads(node: fx.Node, lists: OpLists, output_mode: Mode = "high") -> list[Read]:
+    """Every float32 argument of a node, with how it is read.
+
+    Args:
+        output_mode: how the graph's output node reads ("high" for float32 outputs, "any" for as computed).
+    """
+    found = []
+    for argument in ir.arguments(node):
+        if ir.holds_float32(argument.value):
+            mode = _mode(node, argument, lists, output_mode)
+            found.append(Read(argument.value, mode, argument.position, argument.keyword))
+    return found
+
+
+def _mode(node: fx.Node, argument: ir.Operand, lists: OpLists, output_mode: Mode) -> Mode:
+    if node.op == "output":
+        return output_mode
+    op = ir.mark(node).op
+    if op in TRAITS["shape_result"] or (op == "getattr" and not ir.holds_float32(node)):
+        return "any"
+    if op in CASTS_INSIDE and asked_dtype(node) == torch.float32:
+        return "any"
+    if is_conversion(node):
+        return "any" if converts_to(node) == torch.float32 else "with"
+    row = lists.row(op)
+    if row is None or row.operands is None or node.op == "call_module":
+        return "with"
+    for position, keyword in row.operands:
+        if argument.position == position or argument.keyword == keyword:
+            return "with"
+    return "high"
+
+
+def is_conversion(node: fx.Node) -> bool:
+    """Whether the user's call may change a dtype: `x.to(device)` moves a value and does not."""
+    op = ir.mark(node).op
+    if op not in ("to", "_to_copy"):
+        return op in CONVERSIONS
+    asked = (*node.args[1:], *(value for key, value in node.kwargs.items() if key != "device"))
+    return any(isinstance(argument, torch.dtype) or _may_be_dtype(argument) for argument in asked)
+
+
+def _may_be_dtype(argument: object) -> bool:
+    if not isinstance(argument, fx.Node):
+        return False
+    reads_device = argument.target is getattr and argument.args[1] == "device"
+    return not reads_device and not isinstance(argument.meta.get("val"), (torch.device, bool))
+
+
+# Ops whose kernel converts its input itself when the call names a dtype.
+CASTS_INSIDE = frozenset("softmax log_softmax softmin sum mean prod cumsum cumprod nansum nanmean norm".split())
+
+
+def asked_dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype that the user's call names (`softmax(x, -1, dtype=torch.float32)`), None where it names none."""
+    named = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, torch.dtype)]
+    return named[0] if named else None
+
+
+def converts_to(node: fx.Node) -> torch.dtype | None:
+    """The dtype a conversion node's result has; None for what gives no tensor."""
+    return next((found.dtype for found in ir.tensors_in(ir.mark(node).type)), None)

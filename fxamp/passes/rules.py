@@ -1,0 +1,244 @@
+"""The rules of what may run low: which nodes are fixed, and why (an analysis, it changes nothing).
+
+1. allow nodes are low, deny and unlisted nodes are high; overrides and the user's own casts and autocast regions
+   come before the lists.
+2. An infer node downstream of a deny node with no allow node between is high; so is one that reaches a
+   domain-sensitive argument (log, rsqrt, a denominator) through infer and clear nodes only.
+3. The level says which of the remaining infer nodes may be low at all ("eligible").
+4. Values that low precision would destroy are high: literals out of range and what they taint, exact integers,
+   squares.
+What is left is free, and the cut decides.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from fxamp import ir
+from fxamp.dtypes import dtype_name
+from fxamp.ir import Colour, Reason
+from fxamp.lists import TRAITS
+from fxamp.passes.literals import Fit
+from fxamp.passes.overrides import check_overrides, override_for, protected_part
+from fxamp.passes.pin import follow_pin
+from fxamp.passes.policy import LEVELS, Level, Policy
+from fxamp.passes.reads import Read, asked_dtype, converts_to, is_conversion
+from fxamp.passes.ruling import Ruling, Verdict, start_ruling
+from fxamp.passes.spread import mark_born, protect_domains, spread_deny
+from fxamp.passes.values import fix_destroyed_values, mark_integers, reduces_everything, spread_taint
+
+__all__ = ["LEVELS", "Level", "Policy", "Ruling", "Verdict", "apply_rules", "check_overrides"]
+
+_LOW_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def apply_rules(graph: fx.Graph, policy: Policy, fit_of: Callable[[fx.Node], Fit]) -> Ruling:
+    """Fix what the rules fix.
+
+    Args:
+        graph: typed.
+        fit_of: how a parameter's or buffer's numbers fit into the low dtype.
+    """
+    ruling = start_ruling(graph, policy, fit_of)
+    choose_colours(ruling)
+    mark_integers(ruling)
+    for node in graph.nodes:
+        if node in ruling.participants:
+            _fix_by_colour(ruling, node)
+            follow_pin(ruling, node)
+    if not policy.everything_low:
+        spread_deny(ruling)
+        protect_domains(ruling)
+        mark_born(ruling)
+    return ruling
+
+
+# ------------------------------------------------------------------------------------------------- colours
+
+
+def choose_colours(ruling: Ruling) -> None:
+    """Every node's list colour, overrides applied."""
+    policy = ruling.policy
+    for node in ruling.graph.nodes:
+        ruling.colours[node] = _list_colour(policy, ir.mark(node).op)
+        key = override_for(node, policy.overrides)
+        if key is not None:
+            ruling.colours[node] = policy.overrides[key]
+            ruling.chosen[node] = Reason("override", f"overrides[{key!r}] = {ruling.colours[node]!r}")
+        elif part := protected_part(node, policy.protected):
+            ruling.colours[node] = "deny"
+            ruling.chosen[node] = Reason("override", f"the model's _keep_in_fp32_modules names {part!r}")
+        elif reduces_everything(node) and not _is_users_choice(policy, "einsum"):
+            ruling.colours[node] = "deny"
+
+
+def _list_colour(policy: Policy, op: str) -> Colour:
+    if op in ("input", "parameter", "buffer", "output"):
+        return "clear"
+    colour: Colour = policy.lists.colour(op)
+    if policy.level == "strict" and op in TRAITS["strict_deny"] and not _is_users_choice(policy, op):
+        return "deny"
+    return colour
+
+
+def _is_users_choice(policy: Policy, op: str) -> bool:
+    row = policy.lists.row(op)
+    return row is not None and row.origin != "default"
+
+
+# -------------------------------------------------------------------------------------------- fixed by colour
+
+
+def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
+    op, colour = ir.mark(node).op, ruling.colours[node]
+    if node.op in ("placeholder", "get_attr"):
+        _fix_source(ruling, node)
+    elif node in ruling.chosen and colour == "deny":
+        ruling.fixed[node] = Verdict("high", ruling.chosen[node])
+    elif (problem := _untouchable(ruling, node)) is not None:
+        ruling.fix(node, "high", "type", problem)
+    elif is_conversion(node):
+        _fix_conversion(ruling, node)
+    elif asked_dtype(node) == torch.float32 and ir.holds_float32(node):
+        ruling.fix(node, "high", "user dtype", "the user asked for a float32 result (dtype=torch.float32)")
+    elif op in TRAITS["factory"] and asked_dtype(node) is None and ir.holds_float32(node):
+        ruling.fix(node, "high", "creation", "no operand decides its dtype: it is torch's default")
+        spread_taint(ruling, node)
+    elif node in ruling.chosen and colour == "allow":
+        ruling.fixed[node] = Verdict("low", ruling.chosen[node])
+    elif node.meta.get("autocast") == "off":
+        text = "stands in a region where the model's author switched autocast off"
+        ruling.fix(node, "high", "user region", text)
+        spread_taint(ruling, node)
+    elif ruling.policy.everything_low and colour != "unlisted":
+        ruling.fix(node, "low", "level", "opt_level O3 runs everything low")
+    elif _gathers_trained_rows(node):
+        _fix_rows(ruling, node)
+    elif colour == "allow":
+        _fix_allow(ruling, node)
+    elif colour == "deny":
+        ruling.fix(node, "high", "list", f"`{op}` is on the deny list: {_deny_reason(ruling.policy, op)}")
+    elif colour == "unlisted":
+        ruling.fix(node, "high", "unlisted", f"`{op}` is on no list, so it runs in the dtypes it had before")
+    else:
+        fix_destroyed_values(ruling, node)
+
+
+def _fix_source(ruling: Ruling, node: fx.Node) -> None:
+    if node.meta.get("stored_low"):
+        ruling.fix(node, "low", "parameter", "the parameter is stored in low precision (opt_level O2 or O3)")
+    elif not ir.is_weight(node):
+        ruling.fix(node, "high", "input", "an input comes in float32")
+    else:
+        ruling.fix(node, "high", "parameter", "parameters and buffers stay in float32")
+        if ruling.fit_of(node) == "beyond":
+            ruling.tainted.add(node)
+
+
+def _deny_reason(policy: Policy, op: str) -> str:
+    row = policy.lists.row(op)
+    if row is None:
+        return ""
+    if row.origin != "default":
+        return f"set by {row.origin}"
+    if op == "einsum":
+        return "this one reduces everything, which is a large sum of products"
+    return row.reason if row.colour == "deny" else "torch.autocast runs it in float32, and so does level 'strict'"
+
+
+def _untouchable(ruling: Ruling, node: fx.Node) -> str | None:
+    """Why a node cannot take part: its types, its kernels, or weights inside a module."""
+    op, own = ir.mark(node).op, list(ir.tensors_in(ir.mark(node).type))
+    for given in node.all_input_nodes:
+        for found in ir.tensors_in(ir.mark(given).type):
+            if found.dtype is None:
+                return f"the dtype of its input {given.name} is not known before real inputs are seen"
+            if found.dtype != torch.float32 and _is_float(found.dtype) and not is_conversion(node):
+                return f"its input {given.name} is {dtype_name(found.dtype)} by the user's own choice"
+    if any(found.dtype is not None and found.dtype.is_complex for found in own):
+        return "it makes complex numbers"
+    if ir.is_returned_whole(node):
+        return "its result is returned whole, with named fields"
+    if op == "view" and any(isinstance(argument, torch.dtype) for argument in (*node.args, *node.kwargs.values())):
+        return "it reads the bits of a float32 value"
+    if node.op == "call_module" and op not in ("batch_norm", "dropout") and node.meta.get("weights", True):
+        return "its weights are read inside the module, where they stay float32"
+    if ruling.policy.device == "cpu" and op in TRAITS["no_low_kernel_cpu"]:
+        return f"the CPU has no {dtype_name(ruling.policy.low)} kernel for it"
+    return None
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+# Ops that pick rows: their backward adds the gradients of equal rows in the dtype of the table.
+_GATHERS = frozenset({"embedding", "embedding_bag", "index_select", "gather", "take", "take_along_dim", "getitem"})
+
+
+def _gathers_trained_rows(node: fx.Node) -> bool:
+    """Whether rows of a trainable weight are picked by index."""
+    if ir.mark(node).op not in _GATHERS:
+        return False
+    tables = [given for given in node.all_input_nodes if ir.is_weight(given) and ir.holds_float32(given)]
+    indices = [given for given in node.all_input_nodes if given not in tables and ir.is_tensor(given)]
+    trained = any(found.requires_grad for table in tables for found in ir.tensors_in(ir.mark(table).type))
+    return trained and bool(indices)
+
+
+def _fix_rows(ruling: Ruling, node: fx.Node) -> None:
+    """The table stays float32 and the rows are cast: 4096 gradients of 1 for one row add up to 256 in bfloat16."""
+    table = next(given for given in node.all_input_nodes if ir.is_weight(given))
+    text = f"the gradients of equal rows of {table.name} are added in the table's dtype"
+    ruling.fix(node, "high", "rows", text)
+    if ruling.fit_of(table) == "normal" and ruling.policy.level != "strict":
+        ruling.born.add(node)
+
+
+def _fix_allow(ruling: Ruling, node: fx.Node) -> None:
+    op = ir.mark(node).op
+    operands = [read for read in ruling.reads[node] if not _is_mask(op, read)]
+    for source in [source for read in operands for source in ruling.sources_of(read, node)]:
+        origin = ruling.through_clear(source)
+        if origin in ruling.integers:
+            text = f"{origin.name} holds exact integers, which low precision rounds"
+            ruling.fix(node, "high", "integers", text, origin)
+            return
+        verdict = ruling.fixed.get(origin)
+        if verdict is not None and verdict.reason.kind == "user cast":
+            ruling.fix(node, "high", "user cast", f"the user cast its operand {origin.name} to float32", origin)
+            return
+    row = ruling.policy.lists.row(op)
+    why = "" if row is None else row.reason if row.origin == "default" else f"set by {row.origin}"
+    ruling.fix(node, "low", "list", f"`{op}` is on the allow list: {why}")
+
+
+def _is_mask(op: str, read: Read) -> bool:
+    """Whether an operand of attention is its mask: what a mask was made of says nothing about the GEMMs."""
+    return "attention" in op and (read.keyword == "attn_mask" or read.position == 3)
+
+
+def _fix_conversion(ruling: Ruling, node: fx.Node) -> None:
+    target = converts_to(node)
+    sources = {found.dtype for given in node.all_input_nodes for found in ir.tensors_in(ir.mark(given).type)}
+    spread_taint(ruling, node)
+    if target == torch.float32:
+        _fix_conversion_to_float32(ruling, node, sources)
+    elif target is not None and target.is_floating_point:
+        ruling.fix(node, "high", "user cast", f"the user cast a float32 value to {dtype_name(target)} here")
+
+
+def _fix_conversion_to_float32(ruling: Ruling, node: fx.Node, sources: set[torch.dtype | None]) -> None:
+    if node in ruling.chosen and ruling.colours[node] == "allow":
+        text = f"makes float32; that its readers need not be is by {ruling.chosen[node].text}"
+        ruling.fix(node, "high", "conversion", text)
+    elif torch.float32 in sources or sources & {*_LOW_DTYPES}:
+        ruling.fix(node, "high", "user cast", "the user cast to float32 here")
+    elif node in ruling.integers:
+        ruling.fix(node, "high", "integers", "makes floats of integers, which low precision rounds")
+    elif sources & {torch.float64}:
+        ruling.fix(node, "high", "conversion", "makes float32 of float64")
+    else:
+        ruling.fix(node, "high", "conversion", "makes float32 of a mask or of bytes; they are exact in any dtype")
+        ruling.born.add(node)

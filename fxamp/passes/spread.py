@@ -1,0 +1,140 @@
+"""How far low precision spreads (DESIGN 4.2 and 4.3): deny, domains, and the levels."""
+
+from collections.abc import Callable, Iterable
+
+from torch import fx
+
+from fxamp import ir
+from fxamp.lists import DOMAIN_SENSITIVE
+from fxamp.passes.ruling import Ruling, gives_exact, is_bounded
+
+_EXACT_CREATORS = frozenset("zeros ones zeros_like ones_like new_zeros new_ones eye full full_like new_full".split())
+
+
+def spread_deny(ruling: Ruling) -> None:
+    """Forward: infer nodes below a deny node are high, clear nodes pass that on, allow nodes end it."""
+    carries: dict[fx.Node, fx.Node] = {}
+    for node in ruling.graph.nodes:
+        if not node.op.startswith("call") or not ruling.is_reader(node):
+            continue
+        colour = ruling.colours[node]
+        source = ruling.first_source(node, carries)
+        if colour == "deny" and not ruling.is_fixed(node, "low") and not gives_exact(node):
+            carries[node] = node
+        elif source is not None and colour in ("infer", "clear"):
+            origin = carries[node] = carries[source]
+            if colour == "infer" and node not in ruling.fixed:
+                through = "" if source is origin else f" through {source.name}"
+                text = f"downstream of `{ir.mark(origin).op}` ({origin.name}, deny){through}"
+                ruling.fix(node, "high", "downstream", text, source)
+    if ruling.policy.level == "aggressive":
+        _keep_clear_between_deny_nodes(ruling, carries)
+
+
+def _keep_clear_between_deny_nodes(ruling: Ruling, carries: dict[fx.Node, fx.Node]) -> None:
+    """exp -> view -> add: grappler's view is fp32 too. The other levels know it from what is low-born."""
+    reaches: set[fx.Node] = set()
+    for node in reversed(ruling.graph.nodes):
+        if ruling.colours[node] != "clear" or not node.op.startswith("call"):
+            continue
+        if any(user in reaches or ruling.colours[user] in ("infer", "deny") for user in node.users):
+            reaches.add(node)
+            if node in carries and node not in ruling.fixed:
+                ruling.fix(node, "high", "downstream", f"between deny nodes, below {carries[node].name}", carries[node])
+
+
+def protect_domains(ruling: Ruling) -> None:
+    """Backward: infer nodes that reach a domain-sensitive argument through infer and clear nodes are high."""
+    reaches: dict[fx.Node, fx.Node] = {}
+    for node in reversed(ruling.graph.nodes):
+        if node in reaches and ruling.colours[node] == "infer" and node not in ruling.fixed:
+            end = reaches[node]
+            text = f"feeds the argument of `{ir.mark(end).op}` ({end.name}), which must not round to 0 or below it"
+            ruling.fix(node, "high", "upstream", text, end)
+        passes_on = node in reaches and ruling.colours[node] in ("infer", "clear")
+        sensitive = DOMAIN_SENSITIVE.get(ir.mark(node).op, ())
+        for read in ruling.reads[node]:
+            end_of_way = node if read.position in sensitive else reaches[node] if passes_on else None
+            if end_of_way is not None:
+                for source in ruling.sources_of(read, node):
+                    reaches.setdefault(source, end_of_way)
+
+
+def mark_born(ruling: Ruling) -> None:
+    """Forward: which values are low-born, and fix the infer nodes that are not eligible for being low."""
+    for node in ruling.graph.nodes:
+        if not ruling.is_reader(node):
+            continue
+        if ruling.policy.level == "aggressive" or _is_born(ruling, node):
+            ruling.born.add(node)
+        if ruling.policy.level != "aggressive" and _is_unfit(ruling, node):
+            culprit = next((s for s in ruling.sources(node) if s not in ruling.born), None)
+            ruling.fix(node, "high", "not low-born", _unborn_text(ruling, culprit), culprit)
+    if ruling.policy.level == "aggressive":
+        _keep_between_allow_nodes(ruling)
+    for storage in ruling.aliases.storages:  # one value of a storage may be read under every name it has
+        if any(writer not in ruling.born for writer in storage.writers if ruling.is_reader(writer)):
+            ruling.born.difference_update(storage.nodes)
+
+
+def _is_unfit(ruling: Ruling, node: fx.Node) -> bool:
+    """Whether the level forbids a node that is free so far to run low: it would round what is not low-born."""
+    if node in ruling.fixed or not (ruling.colours[node] == "infer" or _writes(ruling, node)):
+        return False
+    if not ruling.reads[node]:
+        return node not in ruling.born
+    return any(source not in ruling.born for source in ruling.sources(node))
+
+
+def _writes(ruling: Ruling, node: fx.Node) -> bool:
+    """Whether a clear node puts float32 values where others find them (copy_, x[i] = y)."""
+    return ruling.colours[node] == "clear" and bool(ir.mutated(node)) and node in ruling.participants
+
+
+def _unborn_text(ruling: Ruling, culprit: fx.Node | None) -> str:
+    name = culprit.name if culprit is not None else "its operand"
+    if ruling.policy.level == "strict":
+        return f"{name} is not already low (level 'strict': the widest operand decides)"
+    return f"{name} is float32 by origin, and rounding it would lose digits (level 'balanced')"
+
+
+def _is_born(ruling: Ruling, node: fx.Node) -> bool:
+    verdict, strict = ruling.fixed.get(node), ruling.policy.level == "strict"
+    if node in ruling.born:
+        return True
+    if ir.is_weight(node):
+        return not strict and ruling.fit_of(node) == "normal"
+    if not node.op.startswith("call"):
+        return False
+    if verdict is not None and verdict.precision == "low":
+        return True
+    if (is_bounded(node) or gives_exact(node)) and not strict:
+        return True
+    if verdict is not None and verdict.reason.kind == "creation":
+        return ir.mark(node).op in _EXACT_CREATORS and node not in ruling.tainted
+    if verdict is not None or ruling.colours[node] not in ("infer", "clear"):
+        return False
+    if not ruling.reads[node]:
+        return ir.mark(node).op in _EXACT_CREATORS
+    return all(source in ruling.born for source in ruling.sources(node))
+
+
+def _keep_between_allow_nodes(ruling: Ruling) -> None:
+    """Level 'aggressive': an infer node may be low where an allow node stands on both sides of it."""
+    below = _connected(ruling, ruling.graph.nodes, ruling.sources)
+    above = _connected(ruling, reversed(ruling.graph.nodes), lambda node: list(node.users))
+    for node in ruling.graph.nodes:
+        is_free = ruling.colours[node] == "infer" and node not in ruling.fixed
+        if is_free and not (node in below and node in above):
+            text = "does not stand between two allow nodes (level 'aggressive')"
+            ruling.fix(node, "high", "not between", text)
+
+
+def _connected(ruling: Ruling, nodes: Iterable[fx.Node], step: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
+    """Unfixed infer and clear nodes that a low node reaches through such nodes only."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        if node not in ruling.fixed and ruling.colours[node] in ("infer", "clear"):
+            if any(neighbour in found or ruling.is_fixed(neighbour, "low") for neighbour in step(node)):
+                found.add(node)
+    return found

@@ -1,0 +1,331 @@
+"""Which dimensions of which values have one size in every call: an analysis, it changes nothing.
+
+A size is static where it follows from parameters, constants and the code alone. The answer decides whether
+padding by a fixed number of elements aligns a dimension; a wrong one costs speed, never a result.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+
+from fxamp import ir
+from fxamp.ir import TensorType
+from fxamp.lists import TRAITS
+from fxamp.passes.gemms import OPS, Gemm, describe, shape_of
+
+Static = Any
+"""Of a tensor: a bool for each dimension; of a tuple: one of these for each part; of a number: a bool."""
+
+
+def static_dims(graph: fx.Graph, all_static: bool = False) -> dict[fx.Node, Static]:
+    """For every value of a graph, which of its dimensions are static.
+
+    Args:
+        all_static: the graph is only ever run with the sizes of its example, but for symbolic ones.
+    """
+    if all_static:
+        return {node: _everywhere(node, True) for node in graph.nodes}
+    return _forwards(graph, _forced_by_weights(graph, _forwards(graph, {})))
+
+
+def _forwards(graph: fx.Graph, forced: dict[fx.Node, set[int]]) -> dict[fx.Node, Static]:
+    found: dict[fx.Node, Static] = {}
+    for node in graph.nodes:
+        found[node] = _of(node, found)
+        if node in forced and isinstance(found[node], tuple):
+            found[node] = tuple(flag or dim in forced[node] for dim, flag in enumerate(found[node]))
+    return found
+
+
+def _forced_by_weights(graph: fx.Graph, found: dict[fx.Node, Static]) -> dict[fx.Node, set[int]]:
+    """Dimensions that a weight allows one size only: K of what it is multiplied with."""
+    forced: dict[fx.Node, set[int]] = {}
+    for node in graph.nodes:
+        gemm = describe(node) if ir.mark(node).op in OPS else ""
+        for dim in gemm.dims if isinstance(gemm, Gemm) else ():
+            values = [(ir.argument_of(node, at.position, at.keyword), at.dim) for at in dim.places]
+            if any(is_static(found, value, at) for value, at in values):
+                for value, at in values:
+                    forced.setdefault(_uncast(value), set()).add(at)
+    return forced
+
+
+def _uncast(value: fx.Node) -> fx.Node:
+    """What a cast was made of."""
+    while ir.mark(value).role == "cast" and isinstance(value.args[0], fx.Node):
+        value = value.args[0]
+    return value
+
+
+def is_static(found: Mapping[fx.Node, Static], node: fx.Node, dim: int) -> bool:
+    """Whether one dimension of a node's tensor is static."""
+    dims = found.get(node)
+    return isinstance(dims, tuple) and -len(dims) <= dim < len(dims) and dims[dim] is True
+
+
+def _everywhere(node: fx.Node, value: bool) -> Static:
+    return _fill(ir.mark(node).type, value)
+
+
+def _fill(kind: ir.ValueType, value: bool) -> Static:
+    if isinstance(kind, TensorType):
+        return tuple(value and type(size) is int for size in kind.shape or ())
+    if isinstance(kind, tuple):
+        return tuple(_fill(part, value) for part in kind)
+    return value
+
+
+def _of(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
+    if node.op in ("placeholder", "get_attr", "output"):
+        return _everywhere(node, ir.is_weight(node))
+    op = ir.mark(node).op
+    if ir.mark(node).type is None:
+        return _number(node, op, found)
+    if op == "getitem" and isinstance(node.args[0], fx.Node) and ir.is_tuple(node.args[0]):
+        return _part(found[node.args[0]], node.args[1])
+    if op in ("chunk", "split", "tensor_split", "unsafe_chunk", "unsafe_split"):
+        return _split(node, found)
+    if shape_of(node) is None:
+        return _everywhere(node, False)
+    if op in _SHAPED:
+        return _SHAPED[op](node, found)
+    if op in OPS:
+        gemm = describe(node)
+        return _gemm(node, gemm, found) if isinstance(gemm, Gemm) else _same(node, found)
+    return _same(node, found)
+
+
+def _known(argument: Any, found: dict[fx.Node, Static]) -> bool:
+    """Whether a size argument is static: a constant, or computed from static sizes."""
+    if isinstance(argument, fx.Node):
+        value = found.get(argument)
+        return all(value) if isinstance(value, tuple) else value is True
+    return True
+
+
+def _number(node: fx.Node, op: str, found: dict[fx.Node, Static]) -> Static:
+    given = node.args[0] if node.args else None
+    if isinstance(given, fx.Node) and shape_of(given) is not None:
+        if op == "size" or (op == "getattr" and node.args[1] == "shape"):
+            dim = ir.argument_of(node, 1, "dim") if op == "size" else None
+            return found[given][dim] if isinstance(dim, int) else found[given]
+        return op in ("dim", "len") or (op == "getattr" and node.args[1] in ("ndim", "dtype", "device"))
+    if op == "getitem" and isinstance(given, fx.Node) and isinstance(found[given], tuple):
+        return _part(found[given], node.args[1])
+    return all(_known(value, found) for value in node.all_input_nodes)
+
+
+def _part(parts: Static, index: Any) -> Static:
+    if not isinstance(parts, tuple):
+        return parts
+    try:
+        return parts[index]
+    except (TypeError, IndexError):
+        return False
+
+
+def _split(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
+    given, kinds = node.args[0], ir.mark(node).type
+    dim = ir.argument_of(node, 2, "dim", 0)
+    known = _known(ir.argument_of(node, 1, "chunks"), found)
+    if not isinstance(given, fx.Node) or not isinstance(kinds, tuple) or not isinstance(dim, int):
+        return _everywhere(node, False)
+    dims = list(found[given])
+    if dims:
+        dims[dim] = dims[dim] and known
+    return tuple(tuple(dims) for _ in kinds)
+
+
+_ROWS_FIRST = frozenset({"bmm", "linear", "matmul", "mm", "scaled_dot_product_attention"})
+
+
+def _gemm(node: fx.Node, gemm: Gemm, found: dict[fx.Node, Static]) -> Static:
+    dims = [False] * len(shape_of(node) or ())
+    first = node.args[0] if node.args else None
+    if ir.mark(node).op in _ROWS_FIRST and isinstance(first, fx.Node):
+        rows = found[first][:-1]
+        dims[-1 - len(rows) : -1] = rows[-len(dims) + 1 :] if len(dims) > 1 else ()
+    elif ir.mark(node).op.startswith("conv") and isinstance(first, fx.Node) and len(dims) == len(found[first]):
+        dims[0] = found[first][0]
+    for dim in gemm.dims:
+        if dim.out is not None:
+            place = dim.places[0]
+            argument = ir.argument_of(node, place.position, place.keyword)
+            dims[dim.out] = is_static(found, argument, place.dim)
+    return tuple(dims)
+
+
+def _same(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
+    """An op that keeps or broadcasts its operands' shapes: static where an operand of that size is."""
+    shape = shape_of(node) or ()
+    dims = [False] * len(shape)
+    for value in node.all_input_nodes:
+        given = shape_of(value)
+        if given is None or len(given) > len(shape):
+            continue
+        for back in range(1, len(given) + 1):
+            if given[-back] == shape[-back] and is_static(found, value, -back):
+                dims[-back] = True
+    return tuple(dims)
+
+
+# ------------------------------------------------------------------------------------- ops that move sizes
+
+
+def _sizes(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
+    given = node.args[0]
+    sizes = node.args[1:] if len(node.args) != 2 else node.args[1]
+    sizes = sizes or node.kwargs.get("shape", node.kwargs.get("size", ()))
+    shape = shape_of(node) or ()
+    if isinstance(sizes, fx.Node) or not isinstance(sizes, (tuple, list)):
+        sizes = (sizes,)
+    if len(sizes) != len(shape):
+        return tuple(_known(sizes[0], found) for _ in shape) if len(sizes) == 1 else _everywhere(node, False)
+    dims = [size != -1 and _known(size, found) for size in sizes]
+    rest = [number for number, size in enumerate(sizes) if isinstance(size, int) and size == -1]
+    if rest and isinstance(given, fx.Node) and shape_of(given) is not None:
+        dims[rest[0]] = _is_inferred_static(given, shape, dims, rest[0], found)
+    return tuple(dims)
+
+
+def _is_inferred_static(
+    given: fx.Node, shape: tuple[int, ...], dims: list[bool], inferred: int, found: dict[fx.Node, Static]
+) -> bool:
+    """Whether -1 stands for the product of static sizes: those left and right of it are the source's own."""
+    source = shape_of(given) or ()
+    known = {math.prod(source[start:]) for start in range(len(source)) if all(found[given][start:])}
+    for first in range(inferred, -1, -1):
+        others = [flag for dim, flag in enumerate(dims) if dim >= first and dim != inferred]
+        if all(others) and math.prod(shape[first:]) in known:
+            return True
+    return False
+
+
+def _permute(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
+    order = dims_after(node, len(shape_of(node) or ()))
+    given = found.get(node.args[0])  # type: ignore[arg-type]
+    if order is None or not isinstance(given, tuple) or len(given) != len(order):
+        return _everywhere(node, False)
+    return tuple(given[source] for source in order)
+
+
+def dims_after(node: fx.Node, rank: int) -> tuple[int, ...] | None:
+    """For an op that reorders dimensions: the source dimension of each dimension of the result."""
+    op, order = ir.mark(node).op, list(range(rank))
+    if op in ("t", "mT", "adjoint") or (op == "getattr" and node.args[1] in ("T", "mT")):
+        if rank < 2 or (rank > 2 and op == "getattr" and node.args[1] == "T"):
+            return None
+        return (*order[:-2], order[-1], order[-2])
+    if op == "transpose":
+        one, other = ir.argument_of(node, 1, "dim0"), ir.argument_of(node, 2, "dim1")
+        if not isinstance(one, int) or not isinstance(other, int):
+            return None
+        order[one], order[other] = order[other], order[one]
+        return tuple(order)
+    if op == "permute":
+        given = node.args[1] if len(node.args) == 2 else node.args[1:]
+        given = node.kwargs.get("dims", given)
+        order = [dim % rank for dim in given if isinstance(dim, int)] if isinstance(given, (tuple, list)) else []
+        return tuple(order) if len(order) == rank else None
+    return None
+
+
+def _flatten(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
+    given = found.get(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(given, tuple):
+        return _everywhere(node, False)
+    start, end = ir.argument_of(node, 1, "start_dim", 0), ir.argument_of(node, 2, "end_dim", -1)
+    if not isinstance(start, int) or not isinstance(end, int):
+        return _everywhere(node, False)
+    start, end = start % len(given), end % len(given)
+    return (*given[:start], all(given[start : end + 1]), *given[end + 1 :])
+
+
+def _getitem(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
+    kept = dims_of_getitem(node)
+    if kept is None:
+        return _everywhere(node, False)
+    given = found[node.args[0]]  # type: ignore[index]
+    return tuple(source is not None and whole and given[source] for source, whole in kept)
+
+
+def dims_of_getitem(node: fx.Node) -> list[tuple[int | None, bool]] | None:
+    """For `x[...]`: (source dimension, taken whole) of each dimension of the result.
+
+    None where it indexes with tensors or with numbers that are not known.
+    """
+    index = node.args[1] if isinstance(node.args[1], (tuple, list)) else (node.args[1],)
+    shape = shape_of(node.args[0])
+    if shape is None or any(isinstance(item, (fx.Node, list, bool)) for item in index):
+        return None
+    named = sum(item is not None and item is not Ellipsis for item in index)
+    found: list[tuple[int | None, bool]] = []
+    source = 0
+    for item in (*index, *(() if Ellipsis in index else (Ellipsis,))):
+        if item is Ellipsis:
+            count = len(shape) - named
+            found += [(source + number, True) for number in range(count)]
+            source += count
+        elif item is None:
+            found.append((None, True))
+        elif isinstance(item, slice):
+            found.append((source, item == slice(None)))
+            source += 1
+        else:
+            source += 1
+    return found
+
+
+def _embedding(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
+    indices = found.get(ir.argument_of(node, 0, "input"))
+    return (*indices, True) if isinstance(indices, tuple) else _everywhere(node, False)
+
+
+def _unsqueeze(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
+    given, dim = found.get(node.args[0]), ir.argument_of(node, 1, "dim")  # type: ignore[arg-type]
+    if not isinstance(given, tuple) or not isinstance(dim, int):
+        return _everywhere(node, False)
+    dim %= len(given) + 1
+    return (*given[:dim], True, *given[dim:])
+
+
+def _pooled(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
+    """An adaptive pool: its sizes are arguments, None for those of the input."""
+    given, sizes = found.get(node.args[0]), ir.argument_of(node, 1, "output_size")  # type: ignore[arg-type]
+    if not isinstance(given, tuple):
+        return _everywhere(node, False)
+    spatial = int(ir.mark(node).op[-2])
+    sizes = sizes if isinstance(sizes, (tuple, list)) else (sizes,) * spatial
+    return (*given[:-spatial], *(size is not None and _known(size, found) for size in sizes))
+
+
+def _attribute(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
+    return _permute(node, found) if node.args[1] in ("T", "mT") else _same(node, found)
+
+
+def _moved(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
+    return _everywhere(node, False)
+
+
+_SHAPED: dict[str, Callable[[fx.Node, dict[fx.Node, Static]], Static]] = {
+    **{f"adaptive_{kind}_pool{n}d": _pooled for kind in ("avg", "max") for n in (1, 2, 3)},
+    "cat": _moved,
+    "embedding": _embedding,
+    "expand": _sizes,
+    "flatten": _flatten,
+    "getattr": _attribute,
+    "getitem": _getitem,
+    "mT": _permute,
+    "permute": _permute,
+    "reshape": _sizes,
+    "squeeze": _moved,
+    "stack": _moved,
+    "t": _permute,
+    "transpose": _permute,
+    "unflatten": _moved,
+    "unsqueeze": _unsqueeze,
+    "view": _sizes,
+    **{op: _moved for op in TRAITS["view"] & {"diagonal", "movedim", "narrow", "select", "unfold"}},
+}

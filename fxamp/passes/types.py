@@ -1,0 +1,253 @@
+"""Give every node its canonical op and the type of its value.
+
+With example inputs the types are what running the node on fake tensors gives. Without them only dtypes are
+inferred, from the op's kind; a value whose dtype cannot be told is typed `None` and left alone by every later
+pass, and an input is taken for float32 unless it is used as an index.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxamp import ir
+from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign, size_of
+from fxamp.ir import TensorType, ValueType
+from fxamp.lists import TRAITS
+from fxamp.passes.base import Pass
+
+
+@dataclasses.dataclass(frozen=True)
+class InferTypes(Pass):
+    """Mark every node with its canonical op and logical type (as in an fp32 run).
+
+    Attributes:
+        root: resolves parameters, buffers and leaf modules.
+        fakes: runs nodes the capture gave no value for; None where no example inputs are known.
+        constants: tensors that belong to no module, by name.
+    """
+
+    root: nn.Module
+    fakes: Fakes | None = None
+    constants: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def apply(self, graph: fx.Graph) -> bool:
+        for node in graph.nodes:
+            op = "buffer" if node.target in self.constants else ir.canonical_op(node, self.root)
+            ir.set_mark(node, op=op, type=None)
+            ir.set_mark(node, type=self._type(node))
+        return False
+
+    def _type(self, node: fx.Node) -> ValueType:
+        if node.op == "get_attr" and "val" not in node.meta:
+            value = self.constants.get(str(node.target), ir.attribute(self.root, node.target))
+            node.meta["val"] = self.fakes.of(value) if self.fakes else value
+        if "val" not in node.meta and self.fakes is not None and self._can_run(node):
+            value = run_on_fakes(self.fakes, node)
+            if value is not UNKNOWN:
+                node.meta["val"] = value
+        if "val" in node.meta:
+            return type_of(node.meta["val"])
+        return infer_dtype(node)
+
+    def _can_run(self, node: fx.Node) -> bool:
+        is_call = node.op in ("call_function", "call_method", "call_module")
+        return is_call and all("val" in given.meta for given in node.all_input_nodes)
+
+
+def run_on_fakes(
+    fakes: Fakes, node: fx.Node, values: Callable[[fx.Node], Any] = lambda given: given.meta["val"]
+) -> Any:
+    """The node's fake value, UNKNOWN where fake tensors cannot tell.
+
+    Raises:
+        Exception: what torch raises when the op does not take such arguments.
+    """
+    try:
+        return fakes.run(node, values)
+    except Exception as error:
+        if is_a_limit(error) or node.op != "call_function" or is_foreign(node.target):
+            return UNKNOWN
+        raise
+
+
+def type_of(value: Any) -> ValueType:
+    """The type of a (fake or real) value."""
+    if isinstance(value, torch.Tensor):
+        return TensorType(value.dtype, tuple(map(size_of, value.shape)), value.requires_grad)
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        parts = tuple(type_of(part) for part in value)
+        return parts if any(part is not None for part in parts) else None
+    if isinstance(value, dict):
+        return tuple(type_of(part) for part in value.values())
+    return None
+
+
+# --------------------------------------------------------------------------------------- without any shapes
+
+UNKNOWN_TENSOR = TensorType(None)
+_CASTS = {
+    "float": torch.float32,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "double": torch.float64,
+    "long": torch.int64,
+    "int": torch.int32,
+    "bool": torch.bool,
+}
+_RECURRENT = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1, "rnn": 1}
+# Functions of packed sequences: the data, and int64 sizes or lengths.
+_WITH_SIZES = ("_pack_padded_sequence", "_pad_packed_sequence")
+# Creators whose result has the default dtype unless told otherwise.
+_FLOAT_CREATORS = frozenset("rand randn zeros ones empty linspace logspace eye hann_window hamming_window".split())
+_LIKE_CREATORS = frozenset("zeros_like ones_like rand_like randn_like empty_like full_like".split())
+_NEW_CREATORS = frozenset("new_zeros new_ones new_empty new_full new_tensor".split())
+# Results that may be complex, or the parts of one.
+_COMPLEX = frozenset("complex polar view_as_complex view_as_real real imag angle stft istft".split())
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float32}
+# Integers and bools are added in int64.
+_SUMS = frozenset("sum cumsum prod cumprod nansum trace".split())
+# Indices are never float32: the argument positions that hold them.
+_INDEX_ARGUMENTS = {"embedding": 0, "embedding_bag": 0, "one_hot": 0}
+
+
+def infer_dtype(node: fx.Node) -> ValueType:
+    """The dtype a node's value has in an fp32 run, from its op and its inputs' dtypes alone."""
+    op = ir.mark(node).op
+    if node.op == "placeholder":
+        return TensorType(torch.int64 if _is_used_as_index(node) else torch.float32)
+    if node.op == "output":
+        return None
+    if op in TRAITS["shape_result"]:
+        return None
+    if op == "getattr":
+        return _attribute_type(node)
+    if op == "getitem":
+        return _item_type(node)
+    if op in _RECURRENT:
+        floats = TensorType(torch.float32)
+        if node.op == "call_function":
+            return (floats,) * (_RECURRENT[op] + 1)
+        return (floats, (floats, floats)) if _RECURRENT[op] == 2 else (floats, floats)
+    if op in _WITH_SIZES:
+        return (_first_argument_type(node), TensorType(torch.int64))
+    if op in TRAITS["bool_result"]:
+        return TensorType(torch.bool)
+    if op in TRAITS["integer_result"]:
+        return TensorType(torch.int64)
+    asked = _asked_dtype(node, op)
+    if asked is not None:
+        return TensorType(asked)
+    if op in ("type_as", "to") and len(node.args) > 1 and isinstance(node.args[1], fx.Node):
+        return _type_like(node.args[1])
+    if op.startswith("fft_") or op in _COMPLEX:
+        return UNKNOWN_TENSOR
+    if op == "full":
+        fill = ir.argument_of(node, 1, "fill_value")
+        return TensorType(_NUMBERS[type(fill)]) if type(fill) in _NUMBERS else UNKNOWN_TENSOR
+    if op in _FLOAT_CREATORS:
+        return TensorType(torch.get_default_dtype())
+    if op == "arange":
+        return TensorType(torch.float32 if any(isinstance(a, float) for a in node.args) else torch.int64)
+    return _promoted(node, op)
+
+
+def _type_like(source: fx.Node) -> ValueType:
+    """The type that `.to(source)` gives, source being a tensor or another tensor's dtype."""
+    is_dtype = ir.mark(source).op == "getattr" and source.args[1] == "dtype"
+    owner = source.args[0] if is_dtype else source
+    kind = ir.mark(owner).type if isinstance(owner, fx.Node) else None
+    return kind if isinstance(kind, TensorType) else UNKNOWN_TENSOR
+
+
+def _promoted(node: fx.Node, op: str) -> ValueType:
+    values = [
+        found for given in node.all_input_nodes for found in ir.tensors_in(ir.mark(given).type) if _counts(node, given)
+    ]
+    if not values:
+        return None
+    if any(found.dtype is None for found in values) or "." in op or "::" in op:
+        return UNKNOWN_TENSOR
+    dtype = values[0].dtype
+    for found in values[1:]:
+        assert dtype is not None and found.dtype is not None
+        dtype = torch.promote_types(dtype, found.dtype)
+    assert dtype is not None
+    if not dtype.is_floating_point and not dtype.is_complex:
+        dtype = torch.float32 if _makes_float(node, op) else torch.int64 if op in _SUMS else dtype
+    result = TensorType(dtype)
+    if op in TRAITS["values_and_indices"] and _gives_indices(node, op):
+        return (result, TensorType(torch.int64))
+    return result
+
+
+def _counts(node: fx.Node, given: fx.Node) -> bool:
+    """Whether an input takes part in type promotion (an index does not)."""
+    if ir.mark(node).op in ("embedding", "embedding_bag"):
+        return given in ir.nodes_in(ir.argument_of(node, 1, "weight"))
+    if ir.mark(node).op in ("gather", "index_select", "scatter", "scatter_add", "index_add", "take_along_dim"):
+        return given not in ir.nodes_in(ir.argument_of(node, 2, "index"))
+    if ir.mark(node).op in ("where", "masked_fill", "masked_select", "setitem"):
+        return given is not (node.args[1] if ir.mark(node).op != "where" and len(node.args) > 1 else node.args[0])
+    return True
+
+
+def _makes_float(node: fx.Node, op: str) -> bool:
+    if any(isinstance(argument, float) for argument in node.args):
+        return op not in ("clamp", "masked_fill", "pad")
+    return op in ("div", "mean", "sqrt", "exp", "log", "sin", "cos", "sigmoid", "tanh", "rsqrt", "reciprocal")
+
+
+def _gives_indices(node: fx.Node, op: str) -> bool:
+    if op in ("topk", "sort", "kthvalue", "mode"):
+        return True
+    if "pool" in op:
+        return node.kwargs.get("return_indices") is True
+    second = ir.argument_of(node, 1, "dim")
+    return isinstance(second, int) and not isinstance(second, bool)
+
+
+def _first_argument_type(node: fx.Node) -> TensorType:
+    """The type of the first argument, without its shape."""
+    kinds = [found.dtype for found in ir.tensors_in(ir.mark(node.all_input_nodes[0]).type)]
+    return TensorType(kinds[0]) if kinds else UNKNOWN_TENSOR
+
+
+_FACTS = frozenset("shape dtype device ndim requires_grad is_leaf layout itemsize nbytes names grad_fn name".split())
+
+
+def _attribute_type(node: fx.Node) -> ValueType:
+    owner = ir.mark(node.args[0]).type if isinstance(node.args[0], fx.Node) else None
+    if node.args[1] in _FACTS:
+        return None
+    return owner if node.args[1] in ("T", "mT", "H", "mH", "data", "grad") else UNKNOWN_TENSOR
+
+
+def _item_type(node: fx.Node) -> ValueType:
+    owner = ir.mark(node.args[0]).type if isinstance(node.args[0], fx.Node) else None
+    index = node.args[1]
+    if not isinstance(owner, tuple):
+        return owner
+    return owner[index] if isinstance(index, int) and -len(owner) <= index < len(owner) else UNKNOWN_TENSOR
+
+
+def _asked_dtype(node: fx.Node, op: str) -> torch.dtype | None:
+    """The dtype that the user's code names in the call."""
+    if op in _CASTS and node.op == "call_method":
+        return _CASTS[op]
+    named = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, torch.dtype)]
+    return named[0] if named else None
+
+
+def _is_used_as_index(node: fx.Node) -> bool:
+    for user in node.users:
+        position = _INDEX_ARGUMENTS.get(ir.mark(user).op if ir.MARK in user.meta else _plain_name(user))
+        if position is not None and ir.argument_of(user, position, "input") is node:
+            return True
+    return False
+
+
+def _plain_name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

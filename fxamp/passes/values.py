@@ -1,0 +1,100 @@
+"""Values that low precision would destroy (DESIGN 4.4): literals, what they taint, exact integers, squares."""
+
+import torch
+from torch import fx
+
+from fxamp import ir
+from fxamp.dtypes import dtype_name
+from fxamp.lists import TRAITS
+from fxamp.passes.literals import destroyed_literal, is_beyond_range
+from fxamp.passes.reads import is_conversion
+from fxamp.passes.ruling import Ruling, is_bounded
+
+_RANGES = frozenset({"arange", "linspace", "logspace", "range"})
+# Their integer operand selects and does not become a number.
+_SELECTIONS = frozenset("embedding embedding_bag one_hot getitem index_select gather where masked_fill".split())
+# Every integer of these is exact in bfloat16 (8 bits of mantissa).
+_SHORT_INTEGERS = frozenset({torch.uint8, torch.int8, torch.bool})
+
+
+def mark_integers(ruling: Ruling) -> None:
+    """Float values made of integers stay exact until a GEMM, a deny or a bounded op."""
+    for node in ruling.graph.nodes:
+        if not node.op.startswith("call") or not (ir.holds_float32(node) or ir.mutated(node)):
+            continue
+        if _makes_floats_of_integers(ruling, node):
+            ruling.integers.add(node)
+        elif ruling.colours[node] in ("infer", "clear") and not is_bounded(node):
+            if ruling.first_source(node, ruling.integers) is not None:
+                ruling.integers.add(node)
+
+
+def _makes_floats_of_integers(ruling: Ruling, node: fx.Node) -> bool:
+    op = ir.mark(node).op
+    if op in _RANGES:
+        return True
+    if op in _SELECTIONS or ruling.reads[node] or not ir.holds_float32(node):
+        return False
+    if not is_conversion(node) and ruling.colours[node] not in ("infer", "clear"):
+        return False
+    return any(_holds_long_integers(given) for given in node.all_input_nodes)
+
+
+def _holds_long_integers(node: fx.Node) -> bool:
+    if ir.mark(node).op == "one_hot":
+        return False
+    return any(
+        found.dtype is not None and not _is_inexact(found.dtype) and found.dtype not in _SHORT_INTEGERS
+        for found in ir.tensors_in(ir.mark(node).type)
+    )
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def fix_destroyed_values(ruling: Ruling, node: fx.Node) -> None:
+    """Fix an infer or clear node that low precision would destroy."""
+    low, op = ruling.policy.low, ir.mark(node).op
+    problem = destroyed_literal(node, low)
+    spread_taint(ruling, node)
+    if problem:
+        ruling.fix(node, "high", "literal", problem)
+    elif node in ruling.tainted:
+        carrier = ruling.first_source(node, ruling.tainted)
+        name = carrier.name if carrier is not None else "its literal"
+        ruling.fix(node, "high", "taint", f"holds numbers beyond {dtype_name(low)}'s range, from {name}", carrier)
+    elif node in ruling.integers:
+        carrier = ruling.first_source(node, ruling.integers)
+        ruling.fix(node, "high", "integers", "holds exact integers as floats, which low precision rounds", carrier)
+    elif op == "mul" and _multiplies_itself(ruling, node):
+        ruling.fix(node, "high", "square", "a square overflows fp16 from 256 and loses half the exponent range")
+        ruling.colours[node] = "deny"
+
+
+def spread_taint(ruling: Ruling, node: fx.Node) -> None:
+    """Mark a node that makes, or passes on, numbers beyond the low range."""
+    carries = not is_bounded(node) and ruling.first_source(node, ruling.tainted) is not None
+    if carries or is_beyond_range(node, ruling.policy.low):
+        ruling.tainted.add(node)
+
+
+def _multiplies_itself(ruling: Ruling, node: fx.Node) -> bool:
+    factors = [ir.argument_of(node, position, keyword) for position, keyword in ((0, "input"), (1, "other"))]
+    if not all(isinstance(factor, fx.Node) for factor in factors):
+        return False
+    one, other = (ruling.through_clear(factor) if _is_view(factor) else factor for factor in factors)
+    return one is other
+
+
+def _is_view(node: fx.Node) -> bool:
+    return ir.mark(node).op in TRAITS["view"] and ir.mark(node).op not in ("getitem", "dropout")
+
+
+def reduces_everything(node: fx.Node) -> bool:
+    """Whether a GEMM is a full reduction: einsum("...->", a, b) is a sum of squares or a dot product."""
+    equation = node.args[0] if node.args else None
+    if ir.mark(node).op != "einsum" or not isinstance(equation, str) or "->" not in equation:
+        return False
+    inputs, _, result = equation.replace(" ", "").partition("->")
+    return result == "" and len(inputs.split(",")) > 0

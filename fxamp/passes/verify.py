@@ -1,0 +1,176 @@
+"""What always holds in a graph: invariants that raise an InvariantError naming the node and what was found."""
+
+from collections.abc import Callable
+
+import torch
+from torch import fx, nn
+
+from fxamp import ir
+from fxamp.dtypes import dtype_name
+from fxamp.errors import InvariantError
+from fxamp.fakes import UNKNOWN, Fakes
+from fxamp.passes.alias import find_aliases
+from fxamp.passes.base import Invariant
+from fxamp.passes.types import run_on_fakes, type_of
+
+
+def lints(graph: fx.Graph) -> None:
+    """The graph is well-formed: every argument is defined before its use."""
+    try:
+        graph.lint()
+    except Exception as error:
+        raise InvariantError(f"the graph is malformed: {error}") from error
+
+
+def every_node_coloured(graph: fx.Graph) -> None:
+    """Every node has a colour, a precision and a reason."""
+    for node in graph.nodes:
+        mark = ir.mark(node)
+        if mark.reason.kind == "unmarked":
+            raise InvariantError(f"{node.name} has no reason for its precision")
+        if mark.precision not in ("low", "high", "none"):
+            raise InvariantError(f"{node.name} has the precision {mark.precision!r}")
+
+
+def operands_agree(graph: fx.Graph) -> None:
+    """Operands of a low node are low, those of a high node high; what keeps its dtype is float32."""
+    for node in graph.nodes:
+        for position, keyword, mode in ir.mark(node).modes:
+            argument = node.kwargs.get(keyword) if keyword else node.args[position]
+            for value in ir.nodes_in(argument):
+                _check_operand(node, value, mode)
+
+
+def _check_operand(node: fx.Node, value: fx.Node, mode: str) -> None:
+    found, own = ir.mark(value).precision, ir.mark(node).precision
+    expected = {"with": own, "high": "high", "low": "low"}.get(mode, found)
+    if "none" in (found, expected) or node.op == "output":
+        return
+    if found != expected:
+        raise InvariantError(
+            f"{node.name} ({ir.mark(node).op}) is {own} but reads {value.name} {found}, not {expected}"
+        )
+
+
+def casts_minimal(graph: fx.Graph) -> None:
+    """One cast per (value, dtype); none to the dtype a value has, none unused, no pair that undoes itself."""
+    aliases = find_aliases(graph)
+    seen: dict[tuple[object, ...], fx.Node] = {}
+    region = 0
+    for node in graph.nodes:
+        region += node.target is torch._C._set_grad_enabled
+        if ir.mark(node).role not in ("cast", "weight cast") or node.target != "to":
+            continue
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        to = node.args[1]
+        if not node.users:
+            raise InvariantError(f"the cast {node.name} is used by nobody")
+        if any(found.dtype == to for found in ir.tensors_in(ir.mark(source).type)):
+            raise InvariantError(f"{node.name} casts {source.name} to {dtype_name(to)}, which it is already")
+        if ir.mark(source).role in ("cast", "weight cast") and source.target == "to":
+            raise InvariantError(f"{node.name} casts the cast {source.name}")
+        at_reader = ir.is_weight(source) or source in aliases.storage_of
+        key = (source, to, aliases.epoch(source, node), region if at_reader else 0)
+        if key in seen:
+            raise InvariantError(f"{source.name} is cast twice to {to}: {seen[key].name} and {node.name}")
+        seen[key] = node
+
+
+def writes_land(graph: fx.Graph) -> None:
+    """No write goes into a copy that a pass made: the value it was meant for would not change."""
+    for node in graph.nodes:
+        for target in ir.mutated(node):
+            if ir.mark(target).role in ("cast", "weight cast", "pad"):
+                raise InvariantError(f"{node.name} writes into {target.name}, a copy of {ir.mark(target).serves}")
+
+
+def outputs_have(dtype: torch.dtype | None) -> Invariant:
+    """An invariant: float outputs come in `dtype` (None: as computed)."""
+
+    def outputs_promised(graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op != "output" or dtype is None:
+                continue
+            for value in node.all_input_nodes:
+                if ir.mark(value).precision == "none" and ir.mark(value).role == "":
+                    continue
+                for found in ir.tensors_in(ir.mark(value).type):
+                    if found.dtype in (torch.float32, torch.float16, torch.bfloat16) and found.dtype != dtype:
+                        raise InvariantError(f"the output {value.name} is {found.dtype}, not {dtype}")
+
+    return outputs_promised
+
+
+def keeps_state(root: nn.Module) -> Invariant:
+    """An invariant: the model's parameters and buffers, their names, dtypes and numbers of writes are as now."""
+
+    def state_untouched(graph: fx.Graph) -> None:
+        now = _state_of(root)
+        for name in (*before, *now):
+            if before.get(name) != now.get(name):
+                raise InvariantError(
+                    f"the pass changed the model's own {name!r}: {before.get(name)} -> {now.get(name)}"
+                )
+
+    before = _state_of(root)
+    return state_untouched
+
+
+def _state_of(root: nn.Module) -> dict[str, tuple[int, torch.dtype, int]]:
+    named = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
+    return {name: (id(value), value.dtype, value._version) for name, value in named if not value.is_inference()}
+
+
+def types_hold(root: nn.Module, fakes: Fakes, inputs: list[object]) -> Invariant:
+    """An invariant: running the graph on fake tensors gives every node the dtype that is recorded."""
+
+    def recorded_types_hold(graph: fx.Graph) -> None:
+        values: dict[fx.Node, object] = {}
+        given = iter(inputs)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                value = next(given)
+                values[node] = node.meta.get("val", fakes.of(value) if not isinstance(value, torch.Tensor) else None)
+                if values[node] is None:
+                    values[node] = fakes.of(value)
+            elif node.op == "get_attr":
+                values[node] = _stored(node)
+            elif node.op != "output":
+                values[node] = _rerun(fakes, node, values)
+                if values[node] is not UNKNOWN:
+                    _compare_types(node, values[node])
+
+    return recorded_types_hold
+
+
+def _stored(node: fx.Node) -> object:
+    """A weight as it is stored, which is not the logical float32 where it was lowered."""
+    value, kind = node.meta.get("val", UNKNOWN), ir.mark(node).type
+    if isinstance(value, torch.Tensor) and isinstance(kind, ir.TensorType) and kind.dtype is not None:
+        return value.to(kind.dtype)
+    return value
+
+
+def _rerun(fakes: Fakes, node: fx.Node, values: dict[fx.Node, object]) -> object:
+    if any(values[given] is UNKNOWN for given in node.all_input_nodes):
+        return UNKNOWN
+    try:
+        return run_on_fakes(fakes, node, values.__getitem__)
+    except Exception as error:
+        raise InvariantError(
+            f"{node.name} ({ir.mark(node).op}, {ir.source_line(node)}) fails in the rewritten graph: {error}"
+        ) from error
+
+
+def _compare_types(node: fx.Node, value: object) -> None:
+    found, recorded = list(ir.tensors_in(type_of(value))), list(ir.tensors_in(ir.mark(node).type))
+    for real, noted in zip(found, recorded, strict=False):
+        if noted.dtype is not None and real.dtype != noted.dtype:
+            raise InvariantError(
+                f"{node.name} ({ir.mark(node).op}, {ir.source_line(node)}) gives {real.dtype}, "
+                f"but {noted.dtype} is recorded"
+            )
+
+
+ALWAYS: tuple[Callable[[fx.Graph], None], ...] = (lints,)

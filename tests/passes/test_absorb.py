@@ -1,0 +1,243 @@
+"""Casts that kernels do inside disappear; each rule is proved over values."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxamp
+from fxamp import ir
+from fxamp.errors import InvariantError
+from fxamp.passes.absorb import PROMOTES, ROUNDS_ONCE, TAKES_DTYPE, Absorb
+from fxamp.passes.base import run_passes
+from fxamp.passes.verify import ALWAYS
+from tests.language import BF16, FP16, FP32, PIPELINE, assert_same, captured, policy, run_graph, run_steps
+
+ABSORB = lambda s: Absorb(s.policy.low)  # noqa: E731
+LOW = (FP16, BF16)
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def layers(count: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(count))
+
+
+def casts_of(function, *inputs, absorb=True, **options) -> list[str]:
+    """Activation casts as "low" or "high", in order; outputs equal those without the pass."""
+    module = options.pop("module", layers())
+    plain = captured(function, *inputs, module=module, **options)
+    run_steps(PIPELINE, plain)
+    setting = captured(function, *inputs, module=module, **options)
+    run_steps((*PIPELINE, ABSORB), setting)
+    assert_same(run_graph(setting, *inputs), run_graph(plain, *inputs))
+    assert not run_passes(setting.graph, (Absorb(setting.policy.low),), ALWAYS), "once is enough"
+    return [ir.mark(node).precision for node in setting.graph.nodes if ir.mark(node).role == "cast"]
+
+
+# ------------------------------------------------------------------------------------------------ whole graphs
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_cast_up_op_cast_down_is_the_op_on_the_low_value(low):
+    assert casts_of(lambda m, x: m[1](m[0](x).exp()), X, chosen=policy(low)) == ["low", "high"]
+
+
+def test_an_op_somebody_reads_in_float32_stays():
+    found = casts_of(lambda m, x: (m[1](h := m[0](x).exp()), h), X)
+    assert found == ["low", "high", "low", "high"]
+
+
+def test_a_function_that_rounds_more_than_once_stays():
+    assert casts_of(lambda m, x: m[1](m[0](x).pow(3)), X) == ["low", "high", "low", "high"]
+    assert "erf" not in ROUNDS_ONCE and "gelu" not in ROUNDS_ONCE
+
+
+def test_an_op_that_the_user_denied_stays():
+    chosen = policy(overrides={"exp": "deny"})
+    assert casts_of(lambda m, x: m[1](m[0](x).exp()), X, chosen=chosen) == ["low", "high", "low", "high"]
+
+
+def test_an_op_in_a_region_without_autocast_stays():
+    def forward(m, x):
+        h = m[0](x)
+        with torch.autocast("cpu", enabled=False):
+            h = h.exp()
+        return m[1](h)
+
+    assert casts_of(forward, X) == ["low", "high", "low", "high"]
+
+
+def test_an_in_place_op_stays():
+    setting = captured(lambda m, x: m[1](m[0](x).exp_()), X, module=layers())
+    run_steps((*PIPELINE, ABSORB), setting)
+    assert ir.mark(next(n for n in setting.graph.nodes if ir.mark(n).op == "exp")).precision == "high"
+
+
+@pytest.mark.parametrize(
+    "spelling", [lambda h: torch.softmax(h, -1), lambda h: h.softmax(-1), lambda h: F.softmax(h, -1)]
+)
+def test_an_op_with_a_dtype_takes_the_cast_of_its_input(spelling):
+    strict = policy(level="strict")
+    setting = captured(lambda m, x: spelling(m[0](x)), X, module=layers(), chosen=strict)
+    run_steps((*PIPELINE, ABSORB), setting)
+    softmax = next(node for node in setting.graph.nodes if ir.mark(node).op == "softmax")
+    assert softmax.kwargs["dtype"] == FP32 and ir.mark(softmax.args[0]).precision == "low"
+    assert casts_of(lambda m, x: spelling(m[0](x)), X, chosen=strict) == ["low"]
+
+
+def test_a_dtype_that_the_user_gave_is_kept():
+    def forward(m, x):
+        return m[0](x).exp().sum(-1, dtype=torch.float64)
+
+    setting = captured(forward, X, module=layers())
+    run_steps((*PIPELINE, ABSORB), setting)
+    total = next(node for node in setting.graph.nodes if ir.mark(node).op == "sum")
+    assert total.kwargs["dtype"] == torch.float64
+
+
+def test_a_promoting_op_reads_a_low_operand_beside_a_float32_one():
+    assert casts_of(lambda m, x: x.exp() + m[0](x), X) == ["low"]
+    assert casts_of(lambda m, x: m[0](x) / x.exp(), X) == ["low"]
+
+
+def test_a_float32_scalar_tensor_does_not_promote():
+    assert casts_of(lambda m, x: x.exp().sum() * m[0](x), X) == ["low", "high"]
+
+
+def test_without_shapes_nothing_promotes():
+    setting = captured(lambda m, x: x.exp() + m[0](x), X, module=layers(), preview=True)
+    run_steps(PIPELINE, setting)
+    assert not run_passes(setting.graph, (Absorb(BF16),), ALWAYS)
+
+
+def test_a_cast_with_several_readers_stays_for_its_backward():
+    def forward(m, x):
+        h, wide = m[0](x), x.exp()
+        return h + wide, h * wide
+
+    assert casts_of(forward, X) == ["low", "high"]
+    frozen = layers().requires_grad_(False)
+    assert casts_of(forward, X, module=frozen) == ["low"]
+
+
+def test_a_cast_that_another_op_needs_stays():
+    assert casts_of(lambda m, x: (x.exp() + (h := m[0](x)), h), X) == ["low", "high"]
+
+
+def test_low_float32_low_is_the_low_value():
+    chosen = policy(overrides={"linear_1": "allow"})
+    setting = captured(lambda m, x: m[1](m[0](x).float()), X, module=layers(), chosen=chosen)
+    run_steps((*PIPELINE, ABSORB), setting)
+    first, second = (node for node in setting.graph.nodes if ir.mark(node).op == "linear")
+    assert second.args[0] is first
+    assert casts_of(lambda m, x: m[1](m[0](x).float()), X, chosen=chosen) == ["low", "high"]
+
+
+def test_what_the_user_cast_down_stays():
+    def forward(m, x):
+        return m[0](x).float().to(torch.float64)
+
+    setting = captured(forward, X, module=layers())
+    run_steps((*PIPELINE, ABSORB), setting)
+    assert any(torch.float64 in node.args for node in setting.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda m, x: m[1](m[0](x).exp()), lambda m, x: x.exp() * m[0](x), lambda m, x: m[0](x).softmax(-1)]
+)
+def test_gradients(function, monkeypatch):
+    """Rules 3 and 4 change no gradient; rule 2 rounds the saved result, so within one rounding of bfloat16."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers()
+
+        def forward(self, x):
+            return function(self.layers, x)
+
+    models = []
+    for apply in (Absorb.apply, lambda self, graph: False):
+        monkeypatch.setattr(Absorb, "apply", apply)
+        models.append(fxamp.convert(Model(), BF16, example_inputs=(X,), level="strict"))
+        models[-1](X).sum().backward()
+    for ours, plain in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        if plain.grad is not None:
+            scale = float(plain.grad.abs().max())
+            assert (ours.grad - plain.grad).abs().max() <= 4 * 2**-8 * scale  # 4 terms of a sum, one step each
+
+
+def test_the_invariant_of_operands_sees_a_cast_that_is_missing():
+    setting = captured(lambda m, x: x.exp() + m[0](x), X, module=layers())
+    run_steps(PIPELINE, setting)
+    cast = next(n for n in setting.graph.nodes if ir.mark(n).role == "cast" and ir.mark(n).precision == "high")
+    cast.replace_all_uses_with(cast.args[0])
+    setting.graph.erase_node(cast)
+    with pytest.raises(InvariantError, match="is high but reads"):
+        run_passes(setting.graph, (Absorb(BF16),), ALWAYS)
+
+
+# ------------------------------------------------------------------------------------------------ all patterns
+
+
+def patterns(low: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    """Every value of a 16-bit dtype."""
+    return torch.arange(65536, dtype=torch.int32, device=device).to(torch.int16).view(low)
+
+
+def steps_apart(ours: torch.Tensor, theirs: torch.Tensor) -> int:
+    """The largest number of representable values between two tensors of a 16-bit dtype; NaN equals NaN."""
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    ordered = []
+    for tensor in (ours, theirs):
+        bits = tensor.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).view(torch.int16).int()
+        ordered.append(torch.where(bits < 0, -(bits & 0x7FFF), bits))
+    return int((ordered[0] - ordered[1]).abs().max())
+
+
+def function_of(op: str):
+    return getattr(torch, op, None) or getattr(F, op)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("op", ROUNDS_ONCE)
+def test_a_low_kernel_rounds_once(op, low, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    values = patterns(low, device)
+    for given in (values, values[::7]):  # contiguous and strided kernels
+        apart = steps_apart(function_of(op)(given), function_of(op)(given.float()).to(low))
+        assert apart <= (0 if ROUNDS_ONCE[op] == "exact" else 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("op", PROMOTES)
+def test_a_promoting_kernel_reads_low_operands_exactly(op, low, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    values, function = patterns(low, device), getattr(torch, op)
+    for other in (torch.full((65536,), 1.7, device=device), values.float().flip(0)):
+        for pair in ((values, other), (other, values)):
+            wide = function(*(tensor.float() for tensor in pair))
+            found = function(*pair)
+            assert found.dtype == FP32 and torch.equal(found.nan_to_num(nan=1.5), wide.nan_to_num(nan=1.5))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("op", TAKES_DTYPE)
+def test_a_kernel_with_a_dtype_casts_inside(op, low, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    function, rng = getattr(torch, op), torch.Generator().manual_seed(0)
+    for shape in ((7,), (3, 5), (4, 1, 33), (2, 300)):
+        values = torch.randn(shape, generator=rng).to(device=device, dtype=low)
+        found, wide = function(values, -1, dtype=FP32), function(values.float(), -1)
+        if device == "cpu":
+            assert torch.equal(found, wide) and found.dtype == FP32
+        else:  # the kernel may add in another order: float32's own rounding of at most 300 terms
+            assert torch.allclose(found, wide, rtol=300 * 2**-24, atol=300 * 2**-24)

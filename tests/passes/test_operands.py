@@ -1,0 +1,155 @@
+"""Operands, kernels, containers and outputs (DESIGN 4.6)."""
+
+import operator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.language import (
+    BF16,
+    FP16,
+    FP32,
+    NORMALISE,
+    PIPELINE,
+    assert_precision,
+    assert_rewrites,
+    captured,
+    decided,
+    policy,
+    run_graph,
+    run_steps,
+)
+
+X, W = torch.rand(8, 8), torch.rand(8, 8)
+
+
+def rewritten(function, *inputs, **options):
+    setting = captured(function, *inputs, **options)
+    run_steps(PIPELINE, setting)
+    return setting
+
+
+# --------------------------------------------------------------------------------------- kernels and operands
+
+
+def test_ops_without_promotion_get_operands_of_one_dtype():
+    def model(x, w, grid, weight):
+        y = F.linear(x, w)
+        mixed = torch.lerp(y, x, weight)
+        sampled = F.grid_sample(y[None, None], grid, align_corners=False)
+        summed = torch.zeros(8, 8).index_add(0, torch.arange(8), y)
+        put = torch.zeros(8, 8).index_put((torch.arange(8),), y)
+        return mixed, sampled, summed, F.prelu(y, weight[:1]), put
+
+    given = (X, W, torch.rand(1, 4, 4, 2), torch.rand(8))
+    setting = rewritten(model, *given)
+    for found, expected in zip(run_graph(setting, *given)[0], model(*given), strict=True):
+        assert torch.allclose(found, expected, rtol=3e-2, atol=3e-2)  # values below 4: bfloat16 spacing is 1.6e-2
+
+
+def test_batch_norm_keeps_its_weights_and_statistics():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            return F.relu(self.bn(self.conv(x)))
+
+    module = Normed()
+    setting = rewritten(lambda m, x: m(x), torch.rand(2, 3, 4, 4), module=module)
+    assert_precision(setting, {"conv2d": "low", "batch_norm": "low", "relu": "low"})
+    run_graph(setting, torch.rand(2, 3, 4, 4))
+    assert {value.dtype for value in module.bn.state_dict().values()} == {FP32, torch.int64}
+
+
+def test_an_op_without_a_cpu_kernel_is_high_on_the_cpu_alone():
+    def model(x, w):
+        return F.avg_pool3d(F.conv3d(x, w), 2)
+
+    given = (torch.rand(1, 1, 4, 4, 4), torch.rand(1, 1, 1, 1, 1))
+    assert_precision(decided(model, *given), {"avg_pool3d": "high type"})
+    assert_precision(decided(model, *given, chosen=policy(device="cuda")), {"avg_pool3d": "low"})
+
+
+# ---------------------------------------------------------------------------------------------- containers
+
+
+def test_values_inside_lists_slices_and_keywords_are_cast():
+    def model(x, w):
+        y = F.linear(x, w)
+        joined = torch.cat([y, torch.stack(tensors=[x, x])[0]], dim=0)
+        return F.linear(input=joined, weight=w)[1 : y.size(0), ..., None]
+
+    setting = rewritten(model, X, W)
+    assert run_graph(setting, X, W)[0].shape == (7, 8, 1)
+
+
+def test_outputs_in_nested_containers_come_back_in_float32():
+    def model(x, w):
+        y = F.linear(x, w)
+        return {"logits": y, "more": (y.relu(), [x, None, 3]), "max": y.max(1)}
+
+    setting = rewritten(model, X, W)
+    found, _, _ = run_graph(setting, X, W)
+    assert found["logits"].dtype == found["more"][0].dtype == found["max"][0].dtype == FP32
+    assert found["more"][1][1:] == [None, 3] and found["max"][1].dtype == torch.int64
+
+
+def test_a_value_that_is_an_output_and_read_low_is_cast_once():
+    def model(x, w):
+        y = F.linear(x, w)
+        return y, y, F.linear(y, w)
+
+    def expected(x, w):
+        small = w.to(BF16)
+        y = F.linear(x.to(BF16), small)
+        wide = y.to(FP32)
+        return wide, wide, F.linear(y, small).to(FP32)
+
+    assert_rewrites(PIPELINE, model, expected, X, W)
+
+
+@pytest.mark.parametrize("output_dtype", [None, FP32, BF16, FP16])
+def test_output_dtypes(output_dtype):
+    mode = "any" if output_dtype is None else "low" if output_dtype == BF16 else "high"
+    setting = rewritten(
+        lambda x, w: (F.linear(x, w), x.exp()), X, W, chosen=policy(output_mode=mode), output_dtype=output_dtype
+    )
+    first, second = run_graph(setting, X, W)[0]
+    assert (first.dtype, second.dtype) == ((BF16, FP32) if output_dtype is None else (output_dtype, output_dtype))
+
+
+def test_a_recurrent_module_s_nested_output_is_cast_leaf_by_leaf():
+    setting = rewritten(lambda m, x: m(x), X, module=nn.LSTM(8, 8), chosen=policy(output_mode="low"), output_dtype=BF16)
+    out, (hidden, cell) = run_graph(setting, X)[0]
+    assert out.dtype == hidden.dtype == cell.dtype == BF16
+
+
+def test_keyword_operands_are_put_in_their_places():
+    assert_rewrites(
+        NORMALISE,
+        lambda x, w: torch.add(input=x, other=w, alpha=2),
+        lambda x, w: torch.add(x, w, alpha=2),
+        X,
+        W,
+    )
+
+
+def test_what_nobody_reads_is_not_computed_unless_it_acts():
+    def model(x, w):
+        F.linear(x, w)
+        unread = x.exp()
+        operator.add(unread, 1)
+        F.dropout(x, 0.5, True)
+        x.add_(1)
+        return x.relu()
+
+    def expected(x, w):
+        F.dropout(x, 0.5, True)
+        x.add_(1)
+        return x.relu()
+
+    assert_rewrites(NORMALISE, model, expected, X, W)

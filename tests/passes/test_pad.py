@@ -1,0 +1,457 @@
+"""PadGemms: what stays padded, what is sliced, what nobody may notice, and what every GEMM is told."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import fxamp
+from fxamp import ir
+from fxamp.converted import engine_of
+from fxamp.errors import InvariantError
+from fxamp.passes.pad import PadGemms
+from fxamp.passes.pad_advice import padding_advice
+from fxamp.passes.pad_verify import pads_minimal
+from tests.passes.pad_models import (
+    BF16,
+    Attention,
+    Bilinear,
+    Einsum,
+    Flash,
+    Gemms,
+    Head,
+    HeadAndLogits,
+    Residual,
+    Unet,
+    assert_equal,
+    check,
+    mlp,
+    numbers,
+    smoothed,
+    step,
+    whole_numbers,
+    words,
+)
+
+
+class Between(nn.Module):
+    """linear, something, linear: the padded value passes through `between`, or is sliced before it."""
+
+    def __init__(self, between, width=13, out=13):
+        super().__init__()
+        self.one, self.two = nn.Linear(5, width), nn.Linear(out, 3)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.between = between
+
+    def forward(self, x):
+        return self.two(self.between(self, self.one(x)))
+
+
+KEEPS = {
+    "relu": lambda m, y: torch.relu(y),
+    "in place": lambda m, y: functional.relu(y, inplace=True),
+    "gelu": lambda m, y: functional.gelu(y),
+    "sigmoid": lambda m, y: torch.sigmoid(y),
+    "exp": lambda m, y: torch.exp(y.clamp(max=1.0)),
+    "add a number": lambda m, y: y + 2.0,
+    "twice": lambda m, y: y + y,
+    "weight": lambda m, y: y * m.scale,
+    "weight added": lambda m, y: m.scale + y,
+    "gate": lambda m, y: y * torch.sigmoid(y),
+    "gate of one": lambda m, y: y * torch.sigmoid(m.scale[:1]),
+    "transposed": lambda m, y: y.transpose(0, 1).contiguous().transpose(0, 1),
+    "reshaped": lambda m, y: y.view(2, -1, 13).relu().reshape(-1, 13),
+    "unsqueezed": lambda m, y: y.unsqueeze(1).relu().squeeze(1),
+    "rows": lambda m, y: y[1:],
+    "sum of rows": lambda m, y: y.sum(0, keepdim=True),
+    "dropout": lambda m, y: functional.dropout(y, 0.0),
+    "cloned": lambda m, y: y.clone().relu_(),
+}
+SLICES = {
+    "softmax": lambda m, y: functional.softmax(y, -1),
+    "layer_norm": lambda m, y: functional.layer_norm(y, (13,)),
+    "sum": lambda m, y: y.sum(-1, keepdim=True) + torch.zeros_like(y),
+    "cat": lambda m, y: torch.cat([y, y], -1)[:, :13],
+    "part": lambda m, y: y[:, torch.arange(13)],
+    "mixed": lambda m, y: y.reshape(13, -1).reshape(-1, 13),
+    "infinite": lambda m, y: torch.log(y.abs()).clamp(-5, 5),
+    "infinite slope": lambda m, y: torch.sqrt(y.abs() + 0),
+    "steep": lambda m, y: (y.exp() - 1).abs().pow(0.5),
+    "fraction": lambda m, y: m.scale / (y.abs() + 1) * y.amax(-1, keepdim=True),
+    "not padded": lambda m, y: y * torch.ones_like(y).cumsum(-1),
+    "unbounded factor": lambda m, y: y * y.amax(-1, keepdim=True),
+    "flip": lambda m, y: y.flip(-1),
+    "random": lambda m, y: functional.dropout(torch.sigmoid(y), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_padding_stays_through(name, dtype):
+    run = check(whole_numbers(Between(KEEPS[name])), numbers(6, 5), dtype=dtype)
+    first, second = (note for note in _notes(run))
+    assert first.kept and second.text.startswith("K 13 -> 16, N 3 -> 8")
+    assert len(run.activation_pads()) == 1 and len(run.role("slice")) == 1
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_padding_is_sliced_before(name):
+    run = check(whole_numbers(Between(SLICES[name])), numbers(6, 5))
+    assert not _notes(run)[0].kept
+    assert len(run.role("slice")) == 2
+    slices = [ir.mark(node).reason.text for node in run.role("slice")]
+    assert all(len(text.split(": ", 1)[1]) > 10 for text in slices)
+
+
+MODELS = {
+    "attention": (Attention(), (numbers(2, 9, 30),)),
+    "flash": (Flash(), (numbers(2, 9, 30),)),
+    "residual": (Residual(), (numbers(2, 3, 8, 8),)),
+    "unet": (Unet(), (numbers(2, 3, 8, 8),)),
+    "bilinear": (Bilinear(), (numbers(4, 12),)),
+    "einsum": (Einsum(), (numbers(2, 3, 13),)),
+    "head": (Head(), (words(1009, 2, 9), words(1009, 2, 9))),
+    "head with bias": (Head(bias=True, tied=False), (words(1009, 2, 9), words(1009, 2, 9))),
+    "head and logits": (HeadAndLogits(), (words(1009, 2, 9), words(1009, 2, 9))),
+    "smoothed head": (Head(loss=smoothed), (words(1009, 2, 9), words(1009, 2, 9))),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_step_is_the_unpadded_one(name, opt_level):
+    model, inputs = MODELS[name]
+    padded, plain = (step(whole_numbers(model), *inputs, opt_level=opt_level, pad_to=n) for n in (8, 0))
+    for ours, theirs in zip(padded.outputs, plain.outputs, strict=True):
+        assert ours.stride() == theirs.stride()
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7)  # one rounding of bfloat16
+    for key, gradient in plain.gradients.items():
+        scale = 1.0 if gradient is None else float(gradient.abs().max())
+        torch.testing.assert_close(padded.gradients[key], gradient, rtol=2**-6, atol=2**-6 * scale)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_batch_norm_keeps_its_statistics(mode, momentum):
+    model = Residual()
+    for norm in (model.norm1, model.norm2):
+        norm.momentum = momentum
+    model.train(mode == "train")
+    run = check(model, numbers(2, 3, 8, 8))
+    if momentum is not None:  # the capture knows no shapes behind a cumulative average
+        assert len(run.role("slice")) == 1 and len(run.activation_pads()) == 1
+    assert run.buffers["norm1.running_mean"].shape == (17,)
+
+
+def test_a_hook_on_a_batch_norm_sees_what_it_always_saw():
+    model, seen = Residual(), []
+    model.norm1.register_forward_hook(lambda module, given, result: seen.append(result.shape[1]))
+    step(model, numbers(2, 3, 8, 8))
+    assert set(seen) == {17}
+
+
+# ------------------------------------------------------------------------------------------------ the head
+
+
+class Sizes(Gemms):
+    """Counts the tensors of a given number of elements, or a little more, that ops make."""
+
+    def __init__(self, count, more):
+        super().__init__()
+        self.sizes, self.made = (count, more), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {value.data_ptr() for value in args if isinstance(value, torch.Tensor)}
+        for value in result if isinstance(result, tuple) else (result,):
+            if isinstance(value, torch.Tensor) and value.numel() in self.sizes:
+                self.made += value.data_ptr() not in known
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True, "tied": False}])
+def test_a_loss_inside_the_model_reads_the_padded_logits_without_a_copy(options):
+    tokens, made = words(1009, 2, 9), []
+    for pad_to in (0, 8):
+        with Sizes(18 * 1009, 18 * 1016) as sizes:
+            run = step(Head(**options), tokens, tokens, pad_to=pad_to)
+        made.append(sizes.made)
+    assert made[0] == made[1]
+    assert not [node for node in run.role("slice") if any(user.op != "call_method" for user in node.users)]
+    assert "hidden from the loss" in run.notes()["linear"].text
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        smoothed,
+        lambda logits, targets: functional.cross_entropy(logits, functional.one_hot(targets, 1009).float()),
+        lambda logits, targets: functional.cross_entropy(logits, targets, weight=torch.ones(1009)),
+        lambda logits, targets: functional.mse_loss(logits, torch.zeros_like(logits)),
+    ],
+)
+def test_a_loss_that_would_see_the_padding_reads_the_slice(loss):
+    tokens = words(1009, 2, 9)
+    run = check(whole_numbers(Head(loss=loss)), tokens, tokens)
+    assert "hidden" not in run.notes()["linear"].text
+    assert run.role("slice")
+
+
+def test_a_resized_vocabulary_gives_the_right_loss():
+    tokens = words(1009, 2, 9)
+    model, larger = fxamp.convert(Head(), BF16, (tokens, tokens), pad="always"), Head(1031)
+    model.table.weight = model.head.weight = larger.table.weight
+    expected = step(larger, tokens, tokens, pad_to=0).outputs[0]
+    torch.testing.assert_close(model(tokens, tokens), expected, rtol=2**-7, atol=0)
+
+
+# ------------------------------------------------------------------------------------------- what it leaves
+
+
+def _notes(run):
+    return [ir.mark(node).pad for node in run.graph.nodes if ir.mark(node).op == "linear"]
+
+
+REASONS = [
+    (mlp(8, 16, 24), (numbers(4, 8),), "linear", "aligned", "multiples of 8"),
+    (nn.Sequential(nn.Conv2d(6, 6, 3, groups=3)), (numbers(1, 6, 5, 5),), "conv2d", "cannot", "3 groups"),
+    (Attention(), (numbers(2, 9, 30),), "matmul", "padded", "N = 9 is known only at run time"),
+    (Head(), (words(1009, 2, 9), words(1009, 2, 9)), "embedding", "cannot", "no GEMM"),
+]
+
+
+@pytest.mark.parametrize(("model", "inputs", "op", "state", "text"), REASONS)
+def test_every_gemm_has_an_answer(model, inputs, op, state, text):
+    notes = [ir.mark(node).pad for node in step(model, *inputs).graph.nodes if ir.mark(node).op == op]
+    assert any(note.state == state and text in note.text for note in notes)
+
+
+AUTO = [
+    ((1023, 1023), 8192, "padded", "K 1023 -> 1024, N 1023 -> 1024"),
+    ((768, 50257), 4096, "padded", "N 50257 -> 50264"),
+    ((2047, 8191), 64, "left", "memory-bound"),
+    ((30, 30), 8192, "left", "too small"),
+    ((1024, 1024), 8192, "aligned", "multiples of 8"),
+]
+
+
+@pytest.mark.parametrize(("widths", "rows", "state", "text"), AUTO)
+def test_auto_pads_what_pays(widths, rows, state, text):
+    model = fxamp.convert(nn.Sequential(nn.Linear(*widths)), BF16, torch.empty(rows, widths[0]))
+    (node,) = (n for n in engine_of(model).all_variants()[0].graph.nodes if ir.mark(n).op == "linear")
+    assert ir.mark(node).pad.state == state
+    assert text in ir.mark(node).pad.text
+
+
+def test_without_example_inputs_nothing_is_padded_before_the_first_call():
+    model = fxamp.convert(mlp(5, 13, 3), BF16, pad="always")
+    model(numbers(4, 5))
+    assert {n.meta["fxamp"].pad.state for n in graph_of(model).nodes if n.meta["fxamp"].op == "linear"} == {"padded"}
+
+
+def graph_of(model):
+    return engine_of(model).all_variants()[0].graph
+
+
+@pytest.mark.parametrize("pad_to", [1, 3, 16, 64])
+def test_any_multiple(pad_to):
+    run = check(whole_numbers(mlp(5, 13, 3)), numbers(4, 5), pad_to=pad_to)
+    assert {padded % pad_to for note in _notes(run) for _, _, padded in note.dims} == {0}
+
+
+@pytest.mark.parametrize("pad_to", [-8, 2.5, "8", True])
+def test_a_wrong_multiple_is_refused(pad_to):
+    with pytest.raises(fxamp.errors.OptionError, match="pad_to="):
+        fxamp.convert(mlp(5, 3), BF16, pad_to=pad_to)
+
+
+@pytest.mark.parametrize("pad_to", [0, None])
+def test_no_multiple_no_padding(pad_to):
+    run = step(mlp(5, 13, 3), numbers(4, 5), pad_to=pad_to)
+    assert not run.role("pad") and not run.role("slice")
+
+
+# ---------------------------------------------------------------------------------------------- whole models
+
+
+def test_state_and_gradients_keep_their_shapes():
+    model = mlp(5, 13, 3)
+    run = step(model, numbers(4, 5))
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    assert {name: value.shape for name, value in run.model.state_dict().items()} == shapes
+    assert {name: value.shape for name, value in run.gradients.items()} == shapes
+
+
+def test_one_graph_serves_every_batch():
+    model = fxamp.convert(whole_numbers(Residual()), BF16, numbers(2, 3, 8, 8), pad="always")
+    plain = fxamp.convert(whole_numbers(Residual()), BF16, numbers(2, 3, 8, 8), pad_to=0)
+    for batch, size in ((2, 8), (5, 8), (3, 12)):
+        x = numbers(batch, 3, size, size)
+        assert torch.equal(model(x), plain(x))
+    assert len(engine_of(model).all_variants()) == 1
+
+
+def test_a_write_through_a_view_keeps_the_model_unpadded_there():
+    def between(module, y):
+        y[:, 0] = 1.0
+        return y
+
+    run = check(whole_numbers(Between(between)), numbers(6, 5))
+    assert not _notes(run)[0].kept
+
+
+def test_two_paddings_that_are_not_zero_do_not_meet_in_a_product():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(5, 13), nn.Linear(5, 13)
+
+        def forward(self, x):
+            return (self.one(x) + 1) @ (self.two(x) + 1).transpose(0, 1)
+
+    run = check(whole_numbers(Pair()), numbers(4, 5))
+    assert "K 13 -> 16" in run.notes()["matmul"].text
+
+
+def test_a_reshape_that_mixes_channels_reads_the_slice():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Conv1d(3, 5, 1), nn.Linear(13, 3)  # 5 and 13 lack 3 elements each
+
+        def forward(self, x):
+            return self.two(self.one(x).reshape(10, 13))
+
+    run = check(whole_numbers(Mixed()), numbers(2, 3, 13))
+    assert len(run.role("slice")) == 2
+
+
+def test_a_pad_is_not_shared_across_a_no_grad_region():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.fc = nn.Linear(5, 13), nn.Linear(13, 3)
+
+        def forward(self, x):
+            y = self.first(x).flip(-1)
+            with torch.no_grad():
+                before = self.fc(y)
+            return before + self.fc(y)
+
+    run = check(whole_numbers(Twice()), numbers(4, 5))
+    assert run.gradients["first.weight"].any()
+
+
+def test_dropout_behind_padding_is_told():
+    model = nn.Sequential(nn.Linear(5, 13), nn.Dropout(0.5), nn.Linear(13, 3))
+    assert "dropout" in _notes(step(model, numbers(4, 5)))[0].text
+    assert "dropout" not in _notes(step(model.eval(), numbers(4, 5)))[0].text
+
+
+def test_converting_and_padding_again_change_nothing():
+    run = step(Residual(), numbers(2, 3, 8, 8))
+    before = ir.canonical_text(run.graph)
+    assert fxamp.convert(run.model) is run.model
+    assert PadGemms(run.model, None, 8, "always").apply(run.graph) is False
+    assert ir.canonical_text(run.graph) == before
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_under_compile(backend):
+    plain, padded = (step(whole_numbers(Residual()), numbers(2, 3, 8, 8), pad_to=n) for n in (0, 8))
+    compiled = torch.compile(padded.model, fullgraph=True, backend=backend)
+    x = numbers(3, 3, 8, 8)
+    torch.testing.assert_close(compiled(x), plain.model(x), rtol=2**-7, atol=2**-7)
+
+
+def test_exported_with_a_dynamic_batch():
+    model = fxamp.convert(whole_numbers(mlp(5, 13, 3)), BF16, numbers(4, 5), pad="always").eval()
+    exported = torch.export.export(model, (numbers(4, 5),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    assert torch.equal(exported.module()(numbers(7, 5)), model(numbers(7, 5)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_dynamos_graphs_are_padded(dynamic):
+    model, plain = (
+        fxamp.convert(whole_numbers(Residual()), BF16, pad="always", pad_to=n, capture="dynamo") for n in (8, 0)
+    )
+    for batch in (2, 3, 5, 4):
+        x = numbers(batch, 3, 8, 8)
+        assert torch.equal(model(x), plain(x))
+        assert torch.equal(model.norm1.running_mean, plain.norm1.running_mean)
+    graphs = [variant.graph for variant in engine_of(model).all_variants()]
+    states = {ir.mark(n).pad.state for graph in graphs for n in graph.nodes if ir.mark(n).op in ("conv2d", "linear")}
+    assert states == {"padded"}
+
+
+def test_infinities_stay_where_they_were():
+    model = whole_numbers(mlp(5, 13, 3))
+    x = numbers(4, 5)
+    x[1] = float("inf")
+    padded, plain = (step(model, x, pad_to=n).outputs[0] for n in (8, 0))
+    assert torch.equal(padded.isfinite(), plain.isfinite())
+    assert torch.equal(padded[[0, 2, 3]], plain[[0, 2, 3]])
+
+
+# ------------------------------------------------------------------------------------------- the invariant
+
+
+@pytest.mark.parametrize(
+    ("harm", "named"),
+    [
+        (lambda graph, pad: graph.call_function(functional.pad, (pad, (0, 1))), "which is a pad"),
+        (lambda graph, pad: graph.call_function(functional.pad, pad.args), "two of the same"),
+        (lambda graph, pad: None, "used by nobody"),
+    ],
+)
+def test_pads_minimal_fails_on(harm, named):
+    graph = step(mlp(5, 13, 3), numbers(4, 5)).graph
+    pads_minimal(graph)
+    pad = next(node for node in graph.nodes if node.target is functional.pad)
+    with graph.inserting_after(pad):
+        harmful = harm(graph, pad)
+    (reader, *_) = (user for user in pad.users if user is not harmful)
+    if harmful is None:
+        reader.replace_input_with(pad, pad.args[0])
+    else:
+        harmful.meta[ir.MARK] = dataclasses.replace(ir.mark(pad))
+        with graph.inserting_before(reader):
+            both = graph.call_function(torch.add, (harmful, pad))
+        reader.replace_input_with(pad, both)
+    with pytest.raises(InvariantError, match=named):
+        pads_minimal(graph)
+
+
+def test_assert_equal_fails_on_a_difference():
+    run = step(mlp(5, 13, 3), numbers(4, 5))
+    other = dataclasses.replace(run, outputs=(run.outputs[0] + 1,))
+    with pytest.raises(AssertionError):
+        assert_equal(run, other)
+
+
+# -------------------------------------------------------------------------------------------------- advice
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "advice"),
+    [
+        (mlp(5, 13, 3), (numbers(2, 15, 5),), "batch x length: 2 x 15 = 30 rows: 32 would be a multiple of 8"),
+        (Attention(), (numbers(2, 9, 30),), "N = 9 is not fixed: fxamp.data.pad_to_multiple makes it 16"),
+        (Residual(), (numbers(3, 3, 8, 8),), "one: channels 17: padded to 24, 41 % more work"),
+        (Residual(), (numbers(3, 3, 8, 8),), "batch 3: use 8"),
+        (
+            Head(50257, 8),
+            (words(50257, 1, 3), words(50257, 1, 3)),
+            "head: vocabulary 50257: padded to 50264; 50304 would also align to 128",
+        ),
+    ],
+)
+def test_advice_has_figures(model, inputs, advice):
+    sentences = padding_advice([step(model, *inputs).graph])
+    assert any(advice in sentence for sentence in sentences), sentences
+
+
+def test_aligned_models_get_no_advice():
+    assert padding_advice([step(mlp(8, 16, 24), numbers(8, 8)).graph]) == []

@@ -1,0 +1,133 @@
+"""Random chains of GEMMs of any size: padded or not, a step is the same."""
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import fxamp
+from fxamp import ir
+from fxamp.capture.inputs import flatten_call
+from fxamp.convert import build_variant
+from fxamp.converted import engine_of, plain_view
+from tests.passes.pad_models import Attention, Head, Unet, check, numbers, smoothed, whole_numbers, words
+
+SIZES = st.integers(1, 130)
+# Exact on whole numbers; `None` stands for an op that reads the slice.
+EXACT = {
+    "relu": torch.relu,
+    "abs": torch.abs,
+    "neg": torch.neg,
+    "double": lambda y: y * 2,
+    "clamp": lambda y: y.clamp(-3, 5),
+    "in place": lambda y: functional.hardtanh(y, -2, 2, inplace=True),
+    "residual": lambda y: y + torch.relu(y),
+    "flip": lambda y: y.flip(-1),
+    "shift": lambda y: y + 1,
+}
+SMOOTH = {
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "softplus": functional.softplus,
+    "gate": lambda y: y * torch.sigmoid(y),
+    "softmax": lambda y: y.softmax(-1),
+}
+
+
+class Chain(nn.Module):
+    """GEMMs with ops between: linear layers, or convolutions of one pixel."""
+
+    def __init__(self, widths, bias, ops, conv=False):
+        super().__init__()
+        pairs = itertools.pairwise(widths)
+        make = (lambda i, o: nn.Conv1d(i, o, 1, bias=bias)) if conv else (lambda i, o: nn.Linear(i, o, bias=bias))
+        self.layers, self.ops = nn.ModuleList(make(*pair) for pair in pairs), ops
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            x = self.ops[number](x) if number < len(self.ops) else x
+        return x
+
+
+chains = st.tuples(
+    st.lists(SIZES, min_size=2, max_size=4), st.booleans(), st.lists(st.sampled_from(sorted(EXACT)), max_size=3)
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(chain=chains, rows=st.integers(1, 9), dtype=st.sampled_from([torch.bfloat16, torch.float16]), conv=st.booleans())
+def test_a_chain_is_exact_and_pays_one_pad_and_one_slice(chain, rows, dtype, conv):
+    widths, bias, names = chain
+    if conv:
+        names = [name for name in names if name != "flip"]
+    model = whole_numbers(Chain(widths, bias, [EXACT[name] for name in names], conv))
+    x = numbers(rows, widths[0], 2) if conv else numbers(rows, widths[0])
+    run = check(model, x, dtype=dtype)
+    breaks = sum(name == "flip" for name in names[: len(widths) - 2])
+    assert len(run.activation_pads()) <= 1 + breaks
+    assert len(run.role("slice")) <= 1 + breaks
+    if not widths[-1] % 8 and not breaks:
+        assert not run.role("slice")
+    for node in run.graph.nodes:
+        note = ir.mark(node).pad
+        assert note is None or note.state in ("padded", "aligned")
+        assert note is None or all(padded % 8 == 0 for _, _, padded in note.dims)
+    assert fxamp.convert(run.model) is run.model
+
+
+def in_float64(model, inputs, pad_to, pad="always"):
+    """The model's step with float64 in the place of the low dtype: (loss, gradients)."""
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, inputs, pad=pad, pad_to=pad_to, output_dtype=None)
+    options = dataclasses.replace(engine_of(converted).options, low=torch.float64)
+    plain = plain_view(converted)
+    spec, flat = flatten_call(inputs, {})
+    variant = build_variant(plain, spec, flat, options)
+    torch.manual_seed(0)
+    result = variant.compiled.run(plain, *flat)
+    loss = result.double().square().sum()
+    loss.backward()
+    assert (pad_to == 0) == (not any(ir.mark(node).role == "pad" for node in variant.graph.nodes))
+    return loss.detach(), [parameter.grad for parameter in plain.parameters()]
+
+
+def assert_equal_in_float64(model, *inputs):
+    loss, gradients = in_float64(model, inputs, 8)
+    expected, theirs = in_float64(model, inputs, 0)
+    # float64 sums in another order; gradients come back through float32 parameters (one rounding of 2**-24)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for ours, reference in zip(gradients, theirs, strict=True):
+        scale = 0.0 if reference is None else float(reference.abs().max())
+        torch.testing.assert_close(ours, reference, rtol=2**-22, atol=2**-22 * scale)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    widths=st.lists(st.integers(1, 130).filter(lambda size: size % 8), min_size=2, max_size=4),
+    names=st.lists(st.sampled_from(sorted(SMOOTH)), max_size=3),
+)
+def test_a_smooth_chain_is_equal_in_float64(widths, names):
+    model = Chain(widths, True, [SMOOTH[name] for name in names])
+    assert_equal_in_float64(model, torch.randn(3, widths[0], generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (Attention(), (numbers(2, 9, 30),)),
+        (Unet(), (numbers(2, 3, 8, 8),)),
+        (Head(), (words(1009, 2, 9), words(1009, 2, 9))),
+        (Head(loss=smoothed), (words(1009, 2, 9), words(1009, 2, 9))),
+    ],
+    ids=["attention", "unet", "head", "smoothed"],
+)
+def test_a_model_is_equal_in_float64(model, inputs):
+    assert_equal_in_float64(model, *inputs)

@@ -1,0 +1,170 @@
+"""Types without example inputs: a preview decides as the graph that runs, wherever its types are right."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fxamp import ir
+from fxamp.passes.types import type_of
+from tests.language import CAST, DECIDE_IN_UNITS, OPS, assert_precision, captured, count_casts, decided, run_steps
+from tests.passes.test_verify import MODELS
+
+
+class NormedConvNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.fc = nn.LayerNorm(512), nn.Linear(512, 10)
+
+    def forward(self, x):
+        y = F.relu(self.first(x))
+        return self.fc(self.norm((F.relu(self.second(y)) + y).flatten(1)))
+
+
+class Gates(nn.Module):
+    """Chunks, splits, unbound rows and tuples with indices, each read by items."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.out = nn.Linear(16, 64), nn.Linear(16, 4)
+
+    def forward(self, x):
+        i, f, g, o = self.fc(x).chunk(4, -1)
+        values, indices = torch.max(torch.sigmoid(f) * torch.tanh(g), dim=-1)
+        a, b = (torch.sigmoid(i) * o).split(8, -1)
+        best = torch.cat((a, b), -1).topk(2, -1)[0]
+        return self.out(torch.cat((a, b), -1)), values, indices, best, torch.full((2, 2), 0.5) * best
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.fc = nn.Embedding(9, 16), nn.Linear(16, 4)
+        self.register_buffer("inverse", torch.rand(8))
+
+    def forward(self, ids):
+        x = self.table(ids)
+        angles = torch.arange(ids.shape[1])[:, None] * self.inverse
+        x = x * torch.cat((angles.cos(), angles.sin()), -1)
+        keep = (ids != 0).unsqueeze(-1)
+        pooled = (x * keep).sum(1) / keep.sum(1).clamp(min=1)
+        return self.fc(pooled).softmax(-1).argmax(-1), self.fc(x.mean(1))
+
+
+PREVIEWED = {
+    **MODELS,
+    "normed conv net": (NormedConvNet, torch.rand(2, 3, 8, 8)),
+    "gates": (Gates, torch.rand(2, 16)),
+    "positions": (Positions, torch.randint(0, 9, (2, 5))),
+}
+
+
+def rows(setting):
+    return [
+        (ir.mark(node).op, ir.mark(node).precision)
+        for node in setting.graph.nodes
+        if ir.mark(node).role == "" and node.op.startswith("call") and ir.mark(node).precision != "none"
+    ]
+
+
+@pytest.mark.parametrize("name", PREVIEWED)
+def test_a_preview_decides_as_the_graph_that_runs(name):
+    make, given = PREVIEWED[name]
+    module = make().eval()
+    known = captured(lambda m, x: m(x), given, module=module)
+    preview = captured(lambda m, x: m(x), given, module=module, preview=True)
+    for setting in (known, preview):
+        run_steps((*DECIDE_IN_UNITS, CAST), setting)
+    assert rows(preview) == rows(known)
+    assert count_casts(preview) == count_casts(known)
+
+
+def dtype_in_preview(function, *inputs):
+    setting = captured(function, *inputs, preview=True)
+    run_steps(DECIDE_IN_UNITS[:1], setting)
+    last = next(node for node in setting.graph.nodes if node.op == "output").args[0]
+    return ir.mark(last).type
+
+
+FLOATS = torch.rand(4, 4)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x > 0,
+        lambda x: x.argmax(-1),
+        lambda x: x.long(),
+        lambda x: x.double(),
+        lambda x: torch.softmax(x, -1, dtype=torch.float64),
+        lambda x: torch.arange(4) + x,
+        lambda x: torch.arange(4) * 2,
+        lambda x: torch.arange(4) * 0.5,
+        lambda x: torch.arange(4) / 2,
+        lambda x: (x > 0).sum(),
+        lambda x: (x > 0).float().mean(),
+        lambda x: torch.where(x > 0, x, 0.0),
+        lambda x: x.new_zeros(3),
+        lambda x: torch.zeros_like(x, dtype=torch.int64),
+        lambda x: torch.full((2,), 0.5),
+        lambda x: torch.full((2,), 1),
+        lambda x: torch.full((2,), True),
+        lambda x: torch.randint(0, 3, (2,)),
+        lambda x: torch.randperm(3),
+        lambda x: torch.zeros(2, dtype=torch.bool),
+        lambda x: x.chunk(2)[0],
+        lambda x: x.split([1, 3])[1],
+        lambda x: x.unbind(0)[2],
+        lambda x: x.max(1)[1],
+        lambda x: x.sort()[1],
+        lambda x: x.topk(2)[0],
+        lambda x: x[x > 0],
+        lambda x: F.one_hot(x.long(), 9),
+        lambda x: x.type_as(x > 0),
+        lambda x: x.to(torch.arange(3).dtype),
+        lambda x: torch.complex(x, x),
+        lambda x: torch.fft.rfft(x),
+        lambda x: x.bool().any(),
+        lambda x: (x > 0) & (x < 1),
+        lambda x: ~(x > 0),
+        lambda x: torch.bitwise_or(x.long(), 1),
+        lambda x: x.masked_fill(x > 0, 0.0),
+        lambda x: F.embedding(x.long(), torch.rand(5, 3)),
+        lambda x: torch.gather(x, 1, x.long()),
+        lambda x: x.T,
+        lambda x: torch.logsumexp(x, -1),
+        lambda x: x.cumsum(0),
+        lambda x: (x > 0).cumsum(0),
+        lambda x: torch.tensor([1.0, 2.0]),
+        lambda x: torch.tensor([1, 2]),
+        lambda x: x.abs().amax(),
+        lambda x: torch.rsqrt(torch.arange(4)),
+        lambda x: torch.stack((x, x)).int(),
+        lambda x: x.clamp(min=torch.arange(4)),
+        lambda x: torch.histc(x),
+        lambda x: torch.tril(torch.ones(3, 3)) == 0,
+        lambda x: torch.std_mean(x)[0],
+        lambda x: x.shape[0] * x,
+        lambda x: x.size(0) / x,
+        lambda x: torch.nonzero(x),
+    ],
+)
+def test_the_dtype_a_preview_infers(function):
+    """Right, or not known: never wrong."""
+    found, real = dtype_in_preview(function, FLOATS), type_of(function(FLOATS))
+    assert found is None or found.dtype in (None, real.dtype), f"{found} instead of {real}"
+
+
+def test_what_a_preview_does_not_know_is_left_alone():
+    setting = captured(lambda x: F.linear(torch.fft.rfft(x).real, torch.rand(4, 3)), FLOATS, preview=True)
+    run_steps((*DECIDE_IN_UNITS, CAST), setting)
+    assert count_casts(setting) == 0
+
+
+def test_an_unlisted_function_s_result_is_not_known_in_a_preview():
+    custom = OPS["custom"]
+    assert_precision(decided(lambda x, w: F.linear(custom(x), w), FLOATS, FLOATS), {"linear": "low"})
+    preview = captured(lambda x, w: F.linear(custom(x), w), FLOATS, FLOATS, preview=True)
+    run_steps((*DECIDE_IN_UNITS, CAST), preview)
+    assert_precision(preview, {"linear": "high type"})

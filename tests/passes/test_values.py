@@ -1,0 +1,260 @@
+"""Values that low precision would destroy: literals, taint, exact integers, squares (DESIGN 4.4)."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxamp
+from fxamp import ir
+from tests.language import (
+    BF16,
+    FP16,
+    PIPELINE,
+    assert_precision,
+    captured,
+    decided,
+    node_of,
+    policy,
+    run_graph,
+    run_steps,
+)
+
+X, W = torch.rand(8, 8), torch.rand(8, 8)
+TINY = torch.finfo(torch.float32).tiny
+
+
+def low_then(tail):
+    return lambda x, w: F.linear(tail(F.linear(x, w)), w)
+
+
+# ------------------------------------------------------------------------------------------------ literals
+
+
+@pytest.mark.parametrize(
+    "tail, op, fp16, bf16",
+    [
+        (lambda y: y + 1e-5, "add", "high literal", "high literal"),
+        (lambda y: y + 0.5, "add", "low", "low"),
+        (lambda y: y + 1e-3, "add", "low", "high literal"),  # eps/2 is 4.9e-4 and 3.9e-3
+        (lambda y: torch.add(y, other=1e-5), "add", "high literal", "high literal"),
+        (lambda y: 1e-5 + y, "add", "high literal", "high literal"),
+        (lambda y: y - 1e-6, "sub", "high literal", "high literal"),
+        (lambda y: y * 1e-3, "mul", "low", "low"),  # a factor is not an addend
+        (lambda y: y * 1e-9, "mul", "high literal", "low"),
+        (lambda y: y * 1e5, "mul", "high literal", "low"),
+        (lambda y: y / 1e-9, "div", "high literal", "low"),
+        (lambda y: y.clamp(min=1e-12), "clamp", "high literal", "low"),
+        (lambda y: y.clamp(min=1e-42), "clamp", "high literal", "high literal"),
+        (lambda y: y.clamp(0.0, 6.0), "clamp", "low", "low"),
+        (lambda y: y.clamp(max=1e6), "clamp", "high literal", "low"),
+        (lambda y: torch.clamp_min(y, 1e-12), "clamp_min", "high literal", "low"),
+        (lambda y: torch.where(y > 0, y, -1e9), "where", "high literal", "low"),
+        (lambda y: y.masked_fill(y > 0, -1e9), "masked_fill", "high literal", "low"),
+        (lambda y: y.masked_fill(y > 0, torch.finfo(torch.float32).min), "masked_fill", "high literal", "high literal"),
+        (lambda y: y.masked_fill(y > 0, float("-inf")), "masked_fill", "low", "low"),
+        (lambda y: y.masked_fill(y > 0, 0.0), "masked_fill", "low", "low"),
+        (lambda y: F.pad(y, (1, 0), value=1e9)[:, :8], "pad", "high literal", "low"),
+        (lambda y: torch.nan_to_num(y, posinf=1e9), "nan_to_num", "low", "low"),
+        (lambda y: y.view(4, 16).view(8, 8), "view", "low", "low"),  # sizes
+        (lambda y: y * (y > 1e9), "mul", "low", "low"),  # comparisons
+        (lambda y: F.layer_norm(y, (8,), eps=1e-12), "layer_norm", "low", "low"),  # inside the kernel
+        (lambda y: F.dropout(y, 1e-5, False), "dropout", "low", "low"),
+    ],
+)
+def test_literals(tail, op, fp16, bf16):
+    for low, wanted in ((FP16, fp16), (BF16, bf16)):
+        assert_precision(decided(low_then(tail), X, W, chosen=policy(low)), {op: wanted})
+
+
+# --------------------------------------------------------------------------------------------------- taint
+
+
+def hugging_face_mask(keep):
+    """As transformers makes it: 0 where a token may look, finfo.min elsewhere."""
+    return (1.0 - keep[:, None, None, :].float()) * torch.finfo(torch.float32).min
+
+
+def attention(q, keep):
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=hugging_face_mask(keep))
+
+
+Q, KEEP = torch.rand(2, 1, 4, 8), torch.tensor([[True, True, False, False], [False] * 4])
+
+
+@pytest.mark.parametrize("low", [FP16, BF16])
+@pytest.mark.parametrize("through", ["nothing", "to", "expand", "buffer"])
+def test_masks_that_enter_attention_low_are_clamped_and_rows_without_a_token_give_no_nan(low, through):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", hugging_face_mask(KEEP))
+
+        def forward(self, q, keep):
+            mask = self.table if through == "buffer" else hugging_face_mask(keep)
+            mask = mask.to(torch.float32) if through == "to" else mask
+            mask = mask.expand(2, 1, 4, 4) if through == "expand" else mask
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    module = Model()
+    setting = captured(lambda m, q, k: m(q, k), Q, KEEP, module=module, chosen=policy(low))
+    run_steps(PIPELINE, setting)
+    result, _, _ = run_graph(setting, Q, KEEP)
+    assert ir.mark(node_of(setting, "scaled_dot_product_attention")).precision == "low"
+    assert any(node.target == "clamp" for node in setting.graph.nodes)
+    assert torch.isfinite(result).all()
+    # Only the first sample has tokens to look at. bfloat16: eps/2 of 1 is 4e-3, five roundings.
+    assert torch.allclose(result[0], module(Q, KEEP)[0], atol=2e-2)
+
+
+def test_a_mask_written_in_place_is_tainted_under_every_name():
+    def model(q, keep):
+        mask = torch.zeros(2, 1, 4, 4)
+        mask.masked_fill_(~keep[:, None, None, :], -1e9)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    setting = captured(model, Q, KEEP, chosen=policy(FP16))
+    run_steps(PIPELINE, setting)
+    result, _, _ = run_graph(setting, Q, KEEP)
+    assert torch.isfinite(result).all()
+    assert torch.allclose(result[0], model(Q, KEEP)[0], atol=4e-3)  # fp16: eps/2 of 1 is 5e-4, a few roundings
+
+
+def test_a_mask_made_by_full_is_tainted():
+    def model(q, keep):
+        mask = torch.full((4, 4), -1e9).triu(1)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    setting = captured(model, Q, KEEP, chosen=policy(FP16))
+    run_steps(PIPELINE, setting)
+    assert any(node.target == "clamp" for node in setting.graph.nodes)
+    assert torch.allclose(run_graph(setting, Q, KEEP)[0], model(Q, KEEP), atol=4e-3)  # a few fp16 roundings
+
+
+def test_a_mask_that_is_added_by_hand_is_added_high_and_softmax_ends_the_taint():
+    def model(x, w, keep):
+        scores = F.linear(x, w) + hugging_face_mask(keep)[0, 0]
+        return F.linear(torch.softmax(scores, -1), w)
+
+    keep = torch.ones(1, 8, dtype=torch.bool)
+    setting = decided(model, X, W, keep, chosen=policy(FP16))
+    assert_precision(setting, {"add": "high taint", "mul": "high literal"})
+    assert not ir.mark(node_of(setting, "softmax")).tainted
+
+
+# ------------------------------------------------------------------------------------------------ integers
+
+
+def rotary(x, w):
+    positions = torch.arange(8).float()
+    angles = torch.outer(positions, w[0])
+    return F.linear(x, w) * angles.cos()
+
+
+def test_positions_stay_exact():
+    assert_precision(decided(rotary, X, W), {"outer": "high integers", "float": "high integers"})
+
+
+def test_a_rotary_gemm_stays_fp32():
+    def model(x, w):
+        frequencies = w[:1].t()
+        positions = torch.arange(8)[None, :].float()
+        return F.linear(x, w) * (frequencies @ positions).cos()
+
+    assert_precision(decided(model, X, W), {"matmul": "high integers", "linear": "low"})
+
+
+@pytest.mark.parametrize(
+    "numbers, wanted",
+    [
+        (lambda ids: ids * 0.5, "high integers"),
+        (lambda ids: torch.cumsum(ids, 0).float(), "high integers"),
+        (lambda ids: ids.to(torch.float32).unsqueeze(0), "high integers"),
+        (lambda ids: torch.arange(0.0, 8.0).expand(8, 8), "high integers"),
+        (lambda ids: ids.float().tanh(), "low"),  # bounded
+        (lambda ids: F.one_hot(ids[:, 0], 8).float(), "low"),
+        (lambda ids: ids.to(torch.uint8).float(), "low"),  # bytes are exact in bfloat16
+        (lambda ids: (ids > 2).float(), "low"),
+        (lambda ids: F.embedding(ids[:, 0], W), "low"),  # indices are no numbers
+    ],
+)
+def test_what_is_made_of_integers(numbers, wanted):
+    def model(x, w, ids):
+        return F.linear(x, w) @ (numbers(ids) + torch.zeros(8, 8))
+
+    setting = decided(model, X, W, torch.arange(64).view(8, 8) % 8)
+    assert_precision(setting, {"matmul": wanted})
+
+
+def test_an_image_of_bytes_goes_low_into_the_first_convolution():
+    def model(image, w):
+        return F.conv2d(image.float() / 255, w)
+
+    setting = decided(model, torch.zeros(1, 3, 4, 4, dtype=torch.uint8), torch.rand(2, 3, 3, 3))
+    assert_precision(setting, {"conv2d": "low"})
+
+
+# ------------------------------------------------------------------------------------------------- squares
+
+
+@pytest.mark.parametrize(
+    "tail, op, wanted",
+    [
+        (lambda y: y * y, "mul", "high square"),
+        (lambda y: torch.mul(y, other=y), "mul", "high square"),
+        (lambda y: y * y.view(8, 8), "mul", "high square"),
+        (lambda y: y * torch.tanh(y), "mul", "low"),
+        (lambda y: y**2, "pow", "high list"),
+        (lambda y: y.square(), "square", "high list"),
+        (lambda y: y * y.var(), "var", "high list"),
+        (lambda y: y.std() + y, "std", "high list"),
+        (lambda y: y * torch.einsum("ij,ij->", y, y), "einsum", "high list"),
+        (lambda y: torch.einsum("ij,jk->ik", y, y), "einsum", "low"),
+    ],
+)
+def test_squares_are_powers(tail, op, wanted):
+    assert_precision(decided(low_then(tail), X, W, chosen=policy(FP16)), {op: wanted})
+
+
+def test_a_square_spreads_like_any_deny_node():
+    assert_precision(decided(low_then(lambda y: (y * y) + 1.0), X, W), {"add": "high downstream"})
+
+
+def test_a_hand_written_rms_norm_at_sigma_300_is_not_zero_in_fp16():
+    def rms_norm(x, w):
+        y = F.linear(x, w)
+        return y * torch.rsqrt((y * y).mean(-1, keepdim=True) + 1e-6)
+
+    x = 300 * torch.eye(8)
+    setting = captured(rms_norm, x, torch.eye(8), chosen=policy(FP16))
+    run_steps(PIPELINE, setting)
+    result, _, _ = run_graph(setting, x, torch.eye(8))
+    assert torch.allclose(result, rms_norm(x, torch.eye(8)), rtol=2e-3)  # two fp16 roundings
+
+
+@pytest.mark.parametrize("level", ["strict", "balanced", "aggressive"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_equal_rows_are_added_in_float32(dtype, level):
+    """4096 gradients of 1 for one row of a table add up to 256 in bfloat16 and 2048 in float16."""
+    model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8, bias=False))
+    nn.init.eye_(model[1].weight)
+    converted = fxamp.convert(model, dtype=dtype, level=level)
+    converted(torch.zeros(4096, dtype=torch.long)).sum().backward()
+    assert torch.equal(model[0].weight.grad[0], torch.full((8,), 4096.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_an_indexed_parameter_are_added_in_float32(dtype):
+    class Bias(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(4, 8))
+            self.head = nn.Linear(8, 8, bias=False)
+            nn.init.eye_(self.head.weight)
+
+        def forward(self, index):
+            return self.head(self.table[index])
+
+    model = Bias()
+    fxamp.convert(model, dtype=dtype)(torch.zeros(4096, dtype=torch.long)).sum().backward()
+    assert torch.equal(model.table.grad[0], torch.full((8,), 4096.0))

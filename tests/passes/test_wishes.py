@@ -1,0 +1,300 @@
+"""What the user wrote stays: casts, dtypes, autocast regions, overrides (DESIGN 4.1, 4.5, 4.6)."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fxamp import ir
+from fxamp.errors import OptionError
+from fxamp.lists import OpLists
+from fxamp.passes.rules import check_overrides
+from tests.language import (
+    BF16,
+    FP16,
+    FP32,
+    PIPELINE,
+    assert_precision,
+    assert_rewrites,
+    assert_same,
+    captured,
+    count_casts,
+    decided,
+    node_of,
+    policy,
+    run_graph,
+    run_steps,
+)
+
+X, W = torch.rand(8, 8), torch.rand(8, 8)
+
+
+def rewritten(function, *inputs, **options):
+    setting = captured(function, *inputs, **options)
+    run_steps(PIPELINE, setting)
+    return setting
+
+
+# --------------------------------------------------------------------------------------------------- casts
+
+
+def test_a_value_the_user_cast_to_float32_is_multiplied_in_float32():
+    def model(x, w):
+        return F.linear(F.linear(x, w).float(), w)
+
+    setting = decided(model, X, W)
+    assert_precision(setting, {"linear": "low", "float": "high user cast", "linear 1": "high user cast"})
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [lambda y: y.float(), lambda y: y.to(FP32), lambda y: y.to(dtype=FP32), lambda y: y.type(FP32)],
+)
+def test_every_spelling_of_a_cast_to_float32_is_kept_and_costs_no_cast_of_ours(cast):
+    setting = rewritten(lambda x, w: cast(F.linear(x, w)).exp(), X, W)
+    assert count_casts(setting) == 2  # the two inputs'
+    result, _, _ = run_graph(setting, X, W)
+    assert result.dtype == FP32
+
+
+def test_a_user_cast_through_views_still_counts():
+    assert_precision(
+        decided(lambda x, w: F.linear(F.linear(x, w).float().view(8, 8).t(), w), X, W), {"linear 1": "high user cast"}
+    )
+
+
+def test_a_user_cast_behind_an_infer_node_does_not():
+    assert_precision(decided(lambda x, w: F.linear(x.float() + 1.0, w), X, W), {"linear": "low"})
+
+
+@pytest.mark.parametrize(
+    "cast, dtype", [(lambda y: y.half(), FP16), (lambda y: y.to(BF16), BF16), (lambda y: y.double(), torch.float64)]
+)
+def test_a_cast_to_another_dtype_stays_and_what_reads_it_is_untouched(cast, dtype):
+    def model(x, w):
+        return cast(F.linear(x, w)) * 2
+
+    setting = rewritten(model, X, W)
+    assert ir.mark(node_of(setting, "mul")).type.dtype == dtype
+    assert run_graph(setting, X, W)[0].dtype == dtype
+
+
+def test_conversions_relative_to_another_value_see_what_fp32_would_have_seen():
+    def model(x, w):
+        y = F.linear(x, w)
+        return x.type_as(y).exp() + y.to(x.dtype).exp() + x.to(y).exp()
+
+    def plain(x, w):
+        y = F.linear(x, w)
+        return x.exp() + y.exp() + x.exp()
+
+    assert_rewrites(PIPELINE, model, lambda x, w: low_plain(plain, x, w), X, W)
+
+
+def low_plain(plain, x, w):
+    y = F.linear(x.to(BF16), w.to(BF16)).to(FP32)
+    return x.exp() + y.exp() + x.exp()
+
+
+def test_a_conversion_to_an_integer_input_s_dtype_stays():
+    def model(x, w, ids):
+        return F.linear(x, w).to(ids.dtype), ids.to(x.dtype) + 1.0
+
+    setting = rewritten(model, X, W, torch.arange(8))
+    first, second = run_graph(setting, X, W, torch.arange(8))[0]
+    assert first.dtype == torch.int64 and second.dtype == FP32
+
+
+def test_reads_of_dtype_are_resolved():
+    def model(x, w):
+        y = F.linear(x, w)
+        return torch.zeros(8, dtype=y.dtype) + torch.ones(8).to(y.dtype) + y.exp()
+
+    setting = rewritten(model, X, W)
+    assert not any(node.target is getattr for node in setting.graph.nodes)
+    assert run_graph(setting, X, W)[0].dtype == FP32
+
+
+@pytest.mark.parametrize("op", ["softmax", "sum", "mean"])
+def test_a_named_dtype_stays(op):
+    call = {
+        "softmax": lambda y: torch.softmax(y, -1, dtype=FP32),
+        "sum": lambda y: y.sum(-1, dtype=FP32),
+        "mean": lambda y: y.mean(-1, dtype=torch.float64),
+    }[op]
+    setting = rewritten(lambda x, w: call(F.linear(x, w)), X, W)
+    wanted = torch.float64 if op == "mean" else FP32
+    assert ir.mark(node_of(setting, op)).type.dtype == wanted
+    assert run_graph(setting, X, W)[0].dtype == wanted
+
+
+def test_reading_the_bits_of_a_float_reads_float32():
+    def model(x, w):
+        return F.linear(x, w).view(torch.int32)
+
+    setting = rewritten(model, X, W)
+    assert run_graph(setting, X, W)[0].shape == (8, 8)
+
+
+# ------------------------------------------------------------------------------------------- other dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float64])
+def test_values_of_other_dtypes_are_never_touched(dtype):
+    given = torch.ones(8, 8).to(dtype)
+
+    def model(x, w, other):
+        return F.linear(x, w), other.view(64), torch.cat((other, other)), other[0]
+
+    setting = rewritten(model, X, W, given)
+    results = run_graph(setting, X, W, given)[0]
+    assert [r.dtype for r in results[1:]] == [dtype] * 3
+    for node in setting.graph.nodes:
+        if ir.mark(node).role:
+            assert ir.mark(node.args[0]).type.dtype in (FP32, BF16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_a_gemm_in_another_dtype_stays(dtype):
+    setting = rewritten(lambda a, b: a @ b, X.to(dtype), W.to(dtype))
+    assert count_casts(setting) == 0
+    assert_same(run_graph(setting, X.to(dtype), W.to(dtype))[0], X.to(dtype) @ W.to(dtype))
+
+
+def test_a_float64_operand_keeps_the_arithmetic_it_had():
+    def model(x, w, d):
+        return F.linear(x, w) * d
+
+    wide = torch.rand(8, 8, dtype=torch.float64)
+    setting = rewritten(model, X, W, wide)
+    assert_precision(setting, {"mul": "high type"})
+    assert run_graph(setting, X, W, wide)[0].dtype == torch.float64
+
+
+def test_zero_dimensional_tensors_promote_as_in_fp32():
+    def model(x, w, scale):
+        return torch.exp(F.linear(x, w) * scale), scale * 2.0
+
+    scale = torch.tensor(0.3)
+    setting = rewritten(model, X, W, scale)
+    expected = torch.exp(F.linear(X, W) * scale)
+    found, doubled = run_graph(setting, X, W, scale)[0]
+    assert torch.allclose(found, expected, rtol=5e-2)  # exp magnifies bfloat16's 4e-3 by its argument, below 3
+    assert doubled.dtype == FP32 and doubled == scale * 2.0
+
+
+def test_embedding_indices_and_lengths_are_left_alone():
+    def model(ids, w, table):
+        return F.linear(F.embedding(ids, table), w)
+
+    ids = torch.arange(8)
+    setting = rewritten(model, ids, W, W)
+    assert [ir.mark(n).role for n in node_of(setting, "input").users] == [""]
+
+
+# ------------------------------------------------------------------------------------------------- regions
+
+
+def test_a_region_without_autocast_stays_float32_and_its_end_is_not_low_born():
+    def model(x, w):
+        y = F.linear(x, w)
+        with torch.autocast("cpu", enabled=False):
+            z = F.linear(y.float(), w) + 1.0
+        return F.linear(F.gelu(z), w)
+
+    setting = decided(model, X, W)
+    assert_precision(setting, {"linear": "low", "linear 1": "high user region", "add": "high user region"})
+    assert_precision(setting, {"gelu": "high not low-born", "linear 2": "low"})
+
+
+# ----------------------------------------------------------------------------------------------- overrides
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(torch.exp(self.inner(x)))
+
+
+class Stack(nn.Module):
+    _keep_in_fp32_modules: tuple = ()
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def stacked(**options):
+    return decided(lambda m, x: m(x), X, module=Stack(), chosen=policy(**options))
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        ({"module.blocks.0.inner": "deny"}, {"linear": "high override", "linear 1": "low", "linear 2": "low"}),
+        ({"module.blocks.1": "deny"}, {"linear": "low", "linear 2": "high override", "linear 3": "high override"}),
+        ({"*.head": "deny"}, {"linear": "low", "linear 1": "high override", "linear 3": "high override"}),
+        ({"exp": "allow"}, {"exp": "low override", "exp 1": "high list"}),
+        ({"exp": "clear"}, {"exp": "low"}),
+        ({"*": "deny", "module.blocks.0.head": "allow"}, {"linear": "high", "linear 1": "low override"}),
+        ({"module.blocks.0": "deny", "module.blocks.0.head": "allow"}, {"linear": "high", "linear 1": "low"}),
+    ],
+)
+def test_overrides_by_path_glob_and_name(overrides, expected):
+    assert_precision(stacked(overrides=overrides), expected)
+
+
+def test_an_override_undoes_a_user_cast_and_a_region():
+    class Protected(nn.Module):
+        def forward(self, x, w):
+            with torch.autocast("cpu", enabled=False):
+                return F.linear(F.linear(x, w).float(), w)
+
+    def precision(**options):
+        setting = captured(lambda m, x, w: m(x, w), X, W, module=Protected(), chosen=policy(**options))
+        run_steps(PIPELINE, setting)
+        run_graph(setting, X, W)
+        return [ir.mark(node_of(setting, "linear", number)).precision for number in (0, 1)]
+
+    assert precision() == ["high", "high"]
+    assert precision(overrides={"module": "allow"}) == ["low", "low"]
+
+
+def test_no_override_makes_low_what_cannot_be():
+    class Mixed(nn.Module):
+        def forward(self, x, w, wide):
+            return (x * wide) @ wide, torch.softmax(F.linear(x, w), -1, dtype=FP32)
+
+    given = (X, W, W.double())
+    setting = rewritten(lambda m, *a: m(*a), *given, module=Mixed(), chosen=policy(overrides={"module": "allow"}))
+    assert_precision(setting, {"linear": "low override", "mul": "high type", "softmax": "high"})
+    assert [value.dtype for value in run_graph(setting, *given)[0]] == [torch.float64, FP32]
+
+
+def test_keep_in_fp32_modules_unless_overridden():
+    assert_precision(stacked(protected=("head",)), {"linear": "low", "linear 1": "high override"})
+    both = stacked(protected=("head",), overrides={"module.blocks.0.head": "allow"})
+    assert_precision(both, {"linear 1": "low override", "linear 3": "high override"})
+
+
+def test_an_override_that_matches_nothing_names_the_nearest():
+    setting = stacked()
+    with pytest.raises(OptionError, match=r"blocks\.0\.haed.*module\.blocks\.0\.head"):
+        check_overrides(setting.graph, {"module.blocks.0.haed": "deny"})
+    check_overrides(setting.graph, {"module.blocks.0.head": "deny", "exp_1": "allow", "*.inner": "infer"})
+
+
+def test_lists_move_an_op():
+    lists = OpLists.default().override(deny=["linear"], allow=["exp"])
+    setting = stacked(lists=lists)
+    assert_precision(setting, {"linear": "high list", "exp": "low list"})
+    assert "lists=" in ir.mark(node_of(setting, "exp")).reason.text
