@@ -1,0 +1,137 @@
+"""What apex's `initialize` does to models, optimizers and scalers."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fxamp.errors import OptionError
+from fxamp.runtime import gradients
+from fxamp.runtime.apex_options import Properties
+from fxamp.runtime.device_skip import settle, step_unless
+from fxamp.runtime.fixed_scalers import StaticLossScaler
+from fxamp.runtime.master_weights import MasterWeightOptimizer
+from fxamp.runtime.scaler import LossScaler
+
+WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+PENDING_FOUND_INF = "_fxamp_found_inf"
+IS_UNSCALED = "_fxamp_gradients_are_unscaled"
+STASH = "_fxamp_stashed_gradients"
+
+# Functions registered by the user: colour -> dotted paths.
+registry: dict[str, list[str]] = {"allow": [], "deny": [], "infer": []}
+
+
+def check_models(models: list[torch.nn.Module]) -> None:
+    """Refuse wrapped models and models that were cast by hand."""
+    for model in models:
+        if type(model).__name__ in WRAPPERS:
+            raise OptionError(f"a model is wrapped in {type(model).__name__}; wrap what initialize() returns instead.")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point() and tensor.dtype != torch.float32:
+                raise OptionError(
+                    f"{name} is {tensor.dtype}, expected torch.float32: do not call .half() on the model, "
+                    "whatever the opt_level; initialize() does it."
+                )
+
+
+def check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that were prepared before."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, MasterWeightOptimizer) or hasattr(optimizer, PENDING_FOUND_INF):
+            raise OptionError("A given optimizer should only be passed through initialize() once.")
+
+
+def converted(
+    model: torch.nn.Module,
+    chosen: Properties,
+    convert: Callable[..., torch.nn.Module] | None,
+    options: dict[str, Any],
+) -> torch.nn.Module:
+    """A model as its level asks; `convert` is fxamp.convert unless given."""
+    if chosen.opt_level == "O0":
+        return model.to(chosen.cast_model_type)
+    options = {"dtype": chosen.cast_model_type, "opt_level": chosen.opt_level, **options}
+    overrides = {**_batchnorm_overrides(model, chosen), **options.pop("overrides", {})}
+    if overrides:
+        options["overrides"] = overrides
+    # Looked up when needed: the runtime is below the converter, and works without it.
+    package = importlib.import_module("fxamp") if convert is None or any(registry.values()) else None
+    if package is not None and any(registry.values()):
+        lists = options.get("lists") or package.OpLists.default()
+        options["lists"] = lists.override(**{colour: tuple(names) for colour, names in registry.items()})
+    if convert is None:
+        assert package is not None
+        convert = package.convert
+    return convert(model, **options)
+
+
+def _batchnorm_overrides(model: torch.nn.Module, chosen: Properties) -> dict[str, str]:
+    """Batch norms by path, where the property differs from what the level does by itself."""
+    own = {"O2": True, "O3": False}.get(chosen.opt_level)
+    if chosen.keep_batchnorm_fp32 is None or chosen.keep_batchnorm_fp32 == own:
+        return {}
+    colour = "deny" if chosen.keep_batchnorm_fp32 else "allow"
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    return {path: colour for path, module in model.named_modules() if path and isinstance(module, kind)}
+
+
+def prepared(optimizer: torch.optim.Optimizer, chosen: Properties) -> torch.optim.Optimizer:
+    """The optimizer to use: with masters where the level has them, and a step that knows of overflows."""
+    if chosen.master_weights:
+        optimizer = MasterWeightOptimizer(optimizer)
+    setattr(optimizer, PENDING_FOUND_INF, [])
+    setattr(optimizer, IS_UNSCALED, False)
+    setattr(optimizer, STASH, [])
+    run = optimizer.step
+
+    @functools.wraps(run)
+    def step(closure: None = None) -> Any:
+        """Step, unless a scale_loss since the last step found a gradient that is not finite."""
+        if closure is not None:
+            raise OptionError("apex's interface takes no closure; use LossScaler.step(optimizer, closure=...).")
+        found: list[torch.Tensor] = getattr(optimizer, PENDING_FOUND_INF)
+        if not found:
+            return run()
+        found_inf = torch.stack([flag.to(found[0].device) for flag in found]).sum()
+        found.clear()
+        settle(optimizer)
+        return step_unless(optimizer, found_inf, run)
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
+    return optimizer
+
+
+def scaler_of(chosen: Properties, min_scale: float | None, max_scale: float) -> LossScaler:
+    """One loss's scaler."""
+    if chosen.loss_scale == "dynamic":
+        floor = 2.0**-14 if min_scale is None else min_scale
+        scaler = LossScaler(min(max_scale, 2.0**16), min_scale=floor, max_scale=max_scale)
+    else:
+        scaler = StaticLossScaler(float(chosen.loss_scale))
+    scaler.allows_half_gradients = not chosen.master_weights and chosen.opt_level in ("O2", "O3")
+    return scaler
+
+
+def stash(optimizer: torch.optim.Optimizer) -> None:
+    """Set unscaled gradients of an earlier backward aside, so that the next one's can be unscaled alone."""
+    if not getattr(optimizer, IS_UNSCALED):
+        return
+    for parameter in gradients.parameters(optimizer):
+        if parameter.grad is not None:
+            getattr(optimizer, STASH).append((parameter, parameter.grad))
+            parameter.grad = None
+    setattr(optimizer, IS_UNSCALED, False)
+
+
+def add_back(optimizer: torch.optim.Optimizer) -> None:
+    """Add the gradients that `stash` set aside to the new ones."""
+    stash: list[tuple[torch.Tensor, torch.Tensor]] = getattr(optimizer, STASH)
+    for parameter, gradient in stash:
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
+    stash.clear()

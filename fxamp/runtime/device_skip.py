@@ -1,0 +1,156 @@
+"""Run an optimizer's step so that it has no effect when a gradient was not finite, decided on the device.
+
+A flag in host memory (CPU training) is simply looked at: nothing waits, and a skipped step is not called. For a
+flag on a GPU there are three ways, tried in this order:
+
+1. `kernel`: the optimizer takes a `found_inf` tensor (torch's fused Adam, AdamW, SGD, Adagrad; the
+   master-weight optimizer). Free.
+2. `device`: parameters and state are copied, the step runs, and the copies are selected back where found_inf
+   is set. Costs one transient copy of the stepped parameters and their state (Adam: 12 bytes a float32
+   parameter) and one pass over it. What the host changed meanwhile (Python counters, host tensors such as
+   Adam's `step` beside CUDA parameters, state created in this step) is put back at the next step, when the
+   answer has long arrived: the host never waits for the step it has just launched.
+3. `host`: state made of objects that cannot be copied: found_inf is read, as torch.amp.GradScaler does.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fxamp.runtime.snapshot import OpaqueStateError, Snapshot
+from fxamp.runtime.step_result import HostCopy
+
+PENDING = "_fxamp_pending"
+LOOKS_AT_HOST_FLAGS = True  # False makes the CPU take the GPU's ways, for tests of these
+
+
+@dataclasses.dataclass
+class _Pending:
+    """Host-side changes of a step whose outcome is still on its way."""
+
+    outcome: HostCopy
+    undo: list[Callable[[], None]]
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer.step` itself honours an attribute `found_inf`."""
+    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(supports) and not _takes_grad_scaler(type(optimizer).step)
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_grad_scaler(step: Callable[..., Any]) -> bool:
+    """Whether a step follows torch's older contract: an argument `grad_scaler`, and it skips itself."""
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+def step_unless(
+    optimizer: torch.optim.Optimizer,
+    found_inf: torch.Tensor,
+    run: Callable[[], Any],
+    *,
+    grad_scale: torch.Tensor | None = None,
+) -> Any:
+    """Call `run`, which steps `optimizer`, so that nothing changes where `found_inf` is above 0.
+
+    Call `settle(optimizer)` once before a step; it may be made of several such calls.
+
+    Args:
+        found_inf: 0-d float32 on the device of the loss scale.
+        grad_scale: 0-d float32 by which gradients are still multiplied; only for an optimizer that takes it.
+
+    Returns:
+        What `run` returned.
+    """
+    if LOOKS_AT_HOST_FLAGS and found_inf.device.type == "cpu" and found_inf.reshape(1).tolist()[0] > 0:
+        return None
+    if takes_found_inf(optimizer):
+        return _kernel_step(optimizer, found_inf, run, grad_scale)
+    if LOOKS_AT_HOST_FLAGS and found_inf.device.type == "cpu":
+        return run()
+    try:
+        before = Snapshot(optimizer)
+    except OpaqueStateError:
+        return run() if HostCopy(found_inf.reshape(1).clone()).values[0] == 0 else None
+    returned = run()
+    before.select_back(found_inf)
+    _defer(optimizer, found_inf, before.host_changes())
+    return returned
+
+
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """Put back what the host changed in the last step, if that step turned out to be skipped."""
+    pending: list[_Pending] | None = optimizer.__dict__.pop(PENDING, None)
+    for step in pending or ():
+        if step.outcome.values[0] > 0:
+            for undo in step.undo:
+                undo()
+
+
+def _defer(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor, undo: list[Callable[[], None]]) -> None:
+    if not undo:
+        return
+    if found_inf.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        for put_back in undo:  # what ran on the host while capturing did happen, and will happen again
+            put_back()
+        raise RuntimeError(
+            f"{type(optimizer).__name__} keeps state on the host, which a graph cannot skip; use its "
+            "fused=True or capturable=True."
+        )
+    if not getattr(optimizer, "_fxamp_settles_before_saving", False):
+        optimizer.register_state_dict_pre_hook(settle)
+        optimizer._fxamp_settles_before_saving = True  # type: ignore[attr-defined]
+    outcome = HostCopy(found_inf.detach().reshape(1).clone())
+    optimizer.__dict__.setdefault(PENDING, []).append(_Pending(outcome, undo))
+
+
+def _kernel_step(
+    optimizer: torch.optim.Optimizer,
+    found_inf: torch.Tensor,
+    run: Callable[[], Any],
+    grad_scale: torch.Tensor | None,
+) -> Any:
+    lacking = _parameters_without_momentum(optimizer)
+    optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    try:
+        returned = run()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    if lacking:
+        _defer(optimizer, found_inf, _momentum_undo(optimizer, lacking, found_inf))
+    return returned
+
+
+def _parameters_without_momentum(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters for which fused SGD is about to allocate a momentum buffer.
+
+    It uses torch.empty and leaves the buffer unwritten when found_inf is set, so a skipped first step would
+    make the next one read uninitialised memory.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return []
+    return [
+        parameter
+        for group in optimizer.param_groups
+        if group["momentum"] != 0
+        for parameter in group["params"]
+        if parameter.grad is not None and optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+    ]
+
+
+def _momentum_undo(
+    optimizer: torch.optim.Optimizer, lacking: list[torch.Tensor], found_inf: torch.Tensor
+) -> list[Callable[[], None]]:
+    undo: list[Callable[[], None]] = []
+    for parameter in lacking:
+        state = optimizer.state[parameter]
+        buffer = state["momentum_buffer"]
+        skipped = found_inf.to(buffer.device) > 0
+        torch.where(skipped, torch.zeros((), dtype=buffer.dtype, device=buffer.device), buffer, out=buffer)
+        undo.append(state.clear)
+    return undo

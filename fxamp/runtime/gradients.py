@@ -1,0 +1,204 @@
+"""Questions about the gradients of an optimizer: where they are, whether they are finite, how large."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from fxamp.errors import OptionError
+from fxamp.runtime import distributed
+
+logger = logging.getLogger("fxamp")
+
+NAMED = 8  # parameters listed in a message before it says how many more there are
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """All parameters of all groups, in order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def names(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, parameter) pairs; the name is the group's own where the optimizer was given named parameters."""
+    for number, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names")
+        for index, parameter in enumerate(group["params"]):
+            fallback = f"group {number} parameter {index} {tuple(parameter.shape)}"
+            yield (given[index] if given else fallback), parameter
+
+
+def listed(found: Iterable[str]) -> str:
+    """The first names of a list, for a message: listed(["a", "b"]) == "a, b"."""
+    every = list(found)
+    more = f" and {len(every) - NAMED} more" if len(every) > NAMED else ""
+    return ", ".join(every[:NAMED]) + more
+
+
+def has_any(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any parameter has a gradient."""
+    return any(parameter.grad is not None for parameter in parameters(optimizer))
+
+
+def values_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The stored numbers of a parameter's gradient as one dense real tensor of this rank, or None.
+
+    A sparse fp16 gradient is coalesced first, because adding its duplicates may overflow (torch does the
+    same); a DTensor gives its local shard, a complex gradient its real view.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if gradient.is_sparse:
+        if gradient.dtype is torch.float16 and not gradient.is_coalesced():
+            gradient = gradient.float().coalesce().to(torch.float16)
+            parameter.grad = gradient
+        gradient = gradient._values()
+    gradient = distributed.local(gradient)
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def dense(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """`values_of` every parameter that has a gradient."""
+    found = (values_of(parameter) for parameter in parameters(optimizer))
+    return [gradient for gradient in found if gradient is not None]
+
+
+def unscale_and_check(
+    gradients: Iterable[torch.Tensor], inverse_scale: torch.Tensor, found_inf: torch.Tensor
+) -> dict[torch.device, torch.Tensor]:
+    """Multiply gradients in place by `inverse_scale` and note per device whether any is inf or NaN.
+
+    One kernel for each device and dtype.
+
+    Args:
+        inverse_scale, found_inf: 0-d float32; found_inf is 0 and is not written.
+
+    Returns:
+        device -> 0-d float32 tensor, 1 where something was not finite.
+    """
+    grouped: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        grouped[gradient.device, gradient.dtype].append(gradient)
+    flags: dict[torch.device, torch.Tensor] = {}
+    inverses: dict[torch.device, torch.Tensor] = {}
+    with torch.no_grad():
+        for (device, _), same in grouped.items():
+            if device not in flags:
+                flags[device] = found_inf.to(device, non_blocking=True, copy=True)
+                inverses[device] = inverse_scale.to(device, non_blocking=True)
+            torch._amp_foreach_non_finite_check_and_unscale_(same, flags[device], inverses[device])
+    return flags
+
+
+def refuse_half(optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> None:
+    """Refuse fp16 gradients: unscaled in place they would vanish below 2^-24.
+
+    Raises:
+        OptionError: names the parameters and the one-line remedy.
+    """
+    if all(gradient.dtype != torch.float16 for gradient in gradients):
+        return
+    half = [
+        name
+        for name, parameter in names(optimizer)
+        if parameter.grad is not None and parameter.grad.dtype == torch.float16
+    ]
+    raise OptionError(
+        f"Attempting to unscale FP16 gradients: {listed(half)} have float16 gradients, which lose "
+        "everything below 2^-24 when unscaled in place. Wrap the optimizer, which keeps float32 masters: "
+        "optimizer = fxamp.MasterWeightOptimizer(optimizer)"
+    )
+
+
+def warn_of_pure_bfloat16(optimizer: torch.optim.Optimizer) -> None:
+    """Log a warning if an optimizer updates bfloat16 parameters directly."""
+    pure = [name for name, p in names(optimizer) if p.dtype == torch.bfloat16 and p.requires_grad]
+    if pure and not hasattr(optimizer, "widen_gradients_"):
+        logger.warning(
+            "%s updates bfloat16 parameters directly (%s): an update below 2^-9 of a weight is lost. Unless it "
+            "compensates by itself, wrap it: fxamp.MasterWeightOptimizer(optimizer), or with masters='kahan' or "
+            "'stochastic' to save memory.",
+            type(optimizer).__name__,
+            listed(pure),
+        )
+
+
+def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Euclidean norm of all gradients together, 0-d float32, computed as torch's clip_grad_norm_ does.
+
+    16-bit gradients are read in float32, so that their norm cannot overflow.
+    """
+    if not gradients:
+        return torch.zeros(())
+    per_tensor: list[torch.Tensor] = []
+    with torch.no_grad():
+        for same in _by_device(gradients):
+            low = [gradient for gradient in same if gradient.dtype.itemsize == 2]
+            high = [gradient for gradient in same if gradient.dtype.itemsize != 2]
+            per_tensor.extend(torch._foreach_norm(high, 2.0) if high else ())
+            per_tensor.extend(torch._foreach_norm(low, 2.0, dtype=torch.float32) if low else ())
+        first = per_tensor[0].device
+        stacked = torch.stack([norm.to(first) for norm in per_tensor])
+        total: torch.Tensor = torch.linalg.vector_norm(stacked, 2.0)
+    return total.float()
+
+
+def clip_(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale gradients in place so that their total norm is at most `max_norm`; as torch, no host sync."""
+    factor = clip_factor(norm, max_norm)
+    with torch.no_grad():
+        for same in _by_device(gradients):
+            torch._foreach_mul_(same, factor.to(same[0].device))
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """min(1, max_norm / (norm + 1e-6)), 0-d; the 1e-6 is torch's."""
+    return ((norm + 1e-6).reciprocal() * max_norm).clamp(max=1.0)
+
+
+def nonfinite_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the parameters whose gradient holds an inf or a NaN. Reads the device."""
+    return [name for name, parameter in names(optimizer) if is_nonfinite(parameter)]
+
+
+def is_nonfinite(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's gradient holds an inf or a NaN. Reads the device."""
+    gradient = values_of(parameter)
+    return gradient is not None and not bool(torch.isfinite(gradient).all())
+
+
+def mark(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
+    """Identity of the gradients now: it differs once they are zeroed, replaced or accumulated into."""
+    for parameter in parameters(optimizer):
+        if parameter.grad is not None:
+            return id(parameter.grad), parameter.grad._version
+    return None
+
+
+def why_none(optimizer: torch.optim.Optimizer) -> str:
+    """Why no parameter of an optimizer has a gradient, with the counts that tell and the likely remedy."""
+    every = list(parameters(optimizer))
+    trainable = [parameter for parameter in every if parameter.requires_grad]
+    counts = f"{len(every)} parameters, {len(trainable)} of them require grad, 0 have .grad"
+    if not trainable:
+        return f"{counts}: all parameters are frozen; set requires_grad_(True) on those to train."
+    if not all(parameter.is_leaf for parameter in trainable):
+        return (
+            f"{counts}, and some are not leaves: the optimizer holds copies that were moved or cast "
+            "(model.to() of a tensor, not of a module); build the optimizer from model.parameters() "
+            "after moving the model."
+        )
+    return (
+        f"{counts}: backward() never reached them. Either the loss was detached (.item(), .detach(), "
+        "no_grad) or backward() was not called since zero_grad(), or the optimizer holds parameters of "
+        "another model (a model replaced, copied or re-created after the optimizer was built)."
+    )
+
+
+def _by_device(gradients: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    grouped: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        grouped[gradient.device].append(gradient)
+    return list(grouped.values())

@@ -1,0 +1,230 @@
+"""A whole training step as one CUDA graph: forward, loss, backward, unscale, check, clip, update."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fxamp.errors import OptionError
+from fxamp.runtime.device_skip import settle
+from fxamp.runtime.fixed_scalers import NoOpLossScaler
+from fxamp.runtime.scaler import LossScaler
+from fxamp.runtime.step_result import StepResult
+
+logger = logging.getLogger("fxamp")
+
+WARM_UP = 3  # eager steps before the first capture: they create optimizer state and settle allocators
+MAX_GRAPHS = 8  # each keeps its own activations
+NOT_IN_KEY = ("params", "param_names", "lr", "initial_lr")
+PLAIN = (bool, int, float, str, tuple, type(None))
+
+
+class GraphedStep:
+    """Runs one training step per call; on CUDA it is captured once for each shape, then replayed.
+
+        step = fxamp.GraphedStep(model, loss_fn, optimizer, scaler)
+        for inputs, targets in batches:
+            loss = step(inputs, targets)
+            scheduler.step()
+
+    Every call is exactly one step, warm-up included. Inputs are copied into buffers of the graph, so that
+    each call may bring new tensors. Overflowing steps are skipped inside the graph; the scaler's numbers
+    arrive on the host afterwards. A change of a learning rate takes effect at the next call, a change of
+    another hyper-parameter or of `model.training` recaptures. Without CUDA, or where capture is impossible
+    (an optimizer that keeps state on the host, a model that reads the device), the same steps run eagerly,
+    and one line of the log says why. Parameters with masters that are written between calls need
+    `optimizer.resync_masters()`: a graph does not look for such writes.
+
+    Args:
+        model: called with `inputs`: a tensor, a tuple of arguments or a dict of keyword arguments.
+        loss_fn: (outputs, targets) -> 0-d loss.
+        optimizer: on CUDA best with fused=True; `capturable` is switched on where it exists.
+        scaler: None scales nothing.
+        max_grad_norm: clip to this norm, as in `LossScaler.step`.
+        max_graphs: shapes beyond this many run eagerly.
+
+    Raises:
+        OptionError: scaler is not one of this package's.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable[..., torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        scaler: LossScaler | None = None,
+        *,
+        max_grad_norm: float | None = None,
+        max_graphs: int = MAX_GRAPHS,
+    ) -> None:
+        if scaler is not None and not isinstance(scaler, LossScaler):
+            raise OptionError(
+                f"scaler is a {type(scaler).__name__}, whose step reads the device; use fxamp.LossScaler, "
+                "which loads its state: LossScaler().load_state_dict(scaler.state_dict())."
+            )
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.scaler = scaler or NoOpLossScaler()
+        self.max_grad_norm = max_grad_norm
+        self.max_graphs = max_graphs
+        self.last_result: StepResult | None = None
+        self._graphs: dict[Any, _Graph] = {}
+        self._rates: list[torch.Tensor] = []
+        self._eager_steps = 0
+        self._why_eager: str | None = None if torch.cuda.is_available() else "CUDA is not available"
+
+    @property
+    def is_graphed(self) -> bool:
+        """Whether steps are, or will be, replayed from a graph."""
+        return self._why_eager is None
+
+    def __call__(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """Train on one batch and return its loss (0-d, detached, unscaled)."""
+        leaves, structure = pytree.tree_flatten((inputs, targets))
+        self._notice(leaves)
+        if self._why_eager is not None or self._eager_steps < WARM_UP:
+            return self._eager(inputs, targets)
+        self._follow_learning_rates()
+        key = self._key(leaves, structure)
+        if key not in self._graphs and not self._capture(key, leaves, structure):
+            return self._eager(inputs, targets)
+        return self._replay(self._graphs[key], leaves)
+
+    def _notice(self, leaves: list[Any]) -> None:
+        """Say once why steps run eagerly."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if self._why_eager is None and any(leaf.device.type != "cuda" for leaf in tensors):
+            self._why_eager = "a batch is not on a CUDA device"
+        if self._why_eager is not None and self._eager_steps == 0:
+            logger.info("GraphedStep runs eagerly: %s", self._why_eager)
+
+    def _eager(self, inputs: Any, targets: Any) -> torch.Tensor:
+        self._eager_steps += 1
+        self.optimizer.zero_grad()
+        loss, self.last_result = self._step(inputs, targets)
+        return loss
+
+    def _step(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, StepResult]:
+        loss = self.loss_fn(_call(self.model, inputs), targets)
+        self.scaler.scale(loss).backward()
+        result = self.scaler.step(self.optimizer, max_grad_norm=self.max_grad_norm)
+        self.scaler.update()
+        return loss.detach(), result
+
+    def _key(self, leaves: list[Any], structure: Any) -> Any:
+        shapes = tuple(
+            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        )
+        settings = tuple(
+            (name, value)
+            for group in self.optimizer.param_groups
+            for name, value in group.items()
+            if name not in NOT_IN_KEY or (name == "lr" and not _reads_rate_from_device(group))
+            if isinstance(value, PLAIN)
+        )
+        return shapes, str(structure), settings, self.model.training, self.max_grad_norm
+
+    def _capture(self, key: Any, leaves: list[Any], structure: Any) -> bool:
+        if len(self._graphs) >= self.max_graphs:
+            logger.info("GraphedStep has its %d graphs; further shapes run eagerly", self.max_graphs)
+            return False
+        static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        inputs, targets = pytree.tree_unflatten(static, structure)
+        self.optimizer.zero_grad(set_to_none=True)
+        # Whatever still waits for an event must be read before: waiting is forbidden while capturing.
+        for optimizer in (self.optimizer, getattr(self.optimizer, "optimizer", None)):
+            if isinstance(optimizer, torch.optim.Optimizer):
+                settle(optimizer)
+        self.scaler.watch.drain()
+        try:
+            with self._rates_on_device():
+                self._graphs[key] = _record(lambda: self._step(inputs, targets), static)
+        except Exception as error:  # whatever a model or optimizer raises when it cannot be captured
+            self.scaler.forget_iteration()
+            self.optimizer.zero_grad(set_to_none=True)
+            self._why_eager = f"capture failed: {error}"
+            logger.warning("GraphedStep runs eagerly: %s", self._why_eager)
+            return False
+        return True
+
+    def _replay(self, graph: "_Graph", leaves: list[Any]) -> torch.Tensor:
+        for buffer, leaf in zip(graph.static, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                buffer.copy_(leaf, non_blocking=True)
+        graph.replay()
+        self.last_result = graph.result.replayed()
+        if self.scaler.is_enabled():
+            self.scaler.observe_replay(self.last_result, self.optimizer)
+        return graph.loss.clone()
+
+    def _follow_learning_rates(self) -> None:
+        """Write each group's present rate into the device tensor that graphs read."""
+        groups = self.optimizer.param_groups
+        if len(self._rates) != len(groups):
+            self._graphs.clear()
+            self._rates = [torch.zeros((), device=group["params"][0].device) for group in groups]
+            _make_capturable(self.optimizer)
+        for group, rate in zip(groups, self._rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                rate.copy_(group["lr"], non_blocking=True)
+            else:
+                rate.fill_(group["lr"])
+
+    @contextlib.contextmanager
+    def _rates_on_device(self) -> Iterator[None]:
+        """While capturing, groups hold device tensors; outside, what the user and schedulers put there."""
+        groups = [group for group in self.optimizer.param_groups if _reads_rate_from_device(group)]
+        rates = dict(zip(map(id, self.optimizer.param_groups), self._rates, strict=True))
+        given = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = rates[id(group)]
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, given, strict=True):
+                group["lr"] = rate
+
+
+class _Graph:
+    """One captured step with its input buffers and results."""
+
+    def __init__(self, replay: Callable[[], None], static: list[Any], loss: torch.Tensor, result: StepResult) -> None:
+        self.replay = replay
+        self.static = static
+        self.loss = loss
+        self.result = result
+
+
+def _record(step: Callable[[], tuple[torch.Tensor, StepResult]], static: list[Any]) -> _Graph:
+    """Capture `step`; nothing is executed. Threads that load data may use CUDA meanwhile."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        loss, result = step()
+    return _Graph(graph.replay, static, loss, result)
+
+
+def _call(model: torch.nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def _reads_rate_from_device(group: dict[str, Any]) -> bool:
+    """Whether the optimizer takes a device tensor as its rate; else a new rate means a new graph."""
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def _make_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Switch `capturable` on and move step counters to the device, where an optimizer has them."""
+    for group in optimizer.param_groups:
+        if "capturable" not in group:
+            continue
+        group["capturable"] = True
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(parameter.device, torch.float32)

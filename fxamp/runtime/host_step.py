@@ -1,0 +1,138 @@
+"""Steps that the host decides: disabled scalers, and optimizers that take a closure."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from fxamp.runtime import gradients
+from fxamp.runtime.step_result import StepResult, plain_result
+
+if TYPE_CHECKING:
+    from fxamp.runtime.scaler import LossScaler
+
+Closure = Callable[[], Any]
+
+
+class _OverflowInClosure(Exception):
+    """Leaves an optimizer's step from inside its closure."""
+
+
+def take_closure(args: tuple[Any, ...], closure: Closure | None) -> tuple[tuple[Any, ...], Closure | None]:
+    """A closure may come by name or, as torch's optimizers take it, first by position."""
+    if closure is None and len(args) == 1 and callable(args[0]):
+        return (), args[0]
+    return args, closure
+
+
+def plain_step(
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    closure: Closure | None,
+    max_grad_norm: float | None,
+    kwargs: dict[str, Any],
+) -> StepResult:
+    """Clip and step; nothing is scaled and nothing is checked."""
+    norm: torch.Tensor | None = None
+
+    def clip() -> None:
+        nonlocal norm
+        if max_grad_norm is not None:
+            found = gradients.dense(optimizer)
+            norm = gradients.total_norm(found)
+            gradients.clip_(found, norm, max_grad_norm)
+
+    if closure is None:
+        clip()
+        returned = optimizer.step(*args, **kwargs)
+    else:
+
+        def evaluate() -> Any:
+            loss = closure()
+            clip()
+            return loss
+
+        returned = optimizer.step(evaluate, *args, **kwargs)
+    return plain_result(optimizer, skipped=False, norm=norm, returned=returned)
+
+
+def step_with_closure(
+    scaler: "LossScaler",
+    optimizer: torch.optim.Optimizer,
+    closure: Closure,
+    max_grad_norm: float | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> StepResult:
+    """Let an optimizer call `closure` as often as it likes, on unscaled and finite gradients only.
+
+    The first non-finite gradient ends the step: parameters and state get back the values they had, and the
+    step counts as skipped. Gradients that stand before the call (SAM's first half) are unscaled too, if
+    scale() was called for them.
+    """
+    state = scaler._per_optimizer_states[id(optimizer)]
+    before = _Backup(optimizer)
+    norm: torch.Tensor | None = None
+
+    def check(*, is_scaled: bool) -> None:
+        nonlocal norm
+        if is_scaled:
+            state["stage"] = OptState.READY
+            scaler.unscale_(optimizer)
+        else:
+            scaler._check_inf_per_device(optimizer)
+        if any(flag.item() > 0 for flag in state["found_inf_per_device"].values()):
+            raise _OverflowInClosure
+        if max_grad_norm is not None:
+            norm, _ = scaler._clip(optimizer, max_grad_norm, None)
+
+    def evaluate() -> Any:
+        calls = scaler._scale_calls
+        with torch.enable_grad():
+            loss = closure()
+        check(is_scaled=scaler._scale_calls > calls)
+        return loss
+
+    skipped, returned = False, None
+    try:
+        if state["stage"] is OptState.READY and scaler._scale_calls > scaler._scale_calls_at_update:
+            check(is_scaled=True)
+        returned = optimizer.step(evaluate, *args, **kwargs)
+    except _OverflowInClosure:
+        skipped = True
+        before.restore()
+    return plain_result(optimizer, skipped=skipped, scale=scaler.get_scale(), norm=norm, returned=returned)
+
+
+class _Backup:
+    """Parameters, and the optimizer's own state dict, to return to."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        masters = getattr(optimizer, "master_params", lambda: ())()
+        every = {id(tensor): tensor for tensor in (*gradients.parameters(optimizer), *masters)}
+        self._parameters = [(tensor, tensor.detach().clone()) for tensor in every.values()]
+        self._state = _cloned(dict(optimizer.state))
+        self._groups = [
+            {key: _cloned(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for parameter, value in self._parameters:
+                parameter.copy_(value)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(values)
+
+
+def _cloned(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {key: _cloned(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_cloned(value) for value in tree)
+    return tree

@@ -1,0 +1,348 @@
+"""An optimizer that updates float32 masters of low-precision parameters, bucket by bucket."""
+
+import collections
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fxamp.errors import OptionError, nearest
+from fxamp.runtime import gradients
+from fxamp.runtime.device_skip import settle, step_unless
+from fxamp.runtime.masters import (
+    MASTER,
+    attach_master,
+    detach_master,
+    ensure_master,
+    is_low,
+    master_of,
+    round_into,
+    set_master,
+)
+from fxamp.runtime.rounding import Compensation, StochasticRounding
+from fxamp.runtime.stand_ins import StandIns, buckets, give_gradients, step_of_each
+
+__all__ = ["MasterWeightOptimizer", "master_of", "set_master"]
+
+MODES = ("fp32", "kahan", "stochastic")
+BUCKET_BYTES = 64 * 2**20  # of float32 gradients alive at once
+HOOK_TABLES = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+class MasterWeightOptimizer(torch.optim.Optimizer):
+    """Wraps any optimizer so that 16-bit parameters are updated in float32.
+
+        model.half()
+        optimizer = fxamp.MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+
+    It is the wrapped optimizer in every other respect: `param_groups` and `state` are that optimizer's own,
+    keyed by the model's parameters, so schedulers, hooks, clipping and `add_param_group` work on either.
+    Parameters that are float32 already, or frozen, cost nothing.
+
+    Step, for each bucket of parameters: gradients become float32 (divided by the loss scale there, so that
+    nothing vanishes), the wrapped optimizer updates the masters, the parameters take the masters' rounding.
+    With a loss scaler a non-finite step changes nothing, decided on the device.
+
+    Memory in bytes for one 16-bit parameter under Adam: 2 (parameter) + 2 (gradient) + 4 (master) + 8 (state)
+    = 16, and for a moment the float32 gradients of one bucket: at most `bucket_bytes`. A wrapped optimizer
+    that is not `fused` needs four times that under a loss scaler, because masters and state of the bucket
+    are kept for the way back. An optimizer of another package, which may look at all parameters at once, is
+    stepped as one bucket.
+
+    Args:
+        optimizer: any torch.optim.Optimizer, over the model's parameters.
+        masters: "fp32"; or without masters "kahan" (a 16-bit compensation for each parameter: 2 bytes
+            instead of 4) or "stochastic" (random rounding of the update: 0 bytes). Both are for bfloat16.
+        bucket_bytes: of float32 gradients alive at once.
+
+    Raises:
+        OptionError: no optimizer, an optimizer wrapped already, or an unknown `masters`.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, masters: str = "fp32", bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        _check(optimizer, masters)
+        self.optimizer = optimizer
+        self.masters = masters
+        self.bucket_bytes = bucket_bytes
+        self._rounding: Compensation | StochasticRounding | None = None
+        for table in HOOK_TABLES:
+            setattr(self, table, collections.OrderedDict())
+        self._patch_step_function()
+        self._adopt()
+
+    # The wrapped optimizer's own attributes
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's groups, holding the model's parameters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state, float32, keyed by the model's parameters."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its low-precision parameters get masters."""
+        self.optimizer.add_param_group(param_group)
+        self._adopt()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; one widened by `unscale_` is dropped, so that the next is 16 bits again."""
+        for parameter in gradients.parameters(self):
+            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype
+                master = master_of(parameter)
+                if master is not None:
+                    master.grad = None
+        self.optimizer.zero_grad(set_to_none)
+
+    def master_params(self) -> Iterator[torch.Tensor]:
+        """The float32 tensors that are updated: masters, and parameters that need none."""
+        for parameter in gradients.parameters(self):
+            master = master_of(parameter)
+            yield parameter if master is None else master
+
+    def resync_masters(self) -> None:
+        """Take over values written past autograd's version counter, such as `parameter.data.copy_(...)`."""
+        for parameter in gradients.parameters(self):
+            if hasattr(parameter, MASTER):
+                parameter._fxamp_master_version = None  # type: ignore[attr-defined]
+                master_of(parameter)
+
+    # Stepping
+
+    @torch.no_grad()
+    def widen_gradients_(self) -> None:
+        """Turn the 16-bit gradients of parameters with masters into float32 ones, all at once.
+
+        For `scaler.unscale_`, after which `.grad` must hold true values, of the parameter and of its master
+        (it is one tensor). Costs 4 bytes a parameter until zero_grad(); clipping by
+        `scaler.step(optimizer, max_grad_norm=...)` does without.
+        """
+        for parameter in gradients.parameters(self):
+            gradient = parameter.grad
+            if gradient is not None and is_low(parameter) and gradient.dtype == parameter.dtype:
+                parameter.grad_dtype = None
+                parameter.grad = gradient.float()
+                master = master_of(parameter)
+                if master is not None:
+                    master.grad = parameter.grad
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update masters from the gradients, and parameters from the masters.
+
+        A scaler (ours or torch's) sets the attributes `grad_scale` (0-d float32, still to divide by, or None)
+        and `found_inf` (0-d float32) beforehand, as for torch's fused optimizers.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; all parameters are then one bucket.
+        """
+        settle(self.optimizer)
+        grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before wrapping
+        if closure is not None:
+            return self._step_with_closure(closure)
+        inverse = None if grad_scale is None else grad_scale.double().reciprocal().float()
+        bare = step_of_each(self.optimizer)
+        if bare is None:
+            every = list(buckets(list(gradients.parameters(self)), sys.maxsize))
+            run = self.optimizer.step
+            return self._step_bucket(self.param_groups, every[0], inverse, found_inf, run) if every else None
+        for hook in list(self.optimizer._optimizer_step_pre_hooks.values()):
+            hook(self.optimizer, (self.optimizer,), {})
+        for group in self.param_groups:
+            for bucket in buckets(group["params"], self.bucket_bytes):
+                self._step_bucket([group], bucket, inverse, found_inf, bare)
+        for post_hook in list(self.optimizer._optimizer_step_post_hooks.values()):
+            post_hook(self.optimizer, (self.optimizer,), {})
+        return None
+
+    def _step_bucket(
+        self,
+        groups: list[dict[str, Any]],
+        bucket: list[torch.Tensor],
+        inverse: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        run: Callable[[], Any],
+    ) -> Any:
+        wide = self._wide(bucket)
+        give_gradients(bucket, wide, inverse)
+        with StandIns(self.optimizer, groups, bucket, wide):
+            returned = run() if found_inf is None else step_unless(self.optimizer, found_inf, run)
+        self._take_back(bucket, wide, found_inf)
+        return returned
+
+    def _wide(self, bucket: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What stands in for each parameter: its master, or itself."""
+        widen = ensure_master if self._rounding is None else self._rounding.widened
+        return [widen(parameter) if is_low(parameter) else parameter for parameter in bucket]
+
+    def _take_back(self, bucket: list[torch.Tensor], wide: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+        pairs = [(p, w) for p, w in zip(bucket, wide, strict=True) if w is not p]
+        low, high = [parameter for parameter, _ in pairs], [stand_in for _, stand_in in pairs]
+        for stand_in in high:
+            stand_in.grad = None
+        if self._rounding is not None:
+            self._rounding.take_back(low, high, found_inf)
+            return
+        round_into(low, high)
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        """One bucket; while the closure runs, the groups hold the model's parameters with the new values."""
+        bucket = [parameter for parameter in gradients.parameters(self) if parameter.requires_grad]
+        wide = self._wide(bucket)
+        pairs = [(p, w) for p, w in zip(bucket, wide, strict=True) if w is not p]
+        standing_in = StandIns(self.optimizer, self.param_groups, bucket, wide)
+
+        def evaluate() -> Any:
+            standing_in.__exit__(None, None, None)
+            try:
+                round_into([parameter for parameter, _ in pairs], [master for _, master in pairs])
+                with torch.enable_grad():
+                    loss = closure()
+            finally:
+                standing_in.__enter__()
+            for parameter, master in pairs:
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+            return loss
+
+        with standing_in:
+            returned = self.optimizer.step(evaluate)
+        self._take_back(bucket, wide, None)
+        return returned
+
+    # Saving and copying
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state dict in float32, which that optimizer loads alone, plus the masters.
+
+        The extra entry "masters" ({index of the parameter: float32 tensor}) makes a resumed run bit-exact
+        even if the model was saved in 16 bits; plain optimizers ignore it.
+        """
+        for hook in list(self._optimizer_state_dict_pre_hooks.values()):
+            hook(self)
+        result: dict[str, Any] = self.optimizer.state_dict()
+        kept = self._kept()
+        if kept:
+            result["masters"] = kept
+        for post_hook in list(self._optimizer_state_dict_post_hooks.values()):
+            result = post_hook(self, result) or result
+        return result
+
+    def _kept(self) -> dict[int, torch.Tensor]:
+        indexed = enumerate(gradients.parameters(self))
+        if self._rounding is not None:
+            return self._rounding.state(list(indexed))
+        found = ((index, master_of(parameter)) for index, parameter in indexed)
+        return {index: master for index, master in found if master is not None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of the plain optimizer; it stays float32 for 16-bit parameters."""
+        state_dict = dict(state_dict)
+        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            state_dict = hook(self, state_dict) or state_dict
+        kept = state_dict.pop("masters", {})
+        every = list(gradients.parameters(self))
+        # torch casts loaded state to the dtype of what stands in the groups: let that be float32.
+        wide = [torch.empty_like(p, dtype=torch.float32) if is_low(p) else p for p in every]
+        groups = self.optimizer.param_groups
+        with StandIns(self.optimizer, groups, every, wide):
+            self.optimizer.load_state_dict(state_dict)
+            loaded, self.optimizer.param_groups = self.optimizer.param_groups, groups
+        for group, values in zip(self.optimizer.param_groups, loaded, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+        for index, value in kept.items():
+            if self._rounding is not None:
+                self._rounding.load(every[index], value)
+            else:
+                set_master(every[index], value)
+        for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
+            post_hook(self)
+
+    def _adopt(self) -> None:
+        """Give every trainable low-precision parameter what its mode needs, and float32 state."""
+        low = [p for p in gradients.parameters(self) if is_low(p)]
+        if self.masters == "fp32":
+            for parameter in low:
+                if parameter.requires_grad:
+                    ensure_master(parameter)
+        else:
+            if self._rounding is None:
+                self._rounding = Compensation() if self.masters == "kahan" else StochasticRounding()
+            for parameter in low:
+                detach_master(parameter)
+        for parameter in low:
+            state = self.optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dtype == parameter.dtype:
+                    state[key] = value.float()
+
+    def __getstate__(self) -> dict[str, Any]:
+        settle(self.optimizer)
+        return {
+            "optimizer": self.optimizer,
+            "masters": self.masters,
+            "bucket_bytes": self.bucket_bytes,
+            "_rounding": self._rounding,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for table in HOOK_TABLES:
+            self.__dict__.setdefault(table, collections.OrderedDict())
+        self.__dict__.update(state)
+        self._patch_step_function()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MasterWeightOptimizer":
+        settle(self.optimizer)
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__getstate__().items()})
+        for mine, theirs in zip(gradients.parameters(self), gradients.parameters(twin), strict=True):
+            master = master_of(mine)
+            if master is not None and not hasattr(theirs, MASTER):
+                attach_master(theirs, master.detach().clone())
+        return twin
+
+    def __repr__(self) -> str:
+        return f"MasterWeightOptimizer(masters={self.masters!r}, {self.optimizer!r})"
+
+
+def _check(optimizer: Any, masters: str) -> None:
+    if isinstance(optimizer, MasterWeightOptimizer):
+        raise OptionError("The optimizer is a MasterWeightOptimizer already; use it as it is.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(f"MasterWeightOptimizer takes a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
+    if masters not in MODES:
+        raise OptionError(
+            f"masters={masters!r} is not a mode. Allowed: {', '.join(MODES)}.{nearest(str(masters), MODES)}"
+        )

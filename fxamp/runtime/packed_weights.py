@@ -1,0 +1,132 @@
+"""Low copies of a bucket of weights, made by one multi-tensor copy; their gradients come back the same way.
+
+    low_weight, low_bias = packed_cast(torch.float16, weight, bias)
+
+The copies are fresh at every call, so no write to a parameter, by whatever route, is missed, and two forwards may
+precede one backward. A backward after an optimizer step uses the weights of its forward, as under autocast.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+
+# Other classes (DTensor, a user's subclass) say themselves what a cast is, tensor by tensor.
+_PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter, FakeTensor})
+
+
+def packed_cast(dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Fresh copies of `weights` in `dtype`, with their strides; gradients flow back in the weights' dtype.
+
+    One `_foreach_copy_` each way. Plain `.to` where that would not do: while torch.compile or torch.export trace
+    (Inductor fuses plain casts), under functorch transforms and forward-mode AD, and for tensor subclasses.
+
+    Args:
+        dtype: of the copies.
+        weights: all of one dtype, on one device.
+    """
+    if _must_be_plain(weights):
+        return tuple([weight.to(dtype) for weight in weights])
+    if torch.is_grad_enabled():
+        return _apply(dtype, *weights)  # type: ignore[no-untyped-call, no-any-return]
+    return _copies(weights, dtype)
+
+
+def _must_be_plain(weights: tuple[torch.Tensor, ...]) -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or torch.compiler.is_exporting()
+        or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+        or not _PLAIN_TENSORS.issuperset(map(type, weights))
+    )
+
+
+def _copies(tensors: tuple[torch.Tensor, ...] | list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    copies = tuple([torch.empty_like(tensor, dtype=dtype) for tensor in tensors])
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+class _PackedCast(torch.autograd.Function):
+    """The cast of one bucket.
+
+    1. A weight without a gradient (unused, or unused in this backward) gets None, not zeros: nothing decays it.
+    2. A copy of a frozen weight does not require a gradient, so none is computed for it.
+    3. Sparse and expanded gradients, and gradients that will be differentiated, take plain `.to`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = weights[0].dtype
+        copies = _copies(weights, dtype)
+        is_needed = ctx.needs_input_grad[1:]
+        if False in is_needed:
+            ctx.mark_non_differentiable(*[copies[i] for i, needed in enumerate(is_needed) if not needed])
+        return copies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        usual = [grad for grad in grads if grad is not None and grad.is_contiguous()]
+        if len(usual) == len(grads) and not torch.is_grad_enabled():
+            return None, *_copies(usual, ctx.dtype)
+        back: list[torch.Tensor | None] = list(grads)
+        together: list[int] = []
+        is_differentiated = torch.is_grad_enabled()
+        for position, grad in enumerate(grads):
+            if grad is None:
+                continue
+            if not is_differentiated and (grad.is_contiguous() or _is_dense(grad)):
+                together.append(position)
+            else:
+                back[position] = grad.to(ctx.dtype)
+        if together:
+            copies = _copies([grads[position] for position in together], ctx.dtype)  # type: ignore[misc]
+            for position, copy in zip(together, copies, strict=True):
+                back[position] = copy
+        return None, *back
+
+
+def _is_dense(grad: torch.Tensor) -> bool:
+    """Whether a copy has the gradient's strides; sparse and expanded ones have none."""
+    return grad.layout is torch.strided and bool(torch.ops.aten.is_non_overlapping_and_dense(grad))
+
+
+# What Function.apply ends in; before that it unwraps what a functorch transform left behind, tensor by tensor
+# (80 us for 160 weights), and none is active here.
+_apply = super(torch.autograd.Function, _PackedCast).apply
+
+
+class KeptCast:
+    """Low copies that are kept from call to call while gradients are off: what `freeze` puts in a graph.
+
+    They are made again when a weight was moved, replaced or written in place. A write through `p.data` cannot be
+    seen. While gradients are on it is `packed_cast`.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.__name__ = self.__qualname__ = f"kept_cast_{number}"  # generated code needs a name for it
+        self._seen: tuple[Any, ...] | None = None
+        self._copies: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self, dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if torch.is_grad_enabled() or _must_be_plain(weights) or not _can_be_kept(weights):
+            return packed_cast(dtype, *weights)
+        state = tuple([(weight.data_ptr(), weight._version) for weight in weights])
+        if state != self._seen:
+            with torch.inference_mode(False):  # an inference tensor could not be used outside inference mode
+                self._copies = _copies([weight.detach() for weight in weights], dtype)
+            self._seen = state
+        return self._copies
+
+    def forget(self) -> None:
+        """Make the copies again at the next call."""
+        self._seen, self._copies = None, ()
+
+
+def _can_be_kept(weights: tuple[torch.Tensor, ...]) -> bool:
+    first = weights[0]
+    return not (isinstance(first, FakeTensor) or first.is_inference() or first.is_meta)

@@ -1,0 +1,93 @@
+"""Updating 16-bit parameters without float32 masters: Kahan compensation and stochastic rounding."""
+
+import torch
+
+MANTISSA_CUT = 16  # bits of a float32 that a bfloat16 lacks
+
+
+class Compensation:
+    """A second 16-bit number per parameter holds what rounding took away.
+
+    parameter + compensation carries 16 to 17 significant bits in bfloat16, at 2 bytes a parameter. The
+    wrapped optimizer updates their float32 sum; its rounding is the new parameter, the rest is rounded into
+    the compensation. (Kahan summation, applied to weights as in "Revisiting BFloat16 Training", Zamirai et
+    al., 2020.)
+    """
+
+    def __init__(self) -> None:
+        self._lost: dict[torch.Tensor, torch.Tensor] = {}
+
+    def widened(self, parameter: torch.Tensor) -> torch.Tensor:
+        """parameter + compensation, float32, fresh."""
+        lost = self._lost.get(parameter)
+        wide = parameter.detach().float()
+        return wide if lost is None else wide.add_(lost)
+
+    def take_back(self, low: list[torch.Tensor], wide: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+        """Split updated sums into parameters and compensations; a skipped step gives back what was there."""
+        for parameter, value in zip(low, wide, strict=True):
+            rounded = value.to(parameter.dtype)
+            lost = (value - rounded).to(parameter.dtype)
+            if found_inf is not None:  # a sum half way between two numbers might be split the other way
+                skipped = found_inf.to(parameter.device, non_blocking=True) > 0
+                rounded = torch.where(skipped, parameter.detach(), rounded)
+                lost = torch.where(skipped, self._lost.get(parameter, torch.zeros_like(lost)), lost)
+            self._lost[parameter] = lost
+            parameter.detach().copy_(rounded)
+
+    def state(self, indexed: list[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        """{index: compensation} of those that have one."""
+        return {index: self._lost[parameter] for index, parameter in indexed if parameter in self._lost}
+
+    def load(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """Take a saved compensation; a float32 master (from mode "fp32") is split."""
+        if value.dtype == torch.float32:
+            self.take_back([parameter], [value.to(parameter.device)], None)
+        else:
+            self._lost[parameter] = value.to(parameter.device, parameter.dtype, copy=True)
+
+
+class StochasticRounding:
+    """Rounds each updated bfloat16 up or down at random, up with the probability of the cut-off fraction.
+
+    The expected value of the parameter is then the exact one, so that small updates are not lost. A value
+    that is representable stays. Random bits come from torch's default generator of the device.
+    """
+
+    def widened(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter in float32, fresh."""
+        return parameter.detach().float()
+
+    def take_back(self, low: list[torch.Tensor], wide: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+        """Round updated values into parameters."""
+        for parameter, value in zip(low, wide, strict=True):
+            parameter.detach().copy_(stochastic_round(value, parameter.dtype))
+
+    def state(self, indexed: list[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        """Nothing is kept between steps."""
+        return {}
+
+    def load(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """A float32 master (from mode "fp32") is rounded to nearest."""
+        parameter.detach().copy_(value)
+
+
+def stochastic_round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round float32 `values` to one of their two neighbours in `dtype`, unbiased; inf and NaN stay.
+
+    bfloat16 is the upper half of a float32, so 16 random bits added below the cut carry into it with the
+    right probability. For float16 the two neighbours and their distance are computed.
+    """
+    if dtype is torch.bfloat16:
+        noise = torch.randint(0, 1 << MANTISSA_CUT, values.shape, dtype=torch.int32, device=values.device)
+        bits = (values.view(torch.int32) + noise) & (-1 << MANTISSA_CUT)
+        rounded = bits.view(torch.float32)
+        largest = torch.finfo(torch.bfloat16).max
+        rounded = torch.where(torch.isfinite(rounded), rounded, values.clamp(-largest, largest))
+        return torch.where(torch.isfinite(values), rounded, values).to(dtype)
+    nearest = values.to(dtype)
+    towards = torch.where(values > nearest, torch.inf, -torch.inf).to(dtype)
+    other = torch.nextafter(nearest, towards)
+    gap = (other.float() - nearest.float()).abs()
+    probability = ((values - nearest.float()).abs() / gap).nan_to_num(0.0)
+    return torch.where(torch.rand_like(values) < probability, other, nearest)

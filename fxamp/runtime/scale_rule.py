@@ -1,0 +1,163 @@
+"""How a loss scale moves: on the device, between bounds, with hysteresis. And a scale for given gradients."""
+
+import dataclasses
+import math
+
+import torch
+
+from fxamp.errors import OptionError, nearest
+
+REFILLS = ("growth", "good_step")
+LARGEST_HALF = torch.finfo(torch.float16).max  # 65,504
+
+
+@dataclasses.dataclass
+class ScaleRule:
+    """The constants of a dynamic loss scale.
+
+        if a gradient was not finite:
+            growth_tracker = 0;  left = left - 1
+            if left <= 0:  scale = max(scale * backoff_factor, min_scale)
+        else:
+            growth_tracker += 1
+            if growth_tracker == growth_interval:
+                growth_tracker = 0;  scale = min(scale * growth_factor, max_scale)
+        refill "growth":     left = hysteresis when the scale grows    (Megatron-Core, DeepSpeed)
+        refill "good_step":  left = hysteresis after every good step   (apex's update_scale_hysteresis,
+                                                                        DeepSpeed's consecutive_hysteresis)
+
+    With hysteresis 1 this is torch.amp.GradScaler's rule between bounds. DeepSpeed counts one more good step
+    before the growth that follows an overflow; here, as in Megatron, apex and torch, it is growth_interval.
+
+    Raises:
+        OptionError: a constant out of its range.
+    """
+
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    refill: str = "growth"
+    min_scale: float = 2.0**-14
+    max_scale: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuse constants that cannot work."""
+        _require(_is_finite(self.growth_factor) and self.growth_factor > 1, "growth_factor", self, "> 1")
+        _require(
+            _is_finite(self.backoff_factor) and 0 < self.backoff_factor < 1,
+            "backoff_factor",
+            self,
+            "in (0, 1)",
+        )
+        _require(_is_count(self.growth_interval), "growth_interval", self, "an integer >= 1")
+        _require(_is_count(self.hysteresis), "hysteresis", self, "an integer >= 1")
+        _require(_is_finite(self.min_scale) and self.min_scale > 0, "min_scale", self, "finite and > 0")
+        _require(_is_finite(self.max_scale), "max_scale", self, "finite")
+        if self.min_scale > self.max_scale:
+            raise OptionError(
+                f"min_scale={self.min_scale:g} is above max_scale={self.max_scale:g}; swap or widen them."
+            )
+        if self.refill not in REFILLS:
+            raise OptionError(
+                f"refill={self.refill!r} is not a rule. Allowed: 'growth' (Megatron), 'good_step' (apex, "
+                f"DeepSpeed's consecutive mode).{nearest(str(self.refill), REFILLS)}"
+            )
+
+    def advance_(self, scale: torch.Tensor, tracker: torch.Tensor, left: torch.Tensor, found_inf: torch.Tensor) -> None:
+        """Move the state by one step, in place and on the device.
+
+        Args:
+            scale: 0-d float32. tracker, left: 0-d int32 (good steps; non-finite steps left before a backoff).
+            found_inf: 0-d float32, above 0 when a gradient was not finite.
+        """
+        if self.hysteresis == 1:
+            torch._amp_update_scale_(
+                scale, tracker, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval
+            )
+        else:
+            self._advance_with_hysteresis_(scale, tracker, left, found_inf)
+        scale.clamp_(self.min_scale, self.max_scale)
+
+    def _advance_with_hysteresis_(
+        self, scale: torch.Tensor, tracker: torch.Tensor, left: torch.Tensor, found_inf: torch.Tensor
+    ) -> None:
+        bad = found_inf > 0
+        left.sub_(bad.to(left.dtype))
+        backs_off = bad & (left <= 0)
+        tracker.add_(1).mul_((~bad).to(tracker.dtype))
+        is_due = tracker == self.growth_interval
+        grown = scale * self.growth_factor
+        grown = torch.where(is_due & torch.isfinite(grown), grown, scale)
+        scale.copy_(torch.where(backs_off, scale * self.backoff_factor, grown))
+        tracker.mul_((~is_due).to(tracker.dtype))
+        refills = is_due if self.refill == "growth" else ~bad
+        left.copy_(torch.where(refills, torch.full_like(left, self.hysteresis), left))
+
+
+def choose_scale(max_abs_grad: float | torch.Tensor) -> float:
+    """The largest power of two whose product with the largest gradient stays below 65,504.
+
+        choose_scale(1.0) == 32768.0
+        choose_scale(2.0**-20) == 2.0**35
+
+    A power of two loses no bit when gradients are divided by it again.
+
+    Args:
+        max_abs_grad: largest magnitude among the unscaled gradients, > 0; a number or a tensor of gradients
+            (its largest magnitude is taken).
+
+    Raises:
+        OptionError: zero, negative or not finite.
+
+    Source: Train with Mixed Precision, NVIDIA, section 2.3.2, "Choosing A Scaling Factor".
+    """
+    if isinstance(max_abs_grad, torch.Tensor):
+        max_abs_grad = float(max_abs_grad.abs().max())
+    if not _is_finite(max_abs_grad) or max_abs_grad <= 0:
+        raise OptionError(
+            f"max_abs_grad={max_abs_grad!r}: the scale follows from the largest gradient magnitude, which "
+            "must be finite and > 0. Measure it in a float32 backward pass."
+        )
+    fraction, exponent = math.frexp(LARGEST_HALF / max_abs_grad)
+    # LARGEST_HALF / g = fraction * 2**exponent with fraction in [1/2, 1); equality would reach 65,504 itself.
+    return math.ldexp(1.0, exponent - 1 if fraction > 0.5 else exponent - 2)
+
+
+def checked_scale(name: str, scale: object, rule: ScaleRule) -> float:
+    """A scale as a float, refused unless it is finite, positive and within the rule's bounds.
+
+    Raises:
+        OptionError: names the argument, its value and what is allowed.
+    """
+    if isinstance(scale, str | torch.device):
+        raise OptionError(
+            f"{name}={scale!r} is a device, not a scale; torch.amp.GradScaler takes the device first, "
+            f"here it is a keyword: LossScaler(device={str(scale)!r})."
+        )
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise OptionError(f"{name}={scale!r} must be a number > 0, such as 2.0**16.")
+    if not math.isfinite(scale) or scale <= 0:
+        raise OptionError(f"{name}={scale!r} must be finite and > 0, such as 2.0**16.")
+    if not rule.min_scale <= scale <= rule.max_scale:
+        raise OptionError(
+            f"{name}={scale!r} is outside min_scale={rule.min_scale:g} .. max_scale={rule.max_scale:g}. "
+            "Pass min_scale= or max_scale= to widen the range."
+        )
+    return float(scale)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _require(holds: bool, name: str, rule: ScaleRule, allowed: str) -> None:
+    if not holds:
+        raise OptionError(f"{name}={getattr(rule, name)!r} is not allowed: it must be {allowed}.")

@@ -1,0 +1,333 @@
+"""The dynamic loss scaler: torch.amp.GradScaler's protocol, bounds, hysteresis, and no host sync."""
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from fxamp.errors import OptionError, ScaleCollapseError
+from fxamp.runtime import distributed, gradients, host_step
+from fxamp.runtime.device_skip import settle, step_unless
+from fxamp.runtime.scale_rule import ScaleRule, checked_scale
+from fxamp.runtime.scaler_base import ScalerBase
+from fxamp.runtime.scaler_state import combined_found_inf
+from fxamp.runtime.step_result import HostCopy, StepResult, result_of
+
+logger = logging.getLogger("fxamp")
+
+
+class LossScaler(ScalerBase):
+    """Multiplies the loss so that fp16 gradients neither vanish nor overflow, and finds the factor itself.
+
+        scaler = fxamp.LossScaler()
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            scaler.scale(loss_fn(model(inputs), targets)).backward()
+            result = scaler.step(optimizer, max_grad_norm=1.0)
+            scaler.update()
+
+    With default arguments scale, tracker and parameters are torch.amp.GradScaler's after every step, and
+    either class loads the other's state. No method of a step reads the device: whether an update is
+    skipped is decided there (`device_skip` has the ways and what each costs). What the host must know
+    (the collapse, the log lines, the history) it learns when the numbers have arrived: at once on a CPU,
+    two steps late on a GPU; that is harmless, because a non-finite step never changes a parameter.
+
+    Args:
+        init_scale: first scale, within min_scale..max_scale.
+        growth_factor: > 1; applied after growth_interval good updates in a row.
+        backoff_factor: in (0, 1); applied when a gradient was not finite.
+        growth_interval: in updates.
+        enabled: False makes every method pass through, as in torch.
+        device: where the state lives; None: the device of the first loss. Given, the state exists at once.
+        hysteresis: non-finite updates until the first backoff; 1 is torch's rule.
+        refill: when hysteresis is restored: "growth" (Megatron) or "good_step" (apex, DeepSpeed consecutive).
+        min_scale, max_scale: bounds; torch's scale can reach 0 and then writes NaN into parameters.
+        max_skips: skipped updates in a row at min_scale after which ScaleCollapseError is raised.
+        process_group: ranks that share the gradients of a step: found_inf is their maximum, and a gradient
+            norm is taken over all their shards. Gradients that are DTensors (FSDP2) need no group here. Not
+            kept by pickle and deepcopy: set the attribute again.
+        dtype: the model's low precision; torch.bfloat16 has fp32's range, so scaling is switched off.
+
+    Raises:
+        OptionError: an argument out of range; says which, and what is allowed.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        hysteresis: int = 1,
+        refill: str = "growth",
+        min_scale: float = 2.0**-14,
+        max_scale: float = 2.0**24,
+        max_skips: int = 50,
+        process_group: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        rule = ScaleRule(growth_factor, backoff_factor, growth_interval, hysteresis, refill, min_scale, max_scale)
+        if dtype is torch.bfloat16 and enabled:
+            logger.info("bfloat16 has float32's range: the loss scaler is switched off")
+            enabled = False
+        super().__init__(rule, init_scale, enabled=enabled, device=device, max_skips=max_skips)
+        self.process_group = process_group
+        self.allows_half_gradients = False  # apex's O3 unscales fp16 gradients in place
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale in place; a second call in a step does nothing.
+
+        Low-precision gradients of a master-weight optimizer become float32 first (`.grad` of a 16-bit
+        parameter is then a float32 tensor), because their true values may vanish in 16 bits.
+
+        Raises:
+            StepOrderError: before any scale(), or after step() in the same iteration.
+            OptionError: fp16 gradients under an optimizer without masters.
+        """
+        if not self._enabled:
+            return
+        state = self._state_of(optimizer, "unscale_()")
+        if state["stage"] is OptState.UNSCALED:
+            return
+        if state["stage"] is OptState.STEPPED:
+            raise self._order_error("unscale_()", "this optimizer was already stepped since the last update()")
+        widen = getattr(optimizer, "widen_gradients_", None)
+        if widen is not None:
+            widen()
+        state["found_inf_per_device"] = self._unscale_grads_(
+            optimizer, self._inverse_scale(), self._no_inf(), self.allows_half_gradients
+        )
+        state["stage"] = OptState.UNSCALED
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        found = gradients.dense(optimizer)
+        if not allow_fp16:
+            gradients.refuse_half(optimizer, found)
+        flags = gradients.unscale_and_check(found, inv_scale, found_inf)
+        groups = self._groups(optimizer)
+        if groups and not flags:
+            flags = {found_inf.device: found_inf.clone()}  # a rank without gradients takes part all the same
+        for flag in flags.values():
+            distributed.agree_(flag, groups)
+        return flags
+
+    def step(  # type: ignore[override]
+        self,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        closure: Callable[[], Any] | None = None,
+        max_grad_norm: float | None = None,
+        **kwargs: Any,
+    ) -> StepResult:
+        """Unscale (if not done), clip, and step the optimizer unless a gradient is not finite.
+
+        Args:
+            args, kwargs: go to `optimizer.step`.
+            closure: re-evaluates the model for optimizers such as L-BFGS and SAM: zero_grad, loss, backward
+                of `scaler.scale(loss)` (or of the plain loss), return the loss. Gradients are unscaled and
+                checked after each call. With a closure the host reads the flag, as such optimizers read the
+                loss, and a copy of parameters and state is kept for the way back.
+            max_grad_norm: clip the unscaled gradients to this Euclidean norm; math.inf only measures it.
+
+        Returns:
+            What happened, readable lazily.
+
+        Raises:
+            StepOrderError: called twice since the last update(), or before any scale().
+            OptionError: fp16 gradients under an optimizer without masters; a negative or NaN max_grad_norm.
+        """
+        args, closure = host_step.take_closure(args, closure)
+        if max_grad_norm is not None and not max_grad_norm >= 0:
+            raise OptionError(f"max_grad_norm={max_grad_norm!r} must be >= 0, or None for no clipping.")
+        if not self._has_looked_at_precision:
+            self._has_looked_at_precision = True
+            gradients.warn_of_pure_bfloat16(optimizer)
+        if not self._enabled:
+            return host_step.plain_step(optimizer, args, closure, max_grad_norm, kwargs)
+        if closure is not None and self._scale is None:
+            self._lazy_init_scale_growth_tracker(next(gradients.parameters(optimizer)).device)
+        state = self._state_of(optimizer, "step()")
+        if state["stage"] is OptState.STEPPED:
+            raise self._order_error("step()", "this optimizer was already stepped since the last update()")
+        if closure is not None:
+            result = host_step.step_with_closure(self, optimizer, closure, max_grad_norm, args, kwargs)
+        elif not gradients.has_any(optimizer) and not self._groups(optimizer):
+            result = self._empty_step(optimizer, state)
+        else:
+            result = self._guarded_step(optimizer, state, max_grad_norm, args, kwargs)
+        state["stage"] = OptState.STEPPED
+        state["result"] = result
+        return result
+
+    def _guarded_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        max_grad_norm: float | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> StepResult:
+        assert self._scale is not None
+        unscales_itself = state["stage"] is OptState.READY and hasattr(optimizer, "widen_gradients_")
+        if unscales_itself:
+            self._check_inf_per_device(optimizer)
+        else:
+            self.unscale_(optimizer)
+        found_inf = combined_found_inf(state, self._scale.device)
+        divisor = self._scale if unscales_itself else None
+        norm = None
+        if max_grad_norm is not None:
+            norm, divisor = self._clip(optimizer, max_grad_norm, divisor)
+        settle(optimizer)
+        returned = step_unless(optimizer, found_inf, lambda: optimizer.step(*args, **kwargs), grad_scale=divisor)
+        return result_of(optimizer, found_inf, self._scale, norm, returned=returned, scaled_gradients=unscales_itself)
+
+    def _clip(
+        self, optimizer: torch.optim.Optimizer, max_norm: float, divisor: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Norm of the unscaled gradients; clips them, or folds clipping into the divisor still to apply."""
+        found = gradients.dense(optimizer)
+        norm = distributed.norm_over(gradients.total_norm(found), self._groups(optimizer))
+        if divisor is None:
+            gradients.clip_(found, norm, max_norm)
+            return norm, None
+        norm = norm.to(divisor.device) / divisor
+        return norm, divisor / gradients.clip_factor(norm, max_norm)
+
+    def _empty_step(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> StepResult:
+        if not self._has_warned_empty:
+            self._has_warned_empty = True
+            logger.warning("step() did nothing: %s", gradients.why_none(optimizer))
+        state["found_inf_per_device"] = {}
+        assert self._scale is not None
+        return result_of(optimizer, torch.ones_like(self._scale), self._scale)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Move the scale by what this iteration's steps found, or set it. Safe to call without a step.
+
+        Args:
+            new_scale: a number or one-element tensor, within min_scale..max_scale; a device tensor is not
+                read: it is clamped there, and ignored if it is not finite.
+
+        Raises:
+            ScaleCollapseError: `max_skips` updates in a row were skipped at min_scale; names the parameters.
+            OptionError: new_scale is out of range.
+        """
+        if not self._enabled:
+            return
+        if self._scale is None:
+            raise self._order_error("update()", "scale() was never called")
+        if new_scale is not None:
+            self._set_scale(new_scale)
+        else:
+            self._advance()
+        states = list(self._per_optimizer_states.values())
+        self.forget_iteration()
+        if self.watch.skips_at_floor >= self.max_skips:
+            self._raise_if_collapsed(states)
+
+    def _advance(self) -> None:
+        assert self._scale is not None and self._growth_tracker is not None
+        assert self._hysteresis_left is not None
+        checked = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
+        if not checked:
+            return
+        flags = [combined_found_inf(state, self._scale.device) for state in checked]
+        self._observe(checked, flags)
+        found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).sum()
+        self.rule.advance_(self._scale, self._growth_tracker, self._hysteresis_left, found_inf)
+
+    def _observe(self, states: list[dict[str, Any]], flags: list[torch.Tensor]) -> None:
+        assert self._scale is not None
+        copies = []
+        for state, flag in zip(states, flags, strict=True):
+            result: StepResult | None = state.get("result")
+            copies.append(result.copy if result else HostCopy(torch.stack((flag, self._scale))))
+        if not any(copy.is_captured for copy in copies):
+            self.watch.observe(copies)
+
+    def observe_replay(self, result: StepResult, optimizer: torch.optim.Optimizer) -> None:
+        """Take the outcome of a step that a CUDA graph replayed, which ran no code of this class.
+
+        Raises:
+            ScaleCollapseError: as update() does.
+        """
+        self.watch.observe([result.copy])
+        if self.watch.skips_at_floor >= self.max_skips:
+            flag = torch.tensor(float(result.skipped))
+            state = {"optimizer": weakref.ref(optimizer), "found_inf_per_device": {flag.device: flag}}
+            self._raise_if_collapsed([state])
+
+    def _set_scale(self, new_scale: float | torch.Tensor) -> None:
+        assert self._scale is not None
+        if not isinstance(new_scale, torch.Tensor):
+            self._scale.fill_(checked_scale("new_scale", new_scale, self.rule))
+            return
+        if new_scale.numel() != 1 or new_scale.requires_grad:
+            raise OptionError(
+                f"new_scale has {new_scale.numel()} elements and requires_grad={new_scale.requires_grad}; "
+                "it must be one element without gradient."
+            )
+        if new_scale.device.type == "cpu":
+            checked_scale("new_scale", new_scale.reshape(1).tolist()[0], self.rule)
+        given = new_scale.detach().reshape(()).to(self._scale.device, torch.float32, non_blocking=True)
+        given = torch.where(torch.isfinite(given), given, self._scale)
+        self._scale.copy_(given.clamp(self.rule.min_scale, self.rule.max_scale))
+
+    def _raise_if_collapsed(self, states: list[dict[str, Any]]) -> None:
+        """Raise unless the last step has recovered; all ranks decide alike, by the flag they share."""
+        assert self._scale is not None
+        flags = [combined_found_inf(state, self._scale.device) for state in states]
+        if not any(float(flag) > 0 for flag in flags):
+            return
+        optimizers = [optimizer for state in states if (optimizer := state["optimizer"]())]
+        culprits = [name for optimizer in optimizers for name in self._nonfinite(optimizer)]
+        culprits = culprits or ["none on this rank, but on another"]
+        skips, self.watch.skips_at_floor = self.watch.skips_at_floor, 0
+        raise ScaleCollapseError(
+            f"The loss scale sat at its floor of {self.watch.floor:g} for {skips} skipped steps in a row: "
+            "not the scale, but the loss or the model makes gradients non-finite. Parameters with non-finite "
+            f"gradients: {gradients.listed(culprits)}. No parameter was changed by them. Check the data "
+            "and the loss for inf or NaN (fxamp.find_nan), keep the operation in question in float32, or "
+            "lower the learning rate; max_skips= and min_scale= set this limit."
+        )
+
+    def _nonfinite(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        return [
+            self._names.get(id(parameter), name)
+            for (name, parameter) in gradients.names(optimizer)
+            if gradients.is_nonfinite(parameter)
+        ]
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Use a model's parameter names in messages, where the optimizer was built without names."""
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    # Internals
+
+    def _inverse_scale(self) -> torch.Tensor:
+        # In float64, as torch: a float32 division may be imprecise under some compile options.
+        assert self._scale is not None
+        return self._scale.double().reciprocal().float()
+
+    def _no_inf(self) -> torch.Tensor:
+        assert self._scale is not None
+        return torch.zeros((), dtype=torch.float32, device=self._scale.device)
+
+    def _groups(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        if self.process_group is not None:
+            return [self.process_group]
+        found = [p.grad for p in gradients.parameters(optimizer) if p.grad is not None]
+        return distributed.groups_of(found)

@@ -1,0 +1,174 @@
+"""What a loss scaler is between steps: its constants, its state on the device, saving and copying it."""
+
+import collections
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+from fxamp.errors import FxampError, OptionError
+from fxamp.runtime import scaler_state
+from fxamp.runtime.scale_rule import ScaleRule, checked_scale
+from fxamp.runtime.watch import ScaleRecord, ScaleWatch
+
+logger = logging.getLogger("fxamp")
+
+RIGHT_ORDER = "scaler.scale(loss).backward(); [scaler.unscale_(optimizer);] scaler.step(optimizer); scaler.update()"
+
+
+class StepOrderError(FxampError, RuntimeError):
+    """A scaler's methods were called in an order that has no meaning."""
+
+
+class ScalerBase(torch.amp.GradScaler):
+    """State and constants of a dynamic loss scaler; see LossScaler for the arguments."""
+
+    def __init__(
+        self,
+        rule: ScaleRule,
+        init_scale: float,
+        *,
+        enabled: bool,
+        device: torch.device | str | None,
+        max_skips: int,
+    ) -> None:
+        if isinstance(max_skips, bool) or not isinstance(max_skips, int) or max_skips < 1:
+            raise OptionError(f"max_skips={max_skips!r} must be an integer >= 1.")
+        super().__init__(_device_type(device), checked_scale("init_scale", init_scale, rule), enabled=False)
+        self._enabled = bool(enabled)
+        self.rule = rule
+        self.max_skips = max_skips
+        self.watch = ScaleWatch(rule.min_scale, settled_after=min(rule.growth_interval, 100))
+        self._init_scale = float(init_scale)
+        self._init_growth_tracker = 0
+        self._init_hysteresis_left = rule.hysteresis
+        self._scale: torch.Tensor | None = None
+        self._growth_tracker: torch.Tensor | None = None
+        self._hysteresis_left: torch.Tensor | None = None
+        self._names: dict[int, str] = {}
+        self._has_warned_empty = False
+        self._has_looked_at_precision = False
+        self._scale_calls = 0
+        self.forget_iteration()
+        if self._enabled and device is not None:
+            self._lazy_init_scale_growth_tracker(torch.device(device))
+
+    # Constants: kept in the rule; these are the names under which torch and its callers know them.
+
+    @property
+    def _growth_factor(self) -> float:  # type: ignore[override]
+        return self.rule.growth_factor
+
+    @property
+    def _backoff_factor(self) -> float:  # type: ignore[override]
+        return self.rule.backoff_factor
+
+    @property
+    def _growth_interval(self) -> int:  # type: ignore[override]
+        return self.rule.growth_interval
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the factor for growth, > 1."""
+        self._set_rule(growth_factor=new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the factor for backoff, in (0, 1)."""
+        self._set_rule(backoff_factor=new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set how many good updates in a row precede growth, >= 1."""
+        self._set_rule(growth_interval=new_interval)
+
+    def _set_rule(self, **changes: Any) -> None:
+        constants = {**vars(self.rule), **changes}
+        self.rule = ScaleRule(**constants)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
+        self._hysteresis_left = torch.full((), self._init_hysteresis_left, dtype=torch.int32, device=dev)
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or each in a (nested) iterable of tensors, by the scale.
+
+        Raises:
+            OptionError: something else than tensors was given.
+        """
+        if self._enabled:
+            self._scale_calls += 1
+        try:
+            return super().scale(outputs)
+        except ValueError as error:
+            raise OptionError(
+                f"scale() was given a {type(outputs).__name__}; it takes tensors or an iterable of them."
+            ) from error
+
+    def forget_iteration(self) -> None:
+        """Begin a new iteration: every optimizer may be unscaled and stepped again."""
+        self._per_optimizer_states = _no_states()
+        self._scale_calls_at_update = self._scale_calls
+
+    def _state_of(self, optimizer: torch.optim.Optimizer, called: str) -> dict[str, Any]:
+        if self._scale is None:
+            raise self._order_error(called, "scale() was never called")
+        if not isinstance(getattr(optimizer, "param_groups", None), list):
+            raise OptionError(f"{called} takes an optimizer, got a {type(optimizer).__name__}.")
+        state = self._per_optimizer_states[id(optimizer)]
+        state.setdefault("optimizer", weakref.ref(optimizer))
+        return state
+
+    def _order_error(self, called: str, reason: str) -> StepOrderError:
+        stages = [state["stage"].name for state in self._per_optimizer_states.values()]
+        return StepOrderError(
+            f"{called} was called, but {reason} (optimizers this iteration: {', '.join(stages) or 'none'}). "
+            f"The right order is: {RIGHT_ORDER}"
+        )
+
+    # Reading and saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five entries, then bounds, hysteresis and counters; {} when disabled. Reads the device."""
+        return scaler_state.state_of(self) if self._enabled else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class or of torch.amp.GradScaler, before or after the first use.
+
+        What torch's state lacks (bounds, hysteresis) keeps its present value; counters start at 0.
+
+        Raises:
+            CheckpointError: the state is empty, lacks entries, or is of another class.
+            OptionError: an entry has a value that is not allowed.
+        """
+        if self._enabled:
+            scaler_state.load(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._per_optimizer_states:
+            raise self._order_error("pickling or copying", "an iteration is under way: do it after update()")
+        return scaler_state.pickled(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        scaler_state.unpickle(self, state)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates so far in which a step was skipped. Waits for steps still on the device."""
+        self.watch.drain()
+        return self.watch.skipped_steps
+
+    def history(self) -> list[ScaleRecord]:
+        """One record for each update: (step, scale, skipped), to plot. Waits for steps under way."""
+        self.watch.drain()
+        return list(self.watch.history)
+
+
+def _device_type(device: torch.device | str | None) -> str:
+    if device is not None:
+        return torch.device(device).type
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _no_states() -> dict[int, dict[str, Any]]:
+    return collections.defaultdict(_refresh_per_optimizer_state)

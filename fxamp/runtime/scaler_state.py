@@ -1,0 +1,111 @@
+"""Saving, loading, copying and reading the state of a loss scaler."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxamp.errors import CheckpointError
+from fxamp.runtime.scale_rule import ScaleRule, checked_scale
+
+if TYPE_CHECKING:
+    from fxamp.runtime.scaler_base import ScalerBase
+
+TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+DEVICE_STATE = ("_scale", "_growth_tracker", "_hysteresis_left")
+NOT_PICKLED = ("process_group", "_per_optimizer_states", "_names")
+
+
+def combined_found_inf(state: dict[str, Any], device: torch.device) -> torch.Tensor:
+    """One optimizer's found_inf over all its devices, 0-d float32 on `device`."""
+    flags = [flag.to(device, non_blocking=True).reshape(()) for flag in state["found_inf_per_device"].values()]
+    if not flags:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return flags[0] if len(flags) == 1 else torch.stack(flags).sum()
+
+
+def state_of(scaler: "ScalerBase") -> dict[str, Any]:
+    """Plain numbers: torch.amp.GradScaler's entries first, then the rest."""
+    scaler.watch.drain()
+    return {
+        "scale": scaler.get_scale(),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "_growth_tracker": scaler._get_growth_tracker(),
+        "hysteresis": scaler.rule.hysteresis,
+        "refill": scaler.rule.refill,
+        "min_scale": scaler.rule.min_scale,
+        "max_scale": scaler.rule.max_scale,
+        "_hysteresis_left": _hysteresis_left(scaler),
+        "counters": scaler.watch.counters(),
+    }
+
+
+def load(scaler: "ScalerBase", state: dict[str, Any]) -> None:
+    """Set a scaler to a state of its own kind or of torch's.
+
+    Raises:
+        CheckpointError: see LossScaler.load_state_dict.
+        OptionError: an entry has a value that is not allowed.
+    """
+    rule = _checked_rule(scaler, state)
+    scaler.rule = rule
+    scaler.watch.floor = rule.min_scale
+    scaler.watch.restore(state.get("counters", {}))
+    scaler._init_scale = float(state["scale"])
+    scaler._init_growth_tracker = int(state["_growth_tracker"])
+    scaler._init_hysteresis_left = int(state.get("_hysteresis_left", rule.hysteresis))
+    if scaler._scale is not None:
+        scaler._lazy_init_scale_growth_tracker(scaler._scale.device)
+
+
+def pickled(scaler: "ScalerBase") -> dict[str, Any]:
+    """Attributes for pickle and deepcopy: the device state as numbers, without the process group."""
+    scaler.watch.drain()
+    attributes = {name: value for name, value in vars(scaler).items() if name not in NOT_PICKLED}
+    attributes["_init_scale"] = scaler.get_scale() if scaler.is_enabled() else scaler._init_scale
+    attributes["_init_growth_tracker"] = scaler._get_growth_tracker()
+    attributes["_init_hysteresis_left"] = _hysteresis_left(scaler)
+    for name in DEVICE_STATE:
+        attributes[name] = None
+    return attributes
+
+
+def unpickle(scaler: "ScalerBase", attributes: dict[str, Any]) -> None:
+    """The inverse of `pickled`; the device state comes back with the first loss."""
+    vars(scaler).update(attributes, process_group=None, _names={})
+    scaler.forget_iteration()
+
+
+def _hysteresis_left(scaler: "ScalerBase") -> int:
+    left = scaler._hysteresis_left
+    return scaler._init_hysteresis_left if left is None else int(left.reshape(1).tolist()[0])
+
+
+def _checked_rule(scaler: "ScalerBase", state: dict[str, Any]) -> ScaleRule:
+    if not isinstance(state, dict):
+        raise CheckpointError(f"The state of a {type(scaler).__name__} is a dict, got a {type(state).__name__}.")
+    if not state:
+        raise CheckpointError(
+            "The source state dict is empty, possibly because it was saved from a disabled scaler. "
+            "Load it into LossScaler(enabled=False), or go on with a fresh LossScaler."
+        )
+    missing = [key for key in TORCH_KEYS if key not in state]
+    if missing:
+        raise CheckpointError(
+            f"This is no loss scaler's state: {missing} missing, found {sorted(map(str, state))}. A state "
+            f"has {list(TORCH_KEYS)}, as torch.amp.GradScaler.state_dict() gives it."
+        )
+    now = scaler.rule
+    rule = ScaleRule(
+        state["growth_factor"],
+        state["backoff_factor"],
+        state["growth_interval"],
+        state.get("hysteresis", now.hysteresis),
+        state.get("refill", now.refill),
+        state.get("min_scale", now.min_scale),
+        state.get("max_scale", now.max_scale),
+    )
+    # torch's scale has no bounds: one outside ours is loaded, and clamped by the next update().
+    checked_scale("scale", state["scale"], ScaleRule(min_scale=2.0**-149, max_scale=3.4e38))
+    return rule

@@ -1,0 +1,242 @@
+"""What an optimizer's step changes: a copy from before, and the way back to it."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fxamp.runtime import distributed
+
+NUMBERS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class OpaqueStateError(Exception):
+    """Optimizer state that cannot be copied and compared."""
+
+
+@dataclasses.dataclass
+class _Absent:
+    """Marks a key that did not exist before the step."""
+
+
+class Snapshot:
+    """Parameters with gradients, their state, state under other keys, and group values, before a step.
+
+    Raises:
+        OpaqueStateError: the state holds an object that is no tensor, number, text or container of these.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._undo: list[Callable[[], None]] = []
+        self._copies: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._tensors: list[tuple[dict[Any, Any], Any, torch.Tensor, torch.Tensor]] = []
+        self._trees: list[tuple[Any, Any, Any]] = []  # (container, key, what stood there)
+        self._keys: list[tuple[dict[Any, Any], tuple[Any, ...]]] = []
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._parameters = [distributed.local(parameter.detach()) for parameter in stepped]
+        self._saved = [self._copy_of(parameter) for parameter in self._parameters]
+        for parameter in stepped:
+            self._note_state(parameter)
+        for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+            self._note(optimizer.state, key)
+        for group in optimizer.param_groups:
+            for name in [name for name in group if name not in ("params", "param_names")]:
+                self._note(group, name)
+        for copies, sources in self._copies.values():
+            torch._foreach_copy_(copies, sources)
+        self._copies = {}
+
+    def _note_state(self, parameter: torch.Tensor) -> None:
+        state = self._optimizer.state.get(parameter)
+        if not isinstance(state, dict):
+            self._note(self._optimizer.state, parameter)
+            return
+        self._keys.append((state, tuple(state)))
+        for key, value in state.items():
+            if type(value) is torch.Tensor:
+                self._tensors.append((state, key, value, self._copy_of(value)))
+            else:
+                self._note(state, key)
+
+    def _note(self, container: Any, key: Any) -> None:
+        before = _copied(container[key], self._copy_of) if key in container else _Absent()
+        self._trees.append((container, key, before))
+
+    def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory for a copy; all copies are written later, in a few multi-tensor kernels."""
+        source = distributed.local(tensor)
+        if not source.is_floating_point() or source.is_sparse:
+            return source.clone()
+        copy = torch.empty_like(source)
+        copies, sources = self._copies.setdefault((source.device, source.dtype), ([], []))
+        copies.append(copy)
+        sources.append(source)
+        return copy
+
+    def select_back(self, found_inf: torch.Tensor) -> None:
+        """Give parameters and state tensors their old values where found_inf is above 0, on the device."""
+        pairs = list(zip(self._parameters, self._saved, strict=True))
+        is_on_host = found_inf.device.type == "cpu"
+        for state, key, tensor, copy in self._tensors:
+            if state.get(key) is tensor and (is_on_host or tensor.device.type != "cpu"):
+                pairs.append((tensor, copy))
+            else:
+                self._trees.append((state, key, copy))
+        self._note_created()
+        for container, key, before in self._trees:
+            pairs.extend(self._compare(container, key, before, found_inf.device))
+        with torch.no_grad():
+            select_(pairs, found_inf)
+        self._saved, self._tensors, self._trees = [], [], []
+
+    def _note_created(self) -> None:
+        for state, keys in self._keys:
+            if tuple(state) != keys:
+                self._trees.extend((state, key, _Absent()) for key in state if key not in keys)
+        state, known = self._optimizer.state, {id(key) for _, key, _ in self._trees}
+        created = [key for key in state if not isinstance(key, torch.Tensor) and id(key) not in known]
+        self._trees.extend((state, key, _Absent()) for key in created)
+
+    def host_changes(self) -> list[Callable[[], None]]:
+        """How to put back what only the host can; empty in the steady state of torch's optimizers."""
+        return self._undo
+
+    def _compare(
+        self, container: Any, key: Any, before: Any, device: torch.device
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Tensor pairs to select on the device; everything else that changed goes to the undo list."""
+        if not _has(container, key):
+            if not isinstance(before, _Absent):
+                self._undo.append(lambda: _put(container, key, before))
+            return
+        now, optimizer = container[key], self._optimizer
+        if isinstance(now, torch.Tensor):
+            now = distributed.local(now.detach())
+        if isinstance(before, _Absent):
+            self._undo.append(lambda: _remove(optimizer, container, key, now))
+        elif isinstance(before, torch.Tensor):
+            if _is_selectable(now, before, device):
+                yield now, before
+            elif not _is_equal_on_host(now, before):
+                self._undo.append(lambda: _put(container, key, before))
+        elif isinstance(before, dict) and isinstance(now, dict):
+            for name in {**before, **now}:
+                yield from self._compare(now, name, before.get(name, _Absent()), device)
+        elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+            for index, item in enumerate(before):
+                yield from self._compare(now, index, item, device)
+        elif not _is_same(now, before):
+            self._undo.append(lambda: _put_unless_changed(container, key, before, now))
+
+
+def select_(pairs: list[tuple[torch.Tensor, torch.Tensor]], found_inf: torch.Tensor) -> None:
+    """For each (current, old): current becomes old, bit for bit, where `found_inf` is above 0.
+
+    On a GPU all tensors of one dtype go through three multi-tensor kernels on their integer bit patterns
+    (current + flag * (old - current), exact in wrapping arithmetic, and blind to NaN); `old` is overwritten.
+    """
+    skipped: dict[torch.device, torch.Tensor] = {}
+    bits: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for current, old in pairs:
+        if current.device not in skipped:
+            skipped[current.device] = found_inf.to(current.device, non_blocking=True) > 0
+        if current.device.type == "cuda" and _has_dense_bits(current, old):
+            integer = integer_of(current.dtype)
+            now, before = bits.setdefault((current.device, integer), ([], []))
+            now.append(current.view(integer))
+            before.append(old.view(integer))
+        else:
+            torch.where(skipped[current.device], old, current, out=current)
+    for (device, integer), (now, before) in bits.items():
+        select_bits_(now, before, skipped[device].to(integer))
+
+
+def select_bits_(current: list[torch.Tensor], old: list[torch.Tensor], flag: torch.Tensor) -> None:
+    """current += flag * (old - current) on integers, in place; `old` is overwritten; flag is 0 or 1."""
+    torch._foreach_sub_(old, current)
+    torch._foreach_mul_(old, flag)
+    torch._foreach_add_(current, old)
+
+
+def _has_dense_bits(current: torch.Tensor, old: torch.Tensor) -> bool:
+    is_plain = type(current) is torch.Tensor and not current.is_complex()
+    return is_plain and current.dim() > 0 and current.stride() == old.stride()
+
+
+def integer_of(dtype: torch.dtype) -> torch.dtype:
+    """The integer dtype of the same width."""
+    return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+
+
+def _copied(tree: Any, copy_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return copy_of(tree)
+    if isinstance(tree, dict):
+        return {key: _copied(value, copy_of) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        copies = (_copied(value, copy_of) for value in tree)
+        return list(copies) if isinstance(tree, list) else tuple(copies)
+    if isinstance(tree, NUMBERS) or callable(tree):
+        return tree
+    raise OpaqueStateError(f"optimizer state holds a {type(tree).__name__}")
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Whether a tree of host values is unchanged; tensors in it count as unchanged only by identity."""
+    if now is before:
+        return True
+    if type(now) is not type(before) or isinstance(now, torch.Tensor):
+        return False
+    if isinstance(now, list | tuple):
+        return len(now) == len(before) and all(map(_is_same, now, before))
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(_is_same(now[key], before[key]) for key in now)
+    return bool(now == before)
+
+
+def _is_equal_on_host(now: Any, before: torch.Tensor) -> bool:
+    if not isinstance(now, torch.Tensor) or now.device.type != "cpu" or before.device.type != "cpu":
+        return False
+    return now.dtype == before.dtype and torch.equal(now, before)
+
+
+def _has(container: Any, key: Any) -> bool:
+    return key in container if isinstance(container, dict) else key < len(container)
+
+
+def _is_selectable(now: Any, before: torch.Tensor, device: torch.device) -> bool:
+    """A host tensor beside a device flag cannot be selected without waiting: the next step puts it back."""
+    if not isinstance(now, torch.Tensor) or now.shape != before.shape or now.dtype != before.dtype:
+        return False
+    return now.device == before.device and (now.device.type != "cpu" or device.type == "cpu")
+
+
+def _put(container: Any, key: Any, before: Any) -> None:
+    if isinstance(container, dict):
+        if isinstance(container.get(key), torch.Tensor) and isinstance(before, torch.Tensor):
+            current = container[key]
+            if current.shape == before.shape and current.dtype == before.dtype:
+                current.copy_(before)
+                return
+        container[key] = before
+    else:
+        container[key:] = [before]
+
+
+def _put_unless_changed(container: Any, key: Any, before: Any, after: Any) -> None:
+    """An LR scheduler may have set a group's value since the step: its value stands."""
+    if _is_same(container[key], after):
+        container[key] = before
+
+
+def _remove(optimizer: torch.optim.Optimizer, container: Any, key: Any, created: Any) -> None:
+    """Take away what the step created; a state entry may have been moved to another key meanwhile."""
+    if isinstance(created, dict):
+        created.clear()
+    if isinstance(container, dict) and key in container:
+        del container[key]
+    elif created is not None and container is optimizer.state:
+        for other in [other for other, value in optimizer.state.items() if value is created]:
+            del optimizer.state[other]

@@ -1,0 +1,136 @@
+"""Lets an optimizer see float32 tensors in the place of 16-bit parameters, for the length of a call."""
+
+import collections
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fxamp.runtime import gradients
+
+# torch's optimizers that treat each parameter by itself: stepping them bucket by bucket changes nothing.
+ELEMENTWISE_NAMES = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
+    *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+)
+ELEMENTWISE = tuple(getattr(torch.optim, name) for name in ELEMENTWISE_NAMES if hasattr(torch.optim, name))
+
+
+class StandIns:
+    """Context: the optimizer's groups and state hold `wide` in place of `narrow`, and no other parameter.
+
+        with StandIns(optimizer, optimizer.param_groups, [weight], [master]):
+            optimizer.step()                           # updates master, with state keyed by it
+
+    The lists in the groups are changed in place, because some optimizers (L-BFGS) keep a reference to them.
+
+    Args:
+        optimizer: its `param_groups` are `groups` meanwhile.
+        groups: one or more of its groups.
+        narrow, wide: pairs; a parameter may stand for itself.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: list[dict[str, Any]],
+        narrow: list[torch.Tensor],
+        wide: list[torch.Tensor],
+    ) -> None:
+        self._optimizer = optimizer
+        self._groups = groups
+        self._pairs = list(zip(narrow, wide, strict=True))
+        self._all_groups: list[dict[str, Any]] = []
+        self._whole: list[list[torch.Tensor]] = []
+
+    def __enter__(self) -> "StandIns":
+        self._all_groups = self._optimizer.param_groups
+        self._whole = [list(group["params"]) for group in self._groups]
+        chosen = {id(parameter): stand_in for parameter, stand_in in self._pairs}
+        for group, parameters in zip(self._groups, self._whole, strict=True):
+            group["params"][:] = [chosen[id(p)] for p in parameters if id(p) in chosen]
+        for parameter, stand_in in self._pairs:
+            _rekey(self._optimizer.state, parameter, stand_in)
+        self._optimizer.param_groups = self._groups
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._optimizer.param_groups = self._all_groups
+        for group, parameters in zip(self._groups, self._whole, strict=True):
+            group["params"][:] = parameters
+        for parameter, stand_in in self._pairs:
+            _rekey(self._optimizer.state, stand_in, parameter)
+
+
+def buckets(parameters: list[torch.Tensor], nbytes: int) -> Iterator[list[torch.Tensor]]:
+    """Split parameters that have gradients, in order, so that float32 copies of a bucket fit in `nbytes`.
+
+    A single larger parameter is a bucket of its own.
+    """
+    bucket: list[torch.Tensor] = []
+    filled = 0
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        size = 4 * parameter.numel()
+        if bucket and filled + size > nbytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(parameter)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def step_of_each(optimizer: torch.optim.Optimizer) -> Callable[[], Any] | None:
+    """The optimizer's step without its hooks, if calling it once a bucket is the same as calling it once.
+
+    None for every class that is not torch's own and elementwise.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        return None
+    step: Any = type(optimizer).step
+    bare = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return lambda: bare(optimizer)
+
+
+def give_gradients(narrow: list[torch.Tensor], wide: list[torch.Tensor], inverse_scale: torch.Tensor | None) -> None:
+    """Give each stand-in the float32 gradient of its parameter, times `inverse_scale` (0-d float32).
+
+    A parameter that stands for itself has its gradient multiplied in place.
+    """
+    together: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = collections.defaultdict(list)
+    _widen(narrow, wide)
+    for stand_in in wide:
+        values = gradients.values_of(stand_in)
+        if values is not None:
+            together[values.device, values.dtype].append(values)
+    if inverse_scale is not None:
+        for (device, _), same in together.items():
+            torch._foreach_mul_(same, inverse_scale.to(device, non_blocking=True))
+
+
+def _widen(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> None:
+    """Copy gradients into float32 ones of the stand-ins, a device's in one multi-tensor copy."""
+    copies: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for parameter, stand_in in zip(narrow, wide, strict=True):
+        gradient = parameter.grad
+        if stand_in is parameter or gradient is None:
+            continue
+        if type(gradient) is not torch.Tensor or gradient.is_sparse or gradient.dtype == torch.float32:
+            stand_in.grad = gradient.float()
+            continue
+        stand_in.grad = torch.empty_like(gradient, dtype=torch.float32)
+        targets, sources = copies.setdefault(gradient.device, ([], []))
+        targets.append(stand_in.grad)
+        sources.append(gradient)
+    for targets, sources in copies.values():
+        torch._foreach_copy_(targets, sources)
+
+
+def _rekey(state: dict[Any, Any], old: torch.Tensor, new: torch.Tensor) -> None:
+    if old is not new and old in state:
+        state[new] = state.pop(old)

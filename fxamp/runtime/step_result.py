@@ -1,0 +1,188 @@
+"""What one optimizer step did, readable without stopping the device."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxamp.errors import FxampError
+from fxamp.runtime import gradients
+
+REPLAYED = (0, 0)  # a mark that no gradient has: `.grad` may belong to another graph
+
+
+class StaleResultError(FxampError, RuntimeError):
+    """A value was asked of a step whose gradients are gone."""
+
+
+class HostCopy:
+    """A few float32 numbers on their way from the device to the host.
+
+    On a GPU the copy goes to pinned memory behind an event; `values` waits for this event only, so a reader
+    who comes a step later does not wait at all. Nothing here dispatches `.item()`. While a CUDA graph is
+    captured no copy is made: each replay fills `values` anew, and `replayed` copies them.
+
+    Args:
+        values: 1-D float32 tensor that nobody writes afterwards.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = values
+        self.is_captured = values.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if values.device.type == "cuda" and not self.is_captured:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `values` would return at once."""
+        return not self.is_captured and (self._event is None or bool(self._event.query()))  # type: ignore[no-untyped-call]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the numbers come from another device."""
+        return self._event is not None
+
+    def replayed(self) -> "HostCopy":
+        """The numbers of the replay launched last."""
+        return HostCopy(self._host.clone())
+
+    @property
+    def values(self) -> list[float]:
+        """The numbers; waits for the copy if it is still under way."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [float(value) for value in self._host.tolist()]
+
+
+class StepResult:
+    """What `scaler.step(optimizer)` did.
+
+        result = scaler.step(optimizer, max_grad_norm=1.0)
+        if not result.skipped:
+            scheduler.step()
+
+    Reading an attribute waits for the device only if this step has not finished there; `is_ready` tells.
+
+    Attributes:
+        returned: what `optimizer.step` returned (the loss, with a closure).
+        copy: found_inf, scale and, where computed, the norm, on their way to the host.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        copy: HostCopy,
+        *,
+        returned: Any = None,
+        scaled_gradients: bool = False,
+    ) -> None:
+        self.returned = returned
+        self.copy = copy
+        self._optimizer = weakref.ref(optimizer)
+        self._scaled_gradients = scaled_gradients
+        self._mark = gradients.mark(optimizer)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the attributes can be read without waiting for the device."""
+        return self.copy.is_ready
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out, because a gradient was not finite or there was none."""
+        return self.copy.values[0] > 0
+
+    @property
+    def found_inf(self) -> bool:
+        """As `skipped`; torch's name for it."""
+        return self.skipped
+
+    @property
+    def scale(self) -> float:
+        """The loss scale that this step divided by."""
+        return self.copy.values[1]
+
+    @property
+    def grad_norm(self) -> float:
+        """Euclidean norm of all unscaled gradients, before clipping.
+
+        Computed in the step when `max_grad_norm` was given, else on reading, from the gradients.
+
+        Raises:
+            StaleResultError: the gradients have been zeroed or replaced since.
+        """
+        values = self.copy.values
+        if len(values) > 2:
+            return values[2]
+        norm = float(gradients.total_norm(gradients.dense(self._live_optimizer("grad_norm"))))
+        return norm / self.scale if self._scaled_gradients else norm
+
+    @property
+    def nonfinite(self) -> list[str]:
+        """Names of the parameters whose gradients hold an inf or a NaN; `len()` of it is the count.
+
+        Raises:
+            StaleResultError: as for `grad_norm`.
+        """
+        return gradients.nonfinite_names(self._live_optimizer("nonfinite"))
+
+    def replayed(self) -> "StepResult":
+        """The result of the graph's replay launched last; for a result made while capturing."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        result = StepResult(optimizer, self.copy.replayed())
+        result._mark = REPLAYED
+        return result
+
+    def _live_optimizer(self, asked: str) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        if optimizer is None or gradients.mark(optimizer) != self._mark:
+            raise StaleResultError(
+                f"{asked} was read after the step's gradients were zeroed or replaced. Read it before "
+                "zero_grad(), or pass max_grad_norm=math.inf to step(), which computes the norm in the step."
+            )
+        return optimizer
+
+    def __repr__(self) -> str:
+        if not self.is_ready:
+            return "StepResult(still on the device)"
+        return f"StepResult(skipped={self.skipped}, scale={self.scale:g})"
+
+
+def result_of(
+    optimizer: torch.optim.Optimizer,
+    found_inf: torch.Tensor,
+    scale: torch.Tensor,
+    norm: torch.Tensor | None = None,
+    *,
+    returned: Any = None,
+    scaled_gradients: bool = False,
+) -> StepResult:
+    """Start the host copy of one step's outcome.
+
+    Args:
+        found_inf, scale, norm: 0-d float32 tensors on one device; they are copied.
+    """
+    parts: Sequence[torch.Tensor] = (found_inf, scale) if norm is None else (found_inf, scale, norm)
+    packed = torch.stack([part.detach().reshape(()) for part in parts])
+    return StepResult(optimizer, HostCopy(packed), returned=returned, scaled_gradients=scaled_gradients)
+
+
+def plain_result(
+    optimizer: torch.optim.Optimizer,
+    *,
+    skipped: bool,
+    scale: float = 1.0,
+    norm: torch.Tensor | None = None,
+    returned: Any = None,
+) -> StepResult:
+    """An outcome that the host knows already; `norm` (0-d) may still be on the device."""
+    if norm is None:
+        return StepResult(optimizer, HostCopy(torch.tensor([float(skipped), scale])), returned=returned)
+    known = [torch.full_like(norm, value) for value in (float(skipped), scale)]
+    return result_of(optimizer, known[0], known[1], norm, returned=returned)

@@ -1,0 +1,216 @@
+"""One of two gloo ranks, started by test_distributed.py; each check asserts on every rank."""
+
+import math
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fxamp.errors import ScaleCollapseError
+from fxamp.runtime.distributed import reduce_gradients_in
+from fxamp.runtime.master_weights import MasterWeightOptimizer, master_of
+from fxamp.runtime.scaler import LossScaler
+
+
+def agrees(tensor):
+    """Whether all ranks hold the same bits."""
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor.detach().contiguous())
+    return all(torch.equal(everyone[0], other) for other in everyone)
+
+
+def overflow_on_one_rank_only():
+    """Sharded by hand: each rank owns other parameters, and one of them overflows."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], 0.5)
+    scaler = LossScaler(8.0, process_group=dist.group.WORLD)
+    moves = []
+    for bad_rank in (0, None, 1):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * (math.inf if dist.get_rank() == bad_rank else 1.0)).backward()
+        result = scaler.step(optimizer, max_grad_norm=math.inf)
+        scaler.update()
+        moves.append(result.skipped)
+        if bad_rank is None:
+            # sqrt(4): two ranks of two ones each.
+            assert result.grad_norm == 2.0
+    assert moves == [True, False, True]
+    assert (weight.tolist(), scaler.get_scale()) == ([0.5, 0.5], 2.0)
+
+
+def rank_without_gradients():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], 0.5), LossScaler(8.0, process_group=dist.group.WORLD)
+    loss = scaler.scale(weight.sum() * math.nan)
+    if dist.get_rank() == 0:
+        loss.backward()
+    result = scaler.step(optimizer)
+    scaler.update()
+    assert result.skipped and weight.item() == 1.0 and scaler.get_scale() == 4.0
+
+
+def collapse_on_all_ranks():
+    """The NaN is on rank 0; all ranks see the floor, so none waits for another."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], 0.5)
+    scaler = LossScaler(2.0**-14, max_skips=2, process_group=dist.group.WORLD)
+    raised = 0
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * (math.nan if dist.get_rank() == 0 else 1.0)).backward()
+        scaler.step(optimizer)
+        try:
+            scaler.update()
+        except ScaleCollapseError:
+            raised += 1
+    assert raised == 2
+    assert agrees(weight)
+
+
+def data_parallel(dtype, reduce_dtype):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    if dtype != torch.float32:
+        optimizer = MasterWeightOptimizer(optimizer, bucket_bytes=64)
+    ddp, scaler = DistributedDataParallel(model), LossScaler(16.0)
+    if reduce_dtype is not None:
+        reduce_gradients_in(ddp, reduce_dtype)
+    torch.manual_seed(10 + dist.get_rank())
+    for number in range(4):
+        optimizer.zero_grad()
+        inputs = torch.randn(3, 4) * (math.nan if (number, dist.get_rank()) == (2, 1) else 1.0)
+        scaler.scale(ddp(inputs.to(dtype)).float().square().mean()).backward()
+        result = scaler.step(optimizer, max_grad_norm=1.0)
+        scaler.update()
+        assert result.skipped == (number == 2)
+    for parameter in model.parameters():
+        assert parameter.isfinite().all() and agrees(parameter)
+        if dtype != torch.float32:
+            assert agrees(master_of(parameter))
+    assert scaler.get_scale() == 8.0
+
+
+def sums_are_exact_where_asked():
+    """(1 + 513) / 2 = 257 is no bfloat16: only a sum in float32 gives it."""
+    sums = {}
+    for reduce_dtype in (torch.float32, torch.bfloat16):
+        weight = torch.nn.Linear(1, 1, bias=False)
+        ddp = DistributedDataParallel(weight)
+        reduce_gradients_in(ddp, reduce_dtype)
+        ddp(torch.tensor([[513.0 if dist.get_rank() else 1.0]])).sum().backward()
+        sums[reduce_dtype] = weight.weight.grad.item()
+    assert sums == {torch.float32: 257.0, torch.bfloat16: 256.0}, sums
+
+
+def converted_under_data_parallel():
+    import fxamp
+
+    results = []
+    for convert_first in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
+        if convert_first:
+            ddp = DistributedDataParallel(fxamp.convert(model, dtype=torch.bfloat16))
+        else:
+            ddp = DistributedDataParallel(model)
+            ddp.module = fxamp.convert(ddp.module, dtype=torch.bfloat16)
+        optimizer, scaler = torch.optim.SGD(ddp.parameters(), 0.1), LossScaler()
+        torch.manual_seed(3 + dist.get_rank())
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(ddp(torch.randn(4, 8)).float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert all(agrees(parameter) for parameter in ddp.parameters())
+        results.append([parameter.detach().clone() for parameter in ddp.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def fully_sharded(make, dtype):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))).to(dtype)
+    reference = [parameter.detach().float().clone() for parameter in model.parameters()]
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = make(model.parameters())
+    if dtype != torch.float32:
+        optimizer = MasterWeightOptimizer(optimizer)
+    scaler = LossScaler(4.0)
+    inputs = torch.ones(2, 4, dtype=dtype)
+    for number in range(4):
+        optimizer.zero_grad()
+        # Rank 1's last layer only holds its own shard of the overflow.
+        factor = math.inf if number in (0, 2) and dist.get_rank() == 1 else 1.0
+        scaler.scale(model(inputs).float().mean() * factor).backward()
+        result = scaler.step(optimizer, max_grad_norm=0.01)
+        scaler.update()
+        assert result.skipped == (number in (0, 2))
+    assert scaler.get_scale() == 1.0
+    if dtype == torch.float32:
+        expected = clipped_in_one_process(reference, make)
+        for parameter, wanted in zip(model.parameters(), expected, strict=True):
+            # Sums over two shards instead of one: some roundings of float32.
+            torch.testing.assert_close(parameter.full_tensor(), wanted, rtol=2**-18, atol=2**-20)
+
+
+def clipped_in_one_process(values, make):
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.copy_(value)
+    optimizer = make(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+    return list(model.parameters())
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, 0.5, momentum=0.9)
+
+
+def fused_adam(parameters):
+    return torch.optim.Adam(parameters, 0.01, fused=True)
+
+
+CHECKS = {
+    "overflow": overflow_on_one_rank_only,
+    "empty": rank_without_gradients,
+    "collapse": collapse_on_all_ranks,
+    "ddp": lambda: data_parallel(torch.float32, None),
+    "ddp_low_traffic": lambda: data_parallel(torch.float32, torch.float16),
+    "ddp_masters": lambda: data_parallel(torch.bfloat16, None),
+    "ddp_masters_exact": lambda: data_parallel(torch.bfloat16, torch.float32),
+    "exact": sums_are_exact_where_asked,
+    "converted": converted_under_data_parallel,
+    "fsdp": lambda: fully_sharded(momentum, torch.float32),
+    "fsdp_fused": lambda: fully_sharded(fused_adam, torch.float32),
+    "fsdp_masters": lambda: fully_sharded(momentum, torch.bfloat16),
+    "fsdp_fused_masters": lambda: fully_sharded(fused_adam, torch.bfloat16),
+}
+
+
+def main():
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name, check in CHECKS.items():
+        try:
+            check()
+            outcome = "ok"
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+        line = f"rank {dist.get_rank()} {name}: {outcome}".replace("\n", " ")
+        sys.stdout.write(line + "\n")  # one write a line: both ranks share the pipe
+        sys.stdout.flush()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""apex.amp's interface, with a script written for it."""
+
+import math
+
+import pytest
+import torch
+
+from fxamp.errors import CheckpointError, OptionError
+from fxamp.runtime import apex as amp
+from fxamp.runtime.apex_options import properties
+from fxamp.runtime.apex_prepare import registry
+from fxamp.runtime.master_weights import MasterWeightOptimizer, master_of
+
+
+def convert(model, *, dtype=None, opt_level="O1", **options):
+    """Stands for fxamp.convert: lowers parameters in O2 and O3, as it does, and notes how it was called."""
+    calls.append({"dtype": dtype, "opt_level": opt_level, **options})
+    if opt_level != "O1":
+        for buffer in (buffer for buffer in model.buffers() if buffer.is_floating_point()):
+            buffer.data = buffer.to(dtype or torch.bfloat16)
+        for parameter in model.parameters():
+            master = parameter.detach()
+            parameter.data = master.to(dtype or torch.bfloat16)
+            if opt_level == "O2":
+                parameter._fxamp_master = master
+    return model
+
+
+calls: list[dict] = []
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    amp._session = None
+    calls.clear()
+    for paths in registry.values():
+        paths.clear()
+    yield
+    amp._session = None
+
+
+def start(opt_level, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return amp.initialize(model, optimizer, opt_level=opt_level, convert=convert, **options)
+
+
+def train(model, optimizer, steps=4, factor=1.0):
+    torch.manual_seed(1)
+    for _ in range(steps):
+        inputs = torch.randn(8, 3)
+        optimizer.zero_grad()
+        outputs = model(inputs.to(next(model.parameters()).dtype)).float()
+        loss = (outputs - inputs.sum(1, keepdim=True)).square().mean() * factor
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        torch.nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), 1.0)
+        optimizer.step()
+    return [parameter.detach().float() for parameter in amp.master_params(optimizer)]
+
+
+def test_o0_and_o1_equal_plain_training():
+    plain = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    results = [train(*start(level)) for level in ("O0", "O1")]
+    del plain
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_o2_trains_masters_close_to_float32(dtype):
+    expected = train(*start("O0"))
+    model, optimizer = start("O2", cast_model_type=dtype)
+    assert isinstance(optimizer, MasterWeightOptimizer)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 64.0, "unskipped": 0}})  # so that no step is skipped
+    for mine, theirs in zip(train(model, optimizer), expected, strict=True):
+        assert mine.dtype == torch.float32
+        # 4 steps of 0.1 on gradients of at most norm 1, right to about 2^-6: momentum sums them to 10 steps.
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=10 * 0.1 * 2**-6)
+
+
+def test_o3_trains_without_masters_and_static():
+    model, optimizer = start("O3", cast_model_type=torch.float16, loss_scale="128.0")
+    before = [parameter.clone() for parameter in model.parameters()]
+    train(model, optimizer)
+    assert not isinstance(optimizer, MasterWeightOptimizer)
+    assert master_of(next(model.parameters())) is None
+    assert not torch.equal(before[0], next(model.parameters()))
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 128.0
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_overflow_skips_one_step_of_every_optimizer_passed(opt_level):
+    one, two = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    (one, two), (first, second) = amp.initialize(
+        [one, two],
+        [torch.optim.SGD(one.parameters(), 0.1), torch.optim.SGD(two.parameters(), 0.1)],
+        opt_level=opt_level,
+        convert=convert,
+    )
+    weights = [one.weight.clone(), two.weight.clone()]
+    for factor in (math.inf, 1.0):
+        first.zero_grad()
+        second.zero_grad()
+        loss = one.weight.float().sum() * factor + two.weight.float().sum()
+        with amp.scale_loss(loss, [first, second]) as scaled:
+            scaled.backward()
+        first.step()
+        second.step()
+        moved = [not torch.equal(now.weight, then) for now, then in zip((one, two), weights, strict=True)]
+        assert moved == ([False, False] if factor == math.inf else [True, True])
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 1}
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("delay", [True, False])
+def test_accumulation_equals_one_backward(opt_level, delay):
+    weight = torch.nn.Linear(2, 1, bias=False)
+    model, optimizer = amp.initialize(
+        weight, torch.optim.SGD(weight.parameters(), 0.5), opt_level=opt_level, convert=convert
+    )
+    before = next(amp.master_params(optimizer)).clone()
+    for last in (False, True):
+        loss = (model.weight.float() * torch.tensor([0.25, 2.0])).sum()
+        with amp.scale_loss(loss, optimizer, delay_unscale=delay and not last) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert torch.equal(next(amp.master_params(optimizer)), before - 0.5 * torch.tensor([[0.5, 4.0]]))
+
+
+def test_each_loss_has_its_scaler_and_gradients_add_up_unscaled():
+    linear = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = amp.initialize(linear, torch.optim.SGD(linear.parameters(), 1.0), num_losses=2, convert=convert)
+    amp.load_state_dict(
+        {
+            "loss_scaler0": {"loss_scale": 4.0, "unskipped": 3},
+            "loss_scaler1": {"loss_scale": 1024.0, "unskipped": 0},
+        }
+    )
+    before = model.weight.clone()
+    for loss_id, slope in ((0, 0.5), (1, 0.25)):
+        with amp.scale_loss(model.weight.sum() * slope, optimizer, loss_id) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before - 0.75)
+    assert amp.state_dict() == {
+        "loss_scaler0": {"loss_scale": 4.0, "unskipped": 4},
+        "loss_scaler1": {"loss_scale": 1024.0, "unskipped": 1},
+    }
+
+
+def test_bounds_of_the_scale():
+    start("O1", min_loss_scale=64.0, max_loss_scale=256.0)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 256.0
+    assert amp._session.scalers[0].rule.min_scale == 64.0
+
+
+def test_disabled_runs_as_if_absent():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert amp.initialize(model, optimizer, enabled=False) == (model, optimizer)
+    loss = model.weight.sum()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+
+
+def test_shapes_are_returned_as_given():
+    one, two = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(one.parameters(), 0.1)
+    assert amp.initialize([one, two], convert=convert) == [one, two]
+    assert amp.initialize(one, optimizer, convert=convert) == (one, optimizer)
+    assert [call["opt_level"] for call in calls] == ["O1", "O1", "O1"]
+
+
+@pytest.mark.parametrize(("level", "keep", "expected"), [("O2", False, "allow"), ("O3", "True", "deny")])
+def test_keep_batchnorm_becomes_an_override(level, keep, expected):
+    start(level, keep_batchnorm_fp32=keep)
+    assert calls[0]["overrides"] == {"1": expected}
+
+
+def test_registered_functions_reach_the_lists():
+    @amp.half_function
+    def mine(x):
+        return x
+
+    amp.register_float_function(math, "exp")
+    amp.register_promote_function(torch, "add")
+
+    class Lists:
+        def override(self, **changes):
+            return changes
+
+    start("O1", lists=Lists())
+    allowed = [path for path in calls[0]["lists"]["allow"] if path.endswith("mine")]
+    assert len(allowed) == 1 and allowed[0].startswith(mine.__module__)
+    assert (calls[0]["lists"]["deny"], calls[0]["lists"]["infer"]) == (("math.exp",), ("torch.add",))
+    with pytest.raises(OptionError, match="No function named exq in module math"):
+        amp.register_half_function(math, "exq")
+
+
+@pytest.mark.parametrize(
+    ("level", "overrides", "text"),
+    [
+        ("O4", {}, "'O4' is unknown"),
+        ("O1", {"cast_model_type": torch.float16}, "remain float32"),
+        ("O1", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True has no meaning"),
+        ("O1", {"master_weights": True}, "master_weights=True has no meaning"),
+        ("O2", {"patch_torch_functions": True}, "belongs to opt_level='O1'"),
+        ("O2", {"cast_model_type": torch.float64}, "float64"),
+        ("O2", {"keep_batchnorm_fp32": "yes"}, "'yes' must be"),
+        ("O2", {"loss_scale": "static"}, "'static' must be a number"),
+    ],
+)
+def test_contradictions_are_refused(level, overrides, text):
+    with pytest.raises(OptionError, match=text):
+        properties(level, **overrides)
+
+
+def test_misuse_is_refused():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        pytest.raises(RuntimeError, match="before initialize"),
+        amp.scale_loss(model.weight.sum(), optimizer),
+    ):
+        pass
+    with pytest.raises(OptionError, match="got a int"):
+        amp.initialize(3, optimizer)
+    with pytest.raises(OptionError, match=r"weight is torch\.float16"):
+        amp.initialize(torch.nn.Linear(1, 1).half(), convert=convert)
+    with pytest.raises(OptionError, match="DataParallel"):
+        amp.initialize(torch.nn.DataParallel(model), convert=convert)
+    _, prepared = amp.initialize(model, optimizer, convert=convert)
+    with pytest.raises(OptionError, match="only be passed through initialize"):
+        amp.initialize(model, prepared, convert=convert)
+    with (
+        pytest.raises(OptionError, match="loss_id=1: there are 1"),
+        amp.scale_loss(model.weight.sum(), prepared, 1),
+    ):
+        pass
+    stranger = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(OptionError, match="did not return"), amp.scale_loss(model.weight.sum(), stranger):
+        pass
+    with pytest.raises(OptionError, match="closure"):
+        prepared.step(lambda: 0)
+    with pytest.raises(CheckpointError, match="Unexpected keys"):
+        amp.load_state_dict({"scaler": {}})
+
+
+def test_scheduler_made_before_or_after(recwarn):
+    linear = torch.nn.Linear(1, 1)
+    inner = torch.optim.SGD(linear.parameters(), 1.0)
+    before = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    model, optimizer = amp.initialize(linear, inner, opt_level="O2", convert=convert)
+    with amp.scale_loss(model.weight.float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    before.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]

@@ -1,0 +1,162 @@
+"""One file, atomic; a killed process leaves the last good one, and the resumed run ends bit-equal."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+from checkpoint_trainer import die_while_saving, train
+from torch.utils._pytree import tree_flatten
+
+from fxamp.errors import CheckpointError
+from fxamp.runtime.checkpoint import load_checkpoint, save_checkpoint
+from fxamp.runtime.master_weights import MasterWeightOptimizer
+from fxamp.runtime.scaler import LossScaler
+
+SERVER = multiprocessing.get_context("forkserver")  # imports torch once, then starts processes quickly
+SERVER.set_forkserver_preload(["checkpoint_trainer"])
+
+
+def run_trainer(path, steps, kill_after=None):
+    """Train to `steps`; killed `kill_after` seconds after there is a checkpoint, if given. True if it ended."""
+    saved = SERVER.Event()
+    process = SERVER.Process(target=train, args=(str(path), steps, saved))
+    process.start()
+    if kill_after is not None:
+        assert saved.wait(60)
+        time.sleep(kill_after)
+        process.kill()
+    process.join()
+    return process.exitcode == 0
+
+
+def assert_equal(one, other):
+    """Bit for bit, in every tensor and every number of two trees."""
+    (leaves, structure), (others, other_structure) = tree_flatten(one), tree_flatten(other)
+    assert structure == other_structure
+    for leaf, wanted in zip(leaves, others, strict=True):
+        assert torch.equal(leaf, wanted) if isinstance(leaf, torch.Tensor) else leaf == wanted
+
+
+def test_killed_at_random_moments_the_run_ends_bit_equal(tmp_path):
+    steps = 12
+    assert run_trainer(tmp_path / "whole.pt", steps)
+    killed = 0
+    for delay in (0.0, 0.003, 0.011):
+        killed += not run_trainer(tmp_path / "broken.pt", steps, kill_after=delay)
+        assert 0 < load_checkpoint(tmp_path / "broken.pt")["step"] <= steps
+    assert killed >= 1
+    assert run_trainer(tmp_path / "broken.pt", steps)
+    whole, broken = (torch.load(tmp_path / name) for name in ("whole.pt", "broken.pt"))
+    assert_equal(broken, whole)
+    assert sorted(os.listdir(tmp_path)) == ["broken.pt", "whole.pt"]
+
+
+def test_killed_in_the_middle_of_writing_leaves_the_last_good_one(tmp_path):
+    process = SERVER.Process(target=die_while_saving, args=(str(tmp_path / "a.pt"),))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert load_checkpoint(tmp_path / "a.pt") == {"step": 1}
+    assert len(os.listdir(tmp_path)) == 2
+    save_checkpoint(tmp_path / "a.pt", step=3)
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def pieces(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(2, 2)
+    return model, torch.optim.Adam(model.parameters()), LossScaler()
+
+
+def test_round_trip_of_all_parts(tmp_path):
+    model, optimizer, scaler = pieces(0)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update(8.0)
+    save_checkpoint(tmp_path / "a.pt", model=model, optimizer=optimizer, scaler=scaler, epoch=3, best=0.5)
+    expected = torch.rand(3)
+    other = pieces(1)
+    extra = load_checkpoint(tmp_path / "a.pt", model=other[0], optimizer=other[1], scaler=other[2])
+    assert extra == {"epoch": 3, "best": 0.5}
+    assert torch.equal(torch.rand(3), expected)
+    torch.testing.assert_close(other[0].state_dict(), model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(other[1].state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+    assert other[2].state_dict() == scaler.state_dict()
+
+
+def test_random_state_may_be_left_alone(tmp_path):
+    save_checkpoint(tmp_path / "a.pt")
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    load_checkpoint(tmp_path / "a.pt", restores_random=False)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_torchs_scaler_is_taken_too(tmp_path):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    save_checkpoint(tmp_path / "a.pt", scaler=scaler)
+    ours = LossScaler()
+    load_checkpoint(tmp_path / "a.pt", scaler=ours)
+    assert ours.get_scale() == 4.0
+
+
+def test_plain_float32_weights_load(tmp_path):
+    model = pieces(0)[0]
+    torch.save(model.state_dict(), tmp_path / "plain.pt")
+    other = pieces(1)[0]
+    load_checkpoint(tmp_path / "plain.pt", model=other)
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_plain_optimizer_state_loads_under_masters(tmp_path):
+    model, optimizer, _ = pieces(0)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "a.pt", optimizer=optimizer)
+    low = pieces(1)[0].bfloat16()
+    masters = MasterWeightOptimizer(torch.optim.Adam(low.parameters()))
+    load_checkpoint(tmp_path / "a.pt", optimizer=masters)
+    assert torch.equal(masters.state[low.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path):
+    model, optimizer, scaler = pieces(0)
+    save_checkpoint(tmp_path / "last.pt", model=model)
+    before = model.weight.clone()
+    with pytest.raises(CheckpointError, match=r"lats\.pt does not exist.*Did you mean 'last\.pt'"):
+        load_checkpoint(tmp_path / "lats.pt")
+    with pytest.raises(CheckpointError, match=r"no state for \['scaler'\]; it has \['model'\]"):
+        load_checkpoint(tmp_path / "last.pt", model=model, scaler=scaler)
+    with pytest.raises(CheckpointError, match=r"missing \['0\.bias', .*unexpected \['bias', 'weight'\]"):
+        load_checkpoint(tmp_path / "last.pt", model=torch.nn.Sequential(model))
+    with pytest.raises(CheckpointError, match=r"bias is \(2,\) in the file, \(3,\) in the model"):
+        load_checkpoint(tmp_path / "last.pt", model=torch.nn.Linear(2, 3))
+    (tmp_path / "broken.pt").write_bytes((tmp_path / "last.pt").read_bytes()[:500])
+    with pytest.raises(CheckpointError, match=r"broken\.pt cannot be read"):
+        load_checkpoint(tmp_path / "broken.pt", model=model)
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(CheckpointError, match="holds a list"):
+        load_checkpoint(tmp_path / "list.pt")
+    torch.save({"weights": 1}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match=r"not written by fxamp.*'weights'"):
+        load_checkpoint(tmp_path / "other.pt", optimizer=optimizer)
+    with pytest.raises(CheckpointError, match=r"nowhere is not a directory"):
+        save_checkpoint(tmp_path / "nowhere" / "a.pt")
+    assert torch.equal(model.weight, before)
+
+
+def test_failed_write_leaves_the_last_good_one(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path / "a.pt", step=1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"No space left.*last one is intact"):
+        save_checkpoint(tmp_path / "a.pt", step=2)
+    assert load_checkpoint(tmp_path / "a.pt") == {"step": 1}
+    assert os.listdir(tmp_path) == ["a.pt"]

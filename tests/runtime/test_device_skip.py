@@ -1,0 +1,177 @@
+"""A skipped step must leave no trace, whatever an optimizer keeps, and no step may wait for the device."""
+
+import copy
+import math
+
+import pytest
+import torch
+from runtime_instruments import NoSync, ThirdParty
+
+from fxamp.runtime import device_skip, snapshot
+from fxamp.runtime.master_weights import MasterWeightOptimizer
+from fxamp.runtime.scaler import LossScaler
+
+SYNC_FREE = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "fused_sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, fused=True),
+    "fused_adam": lambda p: torch.optim.Adam(p, 0.1, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.1),
+    "third_party": lambda p: ThirdParty(p, 0.1),
+    "masters": lambda p: MasterWeightOptimizer(torch.optim.SGD(p, 0.1, momentum=0.9)),
+    "fused_masters": lambda p: MasterWeightOptimizer(torch.optim.AdamW(p, 0.1, fused=True), bucket_bytes=1),
+}
+
+
+@pytest.fixture(params=[False, True], ids=["as_on_a_gpu", "host_flag"])
+def way_to_skip(request, monkeypatch):
+    monkeypatch.setattr(device_skip, "LOOKS_AT_HOST_FLAGS", request.param)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(device_skip, "LOOKS_AT_HOST_FLAGS", False)
+
+
+@pytest.mark.usefixtures("way_to_skip")
+@pytest.mark.parametrize("kind", SYNC_FREE)
+@pytest.mark.parametrize("options", [{}, {"hysteresis": 2}, {"process_group": None, "max_scale": 2.0**20}])
+def test_no_step_waits_for_the_device(kind, options):
+    dtype = torch.bfloat16 if "masters" in kind else torch.float32
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).to(dtype)
+    optimizer, scaler = SYNC_FREE[kind](model.parameters()), LossScaler(**options)
+    skipped = []
+    for factor in (math.nan, 1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        inputs = torch.ones(2, 3, dtype=dtype) * factor
+        with NoSync():
+            scaler.scale(model(inputs).float().sum()).backward()
+            result = scaler.step(optimizer, max_grad_norm=1.0)
+            scaler.update()
+        skipped.append(result.skipped)
+    assert skipped == [True, False, True, False]
+
+
+def test_the_instrument_that_forbids_syncs_works():
+    with NoSync(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        torch.ones(()).item()
+    weight = torch.nn.Parameter(torch.ones(1))
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD([weight], 0.1)
+    scaler.scale(weight.sum()).backward()
+    with NoSync(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        scaler.step(optimizer)
+
+
+class HostState(torch.optim.Optimizer):
+    """State of every kind: created late, nested, grown, replaced, in the group, under a plain key."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "k": 1, "window": [1, 2], "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] *= 2
+            group["window"] = [*group["window"], group["k"]]
+            group["betas"] = (group["betas"][0] / 2, 0.99)
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state["history"] = [*state.get("history", []), p.grad.clone()][-2:]
+                state.setdefault("nested", {"mean": torch.zeros_like(p)})["mean"].add_(p.grad)
+                state["shape"] = torch.ones(state["count"])
+                state.pop("first", None)
+                if state["count"] == 1:
+                    state["first"] = True
+                p.sub_(p.grad + state["nested"]["mean"])
+        self.state["global"] = {"steps": self.state.get("global", {}).get("steps", 0) + 1}
+
+
+@pytest.mark.usefixtures("way_to_skip")
+@pytest.mark.parametrize("good_before", [0, 1, 3])
+def test_skipped_step_leaves_no_trace_in_any_kind_of_state(good_before):
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = HostState([weight])
+
+    def step(found_inf):
+        device_skip.settle(optimizer)
+        weight.grad = torch.tensor([0.5, math.nan if found_inf else 0.25])
+        device_skip.step_unless(optimizer, torch.tensor(float(found_inf)), optimizer.step)
+
+    for _ in range(good_before):
+        step(False)
+    before = copy.deepcopy(optimizer.state_dict()), weight.tolist()
+    step(True)
+    assert weight.tolist() == before[1]
+    torch.testing.assert_close(optimizer.state_dict(), before[0], rtol=0, atol=0)
+    assert optimizer.state_dict()["param_groups"] == before[0]["param_groups"]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_learning_rate_set_after_a_skipped_step_stands():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = HostState([weight])
+    weight.grad = torch.ones(1)
+    device_skip.step_unless(optimizer, torch.ones(()), optimizer.step)
+    optimizer.param_groups[0]["lr"] = 0.01
+    optimizer.param_groups[0]["k"] = 77
+    device_skip.settle(optimizer)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["k"]) == (0.01, 77)
+    assert optimizer.param_groups[0]["window"] == [1, 2]
+
+
+class Opaque(torch.optim.SGD):
+    """Keeps an object that cannot be compared, so the host decides."""
+
+    def step(self, closure=None):
+        self.state["table"] = self.state.get("table") or object.__new__(Opaque)
+        self.steps = getattr(self, "steps", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.usefixtures("way_to_skip")
+def test_opaque_state_is_decided_by_the_host():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = Opaque([weight], 0.5)
+    optimizer.state["table"] = object()
+    weight.grad = torch.ones(1)
+    for found_inf in (1.0, 0.0, 1.0):
+        device_skip.step_unless(optimizer, torch.tensor(found_inf), optimizer.step)
+    assert (optimizer.steps, weight.tolist()) == (1, [0.5])
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_fused_sgd_does_not_read_an_uninitialised_momentum_buffer():
+    weight = torch.nn.Parameter(torch.zeros(4096))
+    optimizer = torch.optim.SGD([weight], 1.0, momentum=0.9, dampening=0.5, fused=True)
+    for found_inf in (1.0, 0.0):
+        device_skip.settle(optimizer)
+        weight.grad = torch.ones(4096)
+        device_skip.step_unless(optimizer, torch.tensor(found_inf), optimizer.step)
+        buffer = optimizer.state[weight]["momentum_buffer"]
+        assert torch.equal(buffer, torch.zeros(4096) if found_inf else torch.ones(4096))
+    assert torch.equal(weight, -torch.ones(4096))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize("flag", [0, 1])
+def test_selection_by_bits_is_exact_for_every_pattern(dtype, flag):
+    """The multi-tensor selection of a GPU, on all 16-bit patterns in every position of a word."""
+    integer = snapshot.integer_of(dtype)
+    bits = torch.arange(-(2**15), 2**15)
+    current = [(bits * 2**shift).to(integer) for shift in (0, 16, 40)]
+    old = [part.flip(0) for part in current]
+    expected = [(before if flag else now).clone() for now, before in zip(current, old, strict=True)]
+    snapshot.select_bits_(current, old, torch.tensor(flag, dtype=integer))
+    for part, wanted in zip(current, expected, strict=True):
+        assert torch.equal(part, wanted)
+
+
+def test_older_contract_with_a_grad_scaler_argument_is_not_trusted_to_skip():
+    class Old(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None, *, grad_scaler=None):
+            return super().step(closure)
+
+    assert not device_skip.takes_found_inf(Old([torch.nn.Parameter(torch.ones(1))], 0.1))
+    assert device_skip.takes_found_inf(torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], fused=True))

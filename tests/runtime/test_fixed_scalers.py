@@ -1,0 +1,92 @@
+"""Scalers that do not adapt have LossScaler's interface."""
+
+import math
+
+import pytest
+import torch
+
+from fxamp.errors import CheckpointError, OptionError, ScaleCollapseError
+from fxamp.runtime.fixed_scalers import NoOpLossScaler, StaticLossScaler, scaler_for
+from fxamp.runtime.scaler import LossScaler
+
+
+def train(scaler, gradients, **step_options):
+    """The loop that has no `if`; returns the weight and what happened."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, results = torch.optim.SGD([weight], 0.5), []
+    for gradient in gradients:
+        optimizer.zero_grad()
+        scaler.scale((weight * torch.tensor([gradient, 0.0])).sum()).backward()
+        results.append(scaler.step(optimizer, **step_options))
+        scaler.update()
+    return weight.tolist(), results
+
+
+@pytest.mark.parametrize("make", [LossScaler, lambda: StaticLossScaler(128.0), NoOpLossScaler])
+def test_one_loop_for_all(make):
+    weight, results = train(make(), [1.0, 1.0], max_grad_norm=0.25)
+    # 1e-6 in the clipping factor, as torch's: 0.25 / (1 + 1e-6).
+    assert weight == pytest.approx([0.75, 1.0], rel=1e-6)
+    assert [result.grad_norm for result in results] == [1.0, 1.0]
+    assert isinstance(make(), torch.amp.GradScaler)
+
+
+def test_static_scale_never_moves_but_skips():
+    scaler = StaticLossScaler(128.0)
+    weight, results = train(scaler, [math.inf, 1.0, math.nan] * 3)
+    assert scaler.get_scale() == 128.0
+    assert weight == [-0.5, 1.0]
+    assert [result.skipped for result in results] == [True, False, True] * 3
+
+
+def test_static_scale_that_always_overflows_raises():
+    with pytest.raises(ScaleCollapseError, match="floor of 128 for 3 skipped"):
+        train(StaticLossScaler(128.0, max_skips=3), [math.inf] * 3)
+
+
+def test_static_state():
+    scaler, other = StaticLossScaler(128.0), StaticLossScaler(2.0)
+    other.load_state_dict(scaler.state_dict())
+    train(other, [1.0, math.inf])
+    assert other.get_scale() == 128.0
+    with pytest.raises(CheckpointError, match="saved by a dynamic loss scaler"):
+        other.load_state_dict(LossScaler().state_dict())
+    with pytest.raises(CheckpointError, match="saved by a dynamic"):
+        other.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, "128"])
+def test_static_scale_is_checked(scale):
+    with pytest.raises(OptionError, match="scale="):
+        StaticLossScaler(scale)
+
+
+def test_no_op_does_nothing_and_says_nothing():
+    scaler = NoOpLossScaler()
+    loss = torch.ones(1)
+    assert scaler.scale(loss) is loss
+    scaler.update()
+    scaler.update(3.0)
+    assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
+    scaler.load_state_dict(LossScaler().state_dict())
+    assert scaler.get_scale() == 1.0
+
+
+def test_no_op_takes_closures():
+    weight = torch.nn.Parameter(torch.tensor([3.0]))
+    optimizer = torch.optim.LBFGS([weight], line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight - 1.0).square().sum()
+        loss.backward()
+        return loss
+
+    NoOpLossScaler().step(optimizer, closure)
+    assert weight.tolist() == [1.0]
+
+
+def test_scaler_for_a_precision():
+    assert type(scaler_for(torch.float16, init_scale=8.0)) is LossScaler
+    assert scaler_for(torch.float16, init_scale=8.0).get_scale() == 8.0
+    assert type(scaler_for(torch.bfloat16)) is type(scaler_for(torch.float32)) is NoOpLossScaler

@@ -1,0 +1,410 @@
+"""MasterWeightOptimizer against the plain optimizer on a float32 copy of the model."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from runtime_instruments import PeakBytes, ThirdParty
+
+from fxamp.errors import OptionError
+from fxamp.runtime import device_skip
+from fxamp.runtime.master_weights import MasterWeightOptimizer, master_of, set_master
+from fxamp.runtime.rounding import stochastic_round
+from fxamp.runtime.scaler import LossScaler
+
+KINDS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.01),
+    "fused_sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, 0.01),
+    "foreach_adamw": lambda p: torch.optim.AdamW(p, 0.01, foreach=True, amsgrad=True),
+    "fused_adamw": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
+    "third_party": lambda p: ThirdParty(p, 0.01),
+}
+
+
+def low_model(dtype=torch.bfloat16, *, seed=0):
+    """A small model whose norm stays float32, as O2 leaves it."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+    model[0].to(dtype)
+    model[2].to(dtype)
+    return model
+
+
+def give_gradients(model, seed, scale=1.0):
+    """Random gradients in each parameter's dtype; returns their exact float32 values times 1/scale."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        values = torch.randn(parameter.shape, generator=generator) * scale
+        parameter.grad = values.to(parameter.dtype)
+    return [parameter.grad.float() / scale for parameter in model.parameters()]
+
+
+def reference_of(model):
+    """Float32 parameters with the masters' values, for the plain optimizer."""
+    values = [master_of(p) if master_of(p) is not None else p for p in model.parameters()]
+    return [torch.nn.Parameter(value.detach().float().clone()) for value in values]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+def test_masters_follow_the_plain_float32_optimizer_bit_for_bit(kind, dtype, bucket_bytes):
+    model = low_model(dtype)
+    optimizer = MasterWeightOptimizer(KINDS[kind](model.parameters()), bucket_bytes=bucket_bytes)
+    reference = reference_of(model)
+    plain = KINDS[kind](reference)
+    for step in range(4):
+        for parameter, gradient in zip(reference, give_gradients(model, step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        plain.step()
+        for mine, theirs in zip(optimizer.master_params(), reference, strict=True):
+            assert torch.equal(mine, theirs)
+        for parameter, theirs in zip(model.parameters(), reference, strict=True):
+            assert torch.equal(parameter, theirs.to(parameter.dtype))
+
+
+@pytest.fixture(params=[False, True], ids=["as_on_a_gpu", "host_flag"])
+def way_to_skip(request, monkeypatch):
+    monkeypatch.setattr(device_skip, "LOOKS_AT_HOST_FLAGS", request.param)
+
+
+@pytest.mark.usefixtures("way_to_skip")
+@pytest.mark.parametrize("kind", KINDS)
+def test_non_finite_step_changes_nothing(kind):
+    model = low_model()
+    optimizer, scaler = MasterWeightOptimizer(KINDS[kind](model.parameters())), LossScaler()
+    scaler.scale(torch.zeros(()))
+    for step in range(3):
+        give_gradients(model, step, scale=2.0**16)
+        scaler.step(optimizer)
+        scaler.update()
+    before = copy.deepcopy(optimizer.state_dict()), [p.clone() for p in model.parameters()]
+    give_gradients(model, 9)
+    model[0].bias.grad[1] = math.nan
+    result = scaler.step(optimizer)
+    assert result.skipped
+    torch.testing.assert_close(optimizer.state_dict(), before[0], rtol=0, atol=0)
+    for parameter, old in zip(model.parameters(), before[1], strict=True):
+        assert torch.equal(parameter, old)
+
+
+@pytest.mark.usefixtures("way_to_skip")
+def test_skipped_step_under_kahan_does_not_move_a_sum_half_way_between_two_numbers():
+    odd = 1.0 + 2.0**-7  # its sum with half a step lies half way, and rounds to the even neighbour
+    weight = torch.nn.Parameter(torch.tensor([odd], dtype=torch.bfloat16))
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([weight], 0.1), masters="kahan")
+    optimizer.load_state_dict({**optimizer.state_dict(), "masters": {0: torch.tensor([2.0**-8]).bfloat16()}})
+    scaler = LossScaler(device="cpu")
+    weight.grad = torch.full_like(weight, math.nan)
+    assert scaler.step(optimizer).skipped
+    assert weight.tolist() == [odd]
+    assert optimizer.state_dict()["masters"][0].tolist() == [2.0**-8]
+
+
+@pytest.mark.parametrize("scaler_class", [LossScaler, lambda: torch.amp.GradScaler("cpu")])
+def test_gradients_too_small_for_fp16_reach_the_masters(scaler_class):
+    weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    optimizer, scaler = MasterWeightOptimizer(torch.optim.SGD([weight], lr=1.0)), scaler_class()
+    scaler.scale((weight.float() * 2.0**-30).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(master_of(weight), torch.full((4,), -(2.0**-30)))
+
+
+def test_explicit_unscale_gives_true_values_in_float32():
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    optimizer, scaler = MasterWeightOptimizer(torch.optim.SGD([weight], lr=1.0)), LossScaler()
+    scaler.scale((weight.float() * 2.0**-30).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert weight.grad.dtype == torch.float32
+    assert torch.equal(weight.grad, torch.full((4,), 2.0**-30))
+    torch.nn.utils.clip_grad_norm_([weight], 2.0**-31, foreach=False)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    (weight * 2).sum().backward()
+    assert weight.grad.dtype == torch.float16
+
+
+def test_clipping_in_the_step_equals_clipping_float32_gradients():
+    model = low_model(torch.float16)
+    optimizer, scaler = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 0.1)), LossScaler(2.0**3)
+    reference = reference_of(model)
+    for parameter, gradient in zip(reference, give_gradients(model, 1, scale=2.0**3), strict=True):
+        parameter.grad = gradient
+    norm = torch.nn.utils.clip_grad_norm_(reference, 0.5)
+    torch.optim.SGD(reference, 0.1).step()
+    scaler.scale(torch.zeros(()))
+    result = scaler.step(optimizer, max_grad_norm=0.5)
+    # One division more or less: two roundings of float32 apart.
+    assert result.grad_norm == pytest.approx(float(norm), rel=2**-22)
+    for mine, theirs in zip(optimizer.master_params(), reference, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-21, atol=1e-7)
+
+
+def test_exact_master_left_by_the_converter_is_taken():
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))
+    exact = torch.tensor([1.0 + 2.0**-12, 2.0])
+    weight._fxamp_master = exact.clone()
+    MasterWeightOptimizer(torch.optim.SGD([weight], 0.1))
+    assert torch.equal(master_of(weight), exact)
+
+
+def test_frozen_and_float32_parameters_have_no_master():
+    model = low_model()
+    model[0].weight.requires_grad_(False)
+    MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    assert [master_of(p) is not None for p in model.parameters()] == [False, True, False, False, True, True]
+
+
+def test_set_master_gives_parameter_the_rounding():
+    model = low_model()
+    MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    value = torch.randn(8, 6)
+    set_master(model[0].weight, value)
+    assert torch.equal(master_of(model[0].weight), value)
+    assert torch.equal(model[0].weight, value.bfloat16())
+    with pytest.raises(OptionError, match=r"\(3,\)"):
+        set_master(model[0].weight, torch.zeros(3))
+
+
+def test_parameter_written_directly_wins_and_the_rest_keeps_its_low_bits():
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    MasterWeightOptimizer(torch.optim.SGD([weight], 0.1))
+    set_master(weight, torch.tensor([1.0 + 2.0**-12, 1.0 + 2.0**-12]))
+    with torch.no_grad():
+        weight[1] = 5.0
+    assert master_of(weight).tolist() == [1.0 + 2.0**-12, 5.0]
+
+
+def test_write_past_the_version_counter_needs_resync():
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([weight], 0.1))
+    weight.data.fill_(3.0)
+    optimizer.resync_masters()
+    assert master_of(weight).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dict_is_the_plain_optimizers_both_ways(kind):
+    model = low_model()
+    optimizer = MasterWeightOptimizer(KINDS[kind](model.parameters()))
+    reference = reference_of(model)
+    plain = KINDS[kind](reference)
+    for step in range(2):
+        for parameter, gradient in zip(reference, give_gradients(model, step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        plain.step()
+    saved = optimizer.state_dict()
+    masters = saved.pop("masters")
+    assert all(value.dtype == torch.float32 for value in masters.values())
+    torch.testing.assert_close(saved, plain.state_dict(), rtol=0, atol=0)
+
+    other = KINDS[kind](reference_of(model))
+    other.load_state_dict(optimizer.state_dict())
+    fresh = MasterWeightOptimizer(KINDS[kind](low_model(seed=1).parameters()))
+    fresh.load_state_dict(plain.state_dict())
+    loaded = fresh.state_dict()
+    loaded.pop("masters")
+    torch.testing.assert_close(loaded, plain.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "kahan"])
+@pytest.mark.parametrize("kind", ["sgd", "adam", "fused_adamw"])
+def test_resume_from_16_bit_model_is_bit_exact(kind, masters):
+    def start(seed):
+        model = low_model(seed=seed)
+        return model, MasterWeightOptimizer(KINDS[kind](model.parameters()), masters=masters)
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            give_gradients(model, step)
+            optimizer.step()
+
+    whole, whole_optimizer = start(0)
+    train(whole, whole_optimizer, range(6))
+    first, first_optimizer = start(0)
+    train(first, first_optimizer, range(3))
+    file = io.BytesIO()
+    torch.save({"model": first.state_dict(), "optimizer": first_optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    second, second_optimizer = start(7)
+    second.load_state_dict(saved["model"])
+    second_optimizer.load_state_dict(saved["optimizer"])
+    train(second, second_optimizer, range(3, 6))
+    for mine, theirs in zip(second.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    torch.testing.assert_close(second_optimizer.state_dict(), whole_optimizer.state_dict(), rtol=0, atol=0)
+
+
+def test_wrapping_a_trained_low_precision_optimizer_widens_its_state():
+    model = low_model()
+    inner = torch.optim.Adam(model.parameters())
+    give_gradients(model, 0)
+    inner.step()
+    MasterWeightOptimizer(inner)
+    assert {value["exp_avg"].dtype for value in inner.state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("wraps_first", [True, False])
+def test_learning_rate_scheduler(wraps_first, recwarn):
+    model = low_model()
+    inner = torch.optim.SGD(model.parameters(), 1.0)
+    if wraps_first:
+        optimizer = MasterWeightOptimizer(inner)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    else:
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+        optimizer = MasterWeightOptimizer(inner)
+    before = master_of(model[0].bias).clone()
+    for rate in (1.0, 0.5):
+        give_gradients(model, 0)
+        model[0].bias.grad = torch.ones(8, dtype=torch.bfloat16)
+        optimizer.step()
+        scheduler.step()
+        before -= rate
+        assert torch.equal(master_of(model[0].bias), before)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
+
+
+def test_add_param_group_and_zero_grad():
+    model = low_model()
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(model[0].parameters(), 0.1))
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 1.0})
+    assert master_of(model[2].weight) is not None
+    give_gradients(model, 0)
+    before, gradient = master_of(model[2].bias).clone(), model[2].bias.grad.float()
+    optimizer.step()
+    assert torch.equal(master_of(model[2].bias), before - gradient)
+    optimizer.zero_grad()
+    assert [p.grad is None for p in model.parameters()] == [True, True, False, False, True, True]
+
+
+def test_hooks_run_once_a_step_on_wrapper_and_wrapped():
+    model, calls = low_model(), []
+    inner = torch.optim.Adam(model.parameters())
+    inner.register_step_pre_hook(lambda *_: calls.append("inner pre"))
+    inner.register_step_post_hook(lambda *_: calls.append("inner post"))
+    optimizer = MasterWeightOptimizer(inner, bucket_bytes=1)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    give_gradients(model, 0)
+    optimizer.step()
+    assert calls == ["pre", "inner pre", "inner post", "post"]
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("masters", ["fp32", "kahan"])
+def test_copies_are_independent_and_continue_alike(copier, masters):
+    model = low_model()
+    optimizer = MasterWeightOptimizer(torch.optim.Adam(model.parameters(), 0.1), masters=masters)
+    give_gradients(model, 0)
+    optimizer.step()
+    twin, twin_optimizer = copier((model, optimizer))
+    for step in (1, 2):
+        give_gradients(twin, step)
+        twin_optimizer.step()
+    assert not torch.equal(twin[0].weight, model[0].weight)
+    for step in (1, 2):
+        give_gradients(model, step)
+        optimizer.step()
+    assert torch.equal(twin[0].weight, model[0].weight)
+    torch.testing.assert_close(twin_optimizer.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+
+
+def test_lbfgs_with_closure_follows_float32():
+    target = torch.tensor([0.3, -1.7, 2.2])
+    weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer = MasterWeightOptimizer(torch.optim.LBFGS([weight], lr=0.5, max_iter=8))
+    scaler = LossScaler()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = ((weight.float() - target) ** 2).sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    for _ in range(3):
+        scaler.step(optimizer, closure)
+        scaler.update()
+    # The gradient is taken at the rounded weight: L-BFGS stops within two bfloat16 steps (2^-6 at 2.2).
+    torch.testing.assert_close(master_of(weight), target, rtol=0, atol=2**-5)
+    assert list(optimizer.param_groups[0]["params"]) == [weight]
+
+
+@pytest.mark.parametrize(("masters", "expected"), [("fp32", 1.1), ("kahan", 1.1), ("stochastic", 1.1), (None, 1.0)])
+def test_small_updates_of_bfloat16_are_not_lost(masters, expected):
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    if masters:
+        optimizer = MasterWeightOptimizer(optimizer, masters=masters)
+    for _ in range(100):
+        weight.grad = -torch.ones(1000, dtype=torch.bfloat16)
+        optimizer.step()
+    # bfloat16 near 1.1 has steps of 2^-7; the stochastic mean of 1000 walks has a deviation of about 1e-3.
+    tolerance = 5e-3 if masters == "stochastic" else 2**-8
+    assert float(weight.detach().float().mean()) == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_stochastic_rounding_is_unbiased_and_keeps_what_is_representable(dtype):
+    torch.manual_seed(0)
+    step = torch.finfo(dtype).eps
+    values = torch.full((200_000,), 1.0 + 0.25 * step)
+    rounded = stochastic_round(values, dtype).float()
+    assert set(rounded.tolist()) == {1.0, 1.0 + step}
+    # 5 standard deviations of a mean of 200,000 draws with p = 1/4.
+    assert float((rounded - 1.0).mean()) / step == pytest.approx(0.25, abs=5 * math.sqrt(0.1875 / 200_000))
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    kept = stochastic_round(every.float(), dtype)
+    torch.testing.assert_close(kept, every, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("fused", "allowed"), [(True, 1.0), (False, 4.0)])
+def test_peak_memory_of_a_step_is_what_the_docstring_says(fused, allowed, monkeypatch):
+    monkeypatch.setattr(device_skip, "LOOKS_AT_HOST_FLAGS", False)
+    count, size = 16, 10_000
+    weights = [torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for _ in range(count)]
+    bucket = 2 * 4 * size
+    optimizer = MasterWeightOptimizer(torch.optim.Adam(weights, fused=fused), bucket_bytes=bucket)
+    scaler = LossScaler()
+    scaler.scale(torch.zeros(()))
+
+    def step():
+        for weight in weights:
+            weight.grad = torch.ones(size, dtype=torch.bfloat16)
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    kept = sum(m.nbytes for m in optimizer.master_params())
+    kept += sum(v.nbytes for state in optimizer.state.values() for v in state.values() if v.dim())
+    assert kept == (4 + 8) * count * size
+    with PeakBytes() as memory:
+        step()
+    # Beyond what was there: the 16-bit gradients, and one bucket; plain Adam has three temporaries alive.
+    gradients, slack = 2 * count * size, 0 if fused else 3 * 4 * size
+    assert memory.peak <= gradients + allowed * bucket + slack + 4096
+    assert memory.peak >= gradients + bucket
+
+
+def test_options_are_checked():
+    weight = torch.nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([weight], 0.1)
+    with pytest.raises(OptionError, match=r"'kahn'.*Did you mean 'kahan'"):
+        MasterWeightOptimizer(inner, masters="kahn")
+    with pytest.raises(OptionError, match="got a list"):
+        MasterWeightOptimizer([weight])
+    with pytest.raises(OptionError, match="MasterWeightOptimizer already"):
+        MasterWeightOptimizer(MasterWeightOptimizer(inner))

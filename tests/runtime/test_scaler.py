@@ -1,0 +1,660 @@
+"""LossScaler against torch.amp.GradScaler as an independent oracle, and what it promises beyond it."""
+
+import copy
+import math
+import pickle
+import random
+
+import pytest
+import torch
+
+from fxamp.errors import CheckpointError, OptionError, ScaleCollapseError
+from fxamp.runtime import device_skip
+from fxamp.runtime.master_weights import MasterWeightOptimizer
+from fxamp.runtime.scaler import LossScaler
+from fxamp.runtime.scaler_base import StepOrderError
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.5),
+    "fused_momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.5, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, 0.1, foreach=False),
+    "foreach_adamw": lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
+    "fused_adam": lambda p: torch.optim.Adam(p, 0.1, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.1, momentum=0.5, centered=True),
+    "nadam": lambda p: torch.optim.NAdam(p, 0.1),
+    "radam": lambda p: torch.optim.RAdam(p, 0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, 0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p, 0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, 0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, 0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 0.1),
+}
+BAD = (math.inf, -math.inf, math.nan)
+
+
+def parameter(*values: float) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(values))
+
+
+def backward(scaler: torch.amp.GradScaler, weight: torch.Tensor, gradient: list[float]) -> None:
+    """A loss whose gradient with respect to weight is exactly `gradient` times the scale."""
+    scaler.scale((weight * torch.tensor(gradient)).sum()).backward()
+
+
+def one_step(scaler, optimizer, weight, gradient):
+    optimizer.zero_grad()
+    backward(scaler, weight, gradient)
+    result = scaler.step(optimizer)
+    scaler.update()
+    return result
+
+
+class Side:
+    """One scaler with its own optimizers, driven through a history."""
+
+    def __init__(self, scaler: torch.amp.GradScaler, kinds: list[str]) -> None:
+        self.scaler = scaler
+        self.weights = [parameter(1.0, -2.0, 3.0) for _ in kinds]
+        self.optimizers = [OPTIMIZERS[kind]([weight]) for kind, weight in zip(kinds, self.weights, strict=True)]
+        for kind, optimizer in zip(kinds, self.optimizers, strict=True):
+            if kind == "fused_momentum" and not isinstance(scaler, LossScaler):
+                # torch's own path reads an uninitialised momentum buffer after a skipped first step; without
+                # this flag it skips on the host, before the buffer exists.
+                optimizer._step_supports_amp_scaling = False
+
+    def play(self, event: dict) -> None:
+        for number, gradients in enumerate(event["gradients"]):
+            self.optimizers[number].zero_grad()
+            for gradient in gradients:
+                backward(self.scaler, self.weights[number], gradient)
+            if event["unscales"]:
+                self.scaler.unscale_(self.optimizers[number])
+            self.scaler.step(self.optimizers[number])
+        self.scaler.update(event["new_scale"])
+
+    def seen(self) -> tuple:
+        return self.scaler.get_scale(), self.scaler._get_growth_tracker(), [w.tolist() for w in self.weights]
+
+
+def random_event(rng: random.Random, optimizers: int) -> dict:
+    def gradient() -> list[float]:
+        values = [rng.uniform(-1, 1) for _ in range(3)]
+        if rng.random() < 0.25:
+            values[rng.randrange(3)] = rng.choice(BAD)
+        return values
+
+    return {
+        "gradients": [[gradient() for _ in range(rng.choice((1, 1, 3)))] for _ in range(optimizers)],
+        "unscales": rng.random() < 0.3,
+        "new_scale": rng.choice((8.0, 2.0**15)) if rng.random() < 0.1 else None,
+    }
+
+
+@pytest.fixture(params=[False, True], ids=["as_on_a_gpu", "host_flag"])
+def way_to_skip(request, monkeypatch):
+    """The skip by selection, which a GPU takes, and the look at a flag in host memory."""
+    monkeypatch.setattr(device_skip, "LOOKS_AT_HOST_FLAGS", request.param)
+
+
+@pytest.mark.usefixtures("way_to_skip")
+@pytest.mark.parametrize("seeds", [range(500), range(500, 1000)], ids=str)
+def test_1000_random_histories_equal_torch(seeds):
+    for seed in seeds:
+        rng = random.Random(seed)
+        kinds = rng.choices(list(OPTIMIZERS), k=rng.choice((1, 1, 2)))
+        interval = rng.choice((1, 2, 3, 2000))
+        options = {"init_scale": rng.choice((1.0, 2.0**16)), "growth_interval": interval}
+        ours, torchs = Side(LossScaler(**options), kinds), Side(torch.amp.GradScaler("cpu", **options), kinds)
+        for step in range(4):
+            event = random_event(rng, len(kinds))
+            ours.play(event)
+            torchs.play(event)
+            assert ours.seen() == torchs.seen(), (seed, step, kinds)
+
+
+@pytest.mark.usefixtures("way_to_skip")
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_long_history_of_each_optimizer_equals_torch(kind):
+    rng = random.Random(kind)
+    ours, torchs = Side(LossScaler(), [kind]), Side(torch.amp.GradScaler("cpu"), [kind])
+    for step in range(30):
+        event = random_event(rng, 1)
+        event["gradients"] = [[[math.nan, 1.0, 1.0]]] if step in (0, 1) else event["gradients"]
+        ours.play(event)
+        torchs.play(event)
+        assert ours.seen() == torchs.seen(), step
+    state, expected = ours.optimizers[0].state_dict(), torchs.optimizers[0].state_dict()
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
+
+
+def test_is_a_grad_scaler():
+    assert isinstance(LossScaler(), torch.amp.GradScaler)
+
+
+# What happens at the ends of the range
+
+
+def test_nan_in_the_data_for_300_steps_raises_by_name_and_changes_no_parameter():
+    model = torch.nn.Linear(2, 1)
+    before = copy.deepcopy(model.state_dict())
+    optimizer, scaler = torch.optim.Adam(model.named_parameters()), LossScaler()
+    errors = []
+    for _ in range(300):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.tensor([[math.nan, 1.0]])).sum()).backward()
+        scaler.step(optimizer)
+        try:
+            scaler.update()
+        except ScaleCollapseError as error:
+            errors.append(str(error))
+    # 65536 needs 30 halvings to 2^-14, then every 50 skips count.
+    assert len(errors) == (300 - 30) // 50
+    assert "weight" in errors[0] and "bias" not in errors[0] and "50 skipped" in errors[0]
+    assert scaler.get_scale() == 2.0**-14
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_torchs_scale_collapse_does_not_happen():
+    """166 overflows take torch's scale to 0, and the next finite step writes NaN."""
+    weight = parameter(1.0)
+    optimizer, scaler = torch.optim.SGD([weight], 0.5), LossScaler(max_skips=1000)
+    for _ in range(200):
+        one_step(scaler, optimizer, weight, [math.inf])
+    one_step(scaler, optimizer, weight, [1.0])
+    assert weight.tolist() == [0.5]
+
+
+def test_names_from_the_model_where_the_optimizer_has_none():
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), LossScaler(2.0**-14, max_skips=1)
+    scaler.name_parameters(model)
+    with pytest.raises(ScaleCollapseError, match=r"gradients: weight\. No parameter"):
+        one_step(scaler, optimizer, model.weight, [math.nan])
+    other = LossScaler(2.0**-14, max_skips=1)
+    with pytest.raises(ScaleCollapseError, match=r"group 0 parameter 0 \(1, 1\)"):
+        one_step(other, optimizer, model.weight, [math.nan])
+
+
+def test_scale_stays_within_max():
+    weight = parameter(1.0)
+    optimizer, scaler = torch.optim.SGD([weight], 0.0), LossScaler(8.0, growth_interval=1, max_scale=32.0)
+    scales = []
+    for _ in range(4):
+        one_step(scaler, optimizer, weight, [1.0])
+        scales.append(scaler.get_scale())
+    assert scales == [16.0, 32.0, 32.0, 32.0]
+
+
+# StepResult
+
+
+def test_result_tells_what_happened():
+    weight = parameter(3.0, 4.0)
+    optimizer, scaler = torch.optim.SGD([weight], 0.0), LossScaler(16.0)
+    result = one_step(scaler, optimizer, weight, [3.0, 4.0])
+    assert (result.skipped, result.scale, result.grad_norm, result.nonfinite) == (False, 16.0, 5.0, [])
+    result = one_step(scaler, optimizer, weight, [math.inf, 4.0])
+    assert (result.skipped, result.found_inf, result.scale) == (True, True, 16.0)
+    assert result.nonfinite == ["group 0 parameter 0 (2,)"]
+    assert scaler.get_scale() == 8.0
+    assert scaler.skipped_steps == 1
+    assert [(r.step, r.scale, r.skipped) for r in scaler.history()] == [(1, 16.0, False), (2, 16.0, True)]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_norm_read_after_zero_grad_says_so(set_to_none):
+    weight = parameter(1.0)
+    optimizer, scaler = torch.optim.SGD([weight], 0.1), LossScaler()
+    result = one_step(scaler, optimizer, weight, [1.0])
+    optimizer.zero_grad(set_to_none)
+    with pytest.raises(RuntimeError, match="before zero_grad"):
+        _ = result.grad_norm
+    assert not result.skipped
+
+
+@pytest.mark.parametrize("gradient", [[0.3, -2.0, 5.0], [3e-5, -2e-5, 1e-5]])
+@pytest.mark.parametrize("max_norm", [1e-5, 0.1, 1e6, math.inf])
+def test_clipping_in_the_step_equals_torchs(max_norm, gradient):
+    weight, reference = parameter(1.0, 2.0, 3.0), parameter(1.0, 2.0, 3.0)
+    scaler = LossScaler()
+    scaler.scale((weight * torch.tensor(gradient)).sum()).backward()
+    result = scaler.step(torch.optim.SGD([weight], 0.1), max_grad_norm=max_norm)
+    reference.grad = torch.tensor(gradient)
+    norm = torch.nn.utils.clip_grad_norm_([reference], max_norm)
+    torch.optim.SGD([reference], 0.1).step()
+    assert torch.equal(weight.grad, reference.grad)
+    assert torch.equal(weight, reference)
+    assert result.grad_norm == float(norm)
+
+
+def test_scheduler_guarded_by_the_result_never_warns(recwarn):
+    weight = parameter(1.0)
+    optimizer, scaler = torch.optim.SGD([weight], 1.0), LossScaler()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for gradient in (math.nan, 1.0, math.nan, 1.0):
+        if not one_step(scaler, optimizer, weight, [gradient]).skipped:
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert not recwarn.list
+
+
+# Recipes
+
+
+def test_accumulation_of_four_micro_batches_equals_one_batch():
+    inputs = torch.randn(8, 3)
+    results = []
+    for micro in (1, 4):
+        weight = parameter(1.0, 2.0, 3.0)
+        optimizer, scaler = torch.optim.SGD([weight], 0.5), LossScaler()
+        for part in inputs.chunk(micro):
+            scaler.scale((part * weight).sum() / 8).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        results.append(weight.detach())
+    # Sums in another order: a few roundings of float32.
+    torch.testing.assert_close(results[0], results[1], rtol=2**-20, atol=0)
+
+
+def test_two_optimizers_of_a_gan_skip_by_themselves():
+    one, two = parameter(1.0), parameter(1.0)
+    first, second = torch.optim.SGD([one], 0.5), torch.optim.SGD([two], 0.5)
+    scaler = LossScaler(4.0)
+    losses = scaler.scale([(one * 1.0).sum(), (two * math.inf).sum()])
+    for loss in losses:
+        loss.backward()
+    results = scaler.step(first), scaler.step(second)
+    scaler.update()
+    assert [result.skipped for result in results] == [False, True]
+    assert (one.tolist(), two.tolist(), scaler.get_scale()) == ([0.5], [1.0], 2.0)
+    assert [record.skipped for record in scaler.history()] == [True]
+
+
+def test_gradient_penalty_equals_float32():
+    """The recipe of torch's documentation: the penalty's gradient is unscaled by hand, then scaled again."""
+    results = []
+    for scaler in (LossScaler(), LossScaler(enabled=False)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        inputs = torch.randn(5, 3, requires_grad=True)
+        scaled = torch.autograd.grad(scaler.scale(model(inputs).sum()), inputs, create_graph=True)[0]
+        penalty = ((scaled / scaler.get_scale()).norm(dim=1) - 1).square().mean()
+        scaler.scale(model(inputs).sum() + penalty).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        results.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(results[0], results[1], rtol=2**-20, atol=2**-24)
+
+
+def test_sparse_gradients_equal_torchs():
+    results = []
+    for scaler in (LossScaler(), torch.amp.GradScaler("cpu")):
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(5, 2, sparse=True)
+        optimizer = torch.optim.SparseAdam(table.parameters(), 0.1)
+        for factor in (1.0, math.nan, 2.0):
+            optimizer.zero_grad()
+            scaler.scale(table(torch.tensor([1, 1, 3])).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((table.weight.tolist(), scaler.get_scale()))
+    assert results[0] == results[1]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_half_gradient_whose_sum_overflows_is_found():
+    table = torch.nn.Embedding(2, 1, sparse=True)
+    optimizer, scaler = torch.optim.SGD(table.parameters(), 0.1), LossScaler()
+    scaler.scale(torch.zeros(()))
+    table.half()
+    values, indices = torch.full((2, 1), 60000.0, dtype=torch.float16), torch.tensor([[1, 1]])
+    table.weight.grad = torch.sparse_coo_tensor(indices, values, (2, 1), is_coalesced=False)
+    flags = scaler._check_inf_per_device(optimizer)
+    assert [float(flag) for flag in flags.values()] == [1.0]
+
+
+def test_lbfgs_with_closure_equals_float32():
+    results = []
+    for scaler in (LossScaler(), LossScaler(enabled=False)):
+        weight = parameter(-1.0, 2.0)
+        optimizer = torch.optim.LBFGS([weight], max_iter=10, line_search_fn="strong_wolfe")
+
+        def closure(weight=weight, optimizer=optimizer, scaler=scaler):
+            optimizer.zero_grad()
+            loss = (1 - weight[0]) ** 2 + 100 * (weight[1] - weight[0] ** 2) ** 2
+            scaler.scale(loss).backward()
+            return loss
+
+        for _ in range(4):
+            result = scaler.step(optimizer, closure=closure)
+            scaler.update()
+        assert float(result.returned.detach()) < 5
+        results.append(weight.detach())
+    assert torch.equal(results[0], results[1])
+
+
+def test_lbfgs_overflow_inside_the_closure_gives_everything_back():
+    weight, calls = parameter(-1.0, 2.0), []
+    optimizer, scaler = torch.optim.LBFGS([weight], lr=0.1, max_iter=5), LossScaler()
+
+    def closure():
+        calls.append(weight.tolist())
+        optimizer.zero_grad()
+        loss = (weight**4).sum() * (math.nan if len(calls) == bad_call else 1.0)
+        scaler.scale(loss).backward()
+        return loss
+
+    bad_call = 0
+    scaler.step(optimizer, closure)
+    scaler.update()
+    before = weight.tolist(), copy.deepcopy(optimizer.state_dict())
+    bad_call = len(calls) + 2
+    result = scaler.step(optimizer, closure)
+    scaler.update()
+    assert result.skipped and scaler.get_scale() == 2.0**15
+    assert calls[-1] != before[0], "the second call was made at moved parameters"
+    assert weight.tolist() == before[0]
+    torch.testing.assert_close(optimizer.state_dict(), before[1], rtol=0, atol=0)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Two-step SAM: climb to the sharpest point nearby, take its gradient, step from where one was."""
+
+    def __init__(self, params, rho=0.05, lr=0.1):
+        super().__init__(params, {"rho": rho, "lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        (weight,) = self.param_groups[0]["params"]
+        home, climb = weight.clone(), weight.grad * (0.05 / weight.grad.norm())
+        weight.add_(climb)
+        with torch.enable_grad():
+            closure()
+        weight.copy_(home - 0.1 * weight.grad)
+
+
+def test_two_step_sam_equals_float32():
+    results = []
+    for scaler in (LossScaler(), LossScaler(enabled=False)):
+        weight = parameter(1.0, -2.0)
+        optimizer = SharpnessAware([weight])
+
+        def closure(weight=weight, optimizer=optimizer, scaler=scaler):
+            optimizer.zero_grad()
+            loss = (weight**4).sum()
+            scaler.scale(loss).backward()
+            return loss
+
+        for _ in range(3):
+            closure()
+            assert not scaler.step(optimizer, closure).skipped
+            scaler.update()
+        results.append(weight.detach())
+    assert torch.equal(results[0], results[1])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_gradients_on_no_parameter_warn_once_by_cause(caplog):
+    frozen = parameter(1.0)
+    frozen.requires_grad_(False)
+    scaler = LossScaler(device="cpu")
+    for _ in range(2):
+        assert scaler.step(torch.optim.SGD([frozen], 0.1)).skipped
+        scaler.update()
+    (record,) = caplog.records
+    assert "1 parameters, 0 of them require grad" in record.message and "frozen" in record.message
+    assert scaler._get_growth_tracker() == 0
+
+    caplog.clear()
+    moved = parameter(1.0) * 1.0
+    LossScaler(device="cpu").step(_holding(moved))
+    assert "not leaves" in caplog.records[0].message
+    caplog.clear()
+    LossScaler(device="cpu").step(torch.optim.SGD([parameter(1.0)], 0.1))
+    assert "detached" in caplog.records[0].message and "another model" in caplog.records[0].message
+
+
+def _holding(tensor):
+    optimizer = torch.optim.SGD([parameter(0.0)], 0.1)
+    optimizer.param_groups[0]["params"] = [tensor]
+    return optimizer
+
+
+def test_as_accelerate_calls_it():
+    """Accelerate passes its closure, None, by position and watches whether `step` ran."""
+    weight, ran = parameter(1.0), []
+    optimizer, scaler = torch.optim.SGD([weight], 0.5), LossScaler()
+    plain_step = optimizer.step
+    optimizer.step = lambda *args, **kwargs: (ran.append(args), plain_step(*args, **kwargs))
+    backward(scaler, weight, [1.0])
+    scaler.step(optimizer, None)
+    scaler.update()
+    assert (weight.tolist(), ran) == ([0.5], [(None,)])
+
+
+def test_as_lightning_calls_it():
+    """Lightning evaluates the closure itself, unscales to clip, and reads state through the same names."""
+    weight = parameter(3.0, 4.0)
+    optimizer, scaler = torch.optim.SGD([weight], 1.0), LossScaler()
+    backward(scaler, weight, [3.0, 4.0])
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_([weight], 1e-9)
+    scaler.step(optimizer)
+    scaler.update()
+    restored = torch.amp.GradScaler("cpu")
+    restored.load_state_dict(scaler.state_dict())
+    assert weight.tolist() == [3.0, 4.0] and restored._get_growth_tracker() == 1
+
+
+# Order, states, arguments
+
+
+def test_unscale_twice_is_once():
+    weight = parameter(1.0)
+    optimizer, scaler = torch.optim.SGD([weight], 1.0), LossScaler()
+    backward(scaler, weight, [0.25])
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.update()
+    assert (weight.tolist(), scaler._get_growth_tracker()) == ([0.75], 1)
+
+
+def test_wrong_order_says_what_was_called_and_the_right_order():
+    weight = parameter(1.0)
+    optimizer, scaler = torch.optim.SGD([weight], 1.0), LossScaler()
+    for call, name in ((scaler.update, "update"), (lambda: scaler.step(optimizer), "step")):
+        with pytest.raises(StepOrderError, match=rf"{name}\(\) was called, but scale\(\) was never.*right order"):
+            call()
+    backward(scaler, weight, [1.0])
+    scaler.step(optimizer)
+    with pytest.raises(StepOrderError, match=r"step\(\) was called.*already stepped.*STEPPED"):
+        scaler.step(optimizer)
+    with pytest.raises(StepOrderError, match=r"unscale_\(\) was called.*already stepped"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(StepOrderError, match=r"pickling.*after update\(\)"):
+        pickle.dumps(scaler)
+
+
+def test_fp16_gradients_without_masters_are_refused_by_name():
+    model = torch.nn.Linear(1, 1).half()
+    optimizer, scaler = torch.optim.SGD(model.named_parameters(), 1.0), LossScaler(device="cpu")
+    model.weight.grad = torch.ones_like(model.weight)
+    with pytest.raises(OptionError, match=r"weight have float16.*MasterWeightOptimizer\(optimizer\)"):
+        scaler.step(optimizer)
+
+
+ODD = {
+    "init_scale": 32.0,
+    "growth_factor": 3.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 7,
+    "hysteresis": 3,
+    "refill": "good_step",
+    "min_scale": 0.5,
+    "max_scale": 4096.0,
+}
+
+
+def odd_scaler(**changes):
+    """A used scaler with no default value in any field."""
+    scaler = LossScaler(**{**ODD, **changes})
+    weight = parameter(1.0)
+    optimizer = torch.optim.SGD([weight], 0.1)
+    for gradient in (1.0, math.nan, 1.0, math.nan, math.nan):
+        one_step(scaler, optimizer, weight, [gradient])
+    return scaler
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_state_round_trip_with_no_default_anywhere(used):
+    scaler = odd_scaler()
+    state = scaler.state_dict()
+    assert state["_hysteresis_left"] == 1 and state["counters"]["skipped_steps"] == 3
+    other = LossScaler(device="cpu" if used else None)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    assert pickle.loads(pickle.dumps(scaler)).state_dict() == state
+    assert copy.deepcopy(scaler).state_dict() == state
+
+
+def test_states_are_interchangeable_with_torchs_both_ways():
+    state = odd_scaler(hysteresis=1).state_dict()
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(state)
+    assert theirs.state_dict() == {key: state[key] for key in theirs.state_dict()}
+    ours = LossScaler()
+    ours.load_state_dict(theirs.state_dict())
+    assert {key: ours.state_dict()[key] for key in theirs.state_dict()} == theirs.state_dict()
+
+
+def test_five_steps_save_load_five_steps_equal_ten():
+    events = [1.0, math.nan, 1.0, 1.0, math.nan, math.nan, 1.0, 1.0, 1.0, 1.0]
+
+    def run(scaler, weight, part):
+        optimizer = torch.optim.SGD([weight], 0.1)
+        for gradient in part:
+            one_step(scaler, optimizer, weight, [gradient])
+
+    options = {"growth_interval": 2, "hysteresis": 2}
+    whole, weight = LossScaler(**options), parameter(1.0)
+    run(whole, weight, events)
+    first, half = LossScaler(**options), parameter(1.0)
+    run(first, half, events[:5])
+    second = LossScaler(**options)
+    second.load_state_dict(first.state_dict())
+    run(second, half, events[5:])
+    assert second.state_dict() == whole.state_dict()
+    assert torch.equal(half, weight)
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "text"),
+    [
+        ({}, CheckpointError, "empty.*disabled"),
+        ([], CheckpointError, "got a list"),
+        ({"scale": 2.0}, CheckpointError, "growth_factor.*missing, found .*scale"),
+        ({**torch.amp.GradScaler("cpu").state_dict(), "scale": 0.0}, OptionError, "scale=0.0"),
+        ({**torch.amp.GradScaler("cpu").state_dict(), "scale": math.nan}, OptionError, "scale=nan"),
+        (
+            {**torch.amp.GradScaler("cpu").state_dict(), "growth_factor": 0.5},
+            OptionError,
+            "growth_factor=0.5",
+        ),
+    ],
+)
+def test_bad_states_are_refused(state, error, text):
+    with pytest.raises(error, match=text):
+        LossScaler().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"init_scale": -1.0}, "init_scale=-1.0"),
+        ({"init_scale": math.inf}, "init_scale=inf"),
+        ({"init_scale": "cuda"}, r"LossScaler\(device='cuda'\)"),
+        ({"init_scale": 2.0**30}, "max_scale=.*widen"),
+        ({"growth_factor": 1.0}, "growth_factor=1.0.*> 1"),
+        ({"growth_factor": math.nan}, "growth_factor=nan"),
+        ({"backoff_factor": 1.0}, "backoff_factor=1.0"),
+        ({"backoff_factor": -0.5}, "backoff_factor=-0.5"),
+        ({"growth_interval": 0}, "growth_interval=0"),
+        ({"growth_interval": 2.5}, "growth_interval=2.5"),
+        ({"hysteresis": 0}, "hysteresis=0"),
+        ({"refill": "grow"}, "'grow'.*Did you mean 'growth'"),
+        ({"min_scale": 0.0}, "min_scale=0.0"),
+        ({"min_scale": 8.0, "max_scale": 4.0}, "min_scale=8 is above max_scale=4"),
+        ({"max_skips": 0}, "max_skips=0"),
+    ],
+)
+def test_bad_arguments_are_refused(options, text):
+    with pytest.raises(OptionError, match=text):
+        LossScaler(**options)
+
+
+@pytest.mark.parametrize("new", [-1.0, 0, math.nan, math.inf, "8", True, torch.tensor(-1.0), torch.ones(2)])
+def test_bad_new_scale_is_refused_and_changes_nothing(new):
+    scaler = LossScaler(device="cpu")
+    with pytest.raises(OptionError, match="new_scale"):
+        scaler.update(new)
+    assert scaler.get_scale() == 2.0**16
+
+
+@pytest.mark.parametrize("new", [1024, 1024.0, torch.tensor(1024), torch.tensor([1024.0])])
+def test_new_scale_may_be_any_number(new):
+    scaler = LossScaler(device="cpu")
+    scaler.update(new)
+    assert scaler.get_scale() == 1024.0
+
+
+def test_setters_check_too():
+    scaler = LossScaler()
+    scaler.set_growth_factor(4.0)
+    scaler.set_backoff_factor(0.1)
+    scaler.set_growth_interval(3)
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (
+        4,
+        0.1,
+        3,
+    )
+    with pytest.raises(OptionError, match="growth_factor=1"):
+        scaler.set_growth_factor(1.0)
+
+
+def test_scale_takes_nested_tensors_and_nothing_else():
+    scaler = LossScaler(2.0)
+    scaled = scaler.scale([torch.ones(2), (torch.ones(1),)])
+    assert scaled[0].tolist() == [2.0, 2.0] and scaled[1][0].tolist() == [2.0]
+    with pytest.raises(OptionError, match="given a int"):
+        scaler.scale(3)
+
+
+def test_disabled_passes_through():
+    weight = parameter(1.0)
+    scaler = LossScaler(enabled=False)
+    result = one_step(scaler, torch.optim.SGD([weight], 0.5), weight, [1.0])
+    assert (weight.tolist(), result.skipped, result.scale, scaler.state_dict()) == ([0.5], False, 1.0, {})
+    assert scaler.get_scale() == 1.0
+
+
+def test_pure_bfloat16_is_warned_of_once(caplog):
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    for optimizer, warnings in ((torch.optim.SGD([weight], 0.1), 1), (None, 0)):
+        caplog.clear()
+        scaler = LossScaler(device="cpu")
+        optimizer = optimizer or MasterWeightOptimizer(torch.optim.SGD([weight], 0.1))
+        for _ in range(2):
+            weight.grad = torch.ones_like(weight)
+            scaler.step(optimizer)
+            scaler.update()
+        assert len([r for r in caplog.records if "updates bfloat16 parameters directly" in r.message]) == warnings
+
+
+def test_bfloat16_needs_no_scaling():
+    assert not LossScaler(dtype=torch.bfloat16).is_enabled()
+    assert LossScaler(dtype=torch.float16).is_enabled()

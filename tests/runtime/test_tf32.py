@@ -1,0 +1,41 @@
+"""TF32 is switched by one call, reported, and otherwise left alone."""
+
+import logging
+
+import pytest
+import torch
+
+from fxamp.runtime.tf32 import set_tf32, tf32_state
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_asking_changes_nothing():
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
+    assert (tf32_state().matmul, tf32_state().convolution) == (False, True)
+    assert str(tf32_state()).startswith("TF32: matmul off, convolution on")
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, True)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_switching_reports_and_returns_the_state_before(enabled, caplog):
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = not enabled, enabled
+    with caplog.at_level(logging.INFO, "fxamp"):
+        before = set_tf32(enabled)
+    assert (before.matmul, before.convolution) == (not enabled, enabled)
+    assert (tf32_state().matmul, tf32_state().convolution) == (enabled, enabled)
+    assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is enabled
+    word = "on" if enabled else "off"
+    assert f"TF32: matmul {word}, convolution {word}" in caplog.text
+
+
+def test_torchs_own_switch_is_seen():
+    torch.set_float32_matmul_precision("high")
+    assert tf32_state().matmul
+    torch.set_float32_matmul_precision("highest")
+    assert not tf32_state().matmul
