@@ -1,0 +1,1 @@
+"""Tables, diffs and explanations of what the passes decided."""

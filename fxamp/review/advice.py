@@ -1,0 +1,87 @@
+"""What stayed outside, and what would make a converted model faster, in sentences."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from fxamp.review.gemms import ALIGNMENT, Gemm
+from fxamp.review.regions import Region
+from fxamp.review.rows import Row
+from fxamp.review.words import bytes_in_words, plural
+
+_MANY = 3
+"""Entries of one kind of advice that are named; the rest is counted."""
+_WORTH = 1 << 20
+"""Bytes: a float32 region below this is not worth a line of advice."""
+
+
+def outside_of(rows: Iterable[Row]) -> list[str]:
+    """Nodes that run as the user wrote them although they hold weights or are unknown, with why."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.reason_kind == "unlisted" or (row.reason_kind == "type" and "inside the module" in row.reason):
+            found.setdefault(f"{row.op}: {row.reason}", []).append(row.name)
+    return [f"{text} ({plural(len(names), 'node')}: {_listed(names)})" for text, names in found.items()]
+
+
+def advice_of(
+    rows: Sequence[Row], gemms: Sequence[Gemm], regions: Sequence[Region], low_nodes: int, options: Any
+) -> Iterator[str]:
+    """Sentences, the most important first."""
+    if not rows:
+        yield "no graph was captured yet: call the model once, or pass example_inputs to fxamp.convert."
+        return
+    if not low_nodes:
+        yield (
+            "nothing runs in low precision, so nothing is gained. Most common reasons: " + _common_reasons(rows) + "."
+        )
+    yield from _high_gemms(gemms)
+    yield from _unaligned(gemms, options.pad_to or ALIGNMENT)
+    yield from (_region_advice(region) for region in regions[:_MANY] if region.nbytes >= _WORTH)
+    unlisted = Counter(row.op for row in rows if row.colour == "unlisted" and row.precision == "high")
+    if unlisted:
+        ops, remedy = _listed(list(unlisted)), f"FXAMP_INFERLIST_ADD={','.join(unlisted)}"
+        yield f"unlisted ops run in float32: {ops}. {remedy} lets them run low."
+    if not gemms and any(row.colour == "allow" for row in rows) and not any(row.shape for row in rows):
+        yield "sizes are not known: pass example_inputs to fxamp.convert, or call the model once."
+
+
+def _common_reasons(rows: Iterable[Row]) -> str:
+    kinds = Counter(row.reason for row in rows if row.precision == "high" and not row.role and not row.is_source)
+    return "; ".join(f"{reason} ({count})" for reason, count in kinds.most_common(_MANY)) or "there is no float32 op"
+
+
+def _high_gemms(gemms: Sequence[Gemm]) -> Iterator[str]:
+    high = [gemm for gemm in gemms if gemm.precision != "low"]
+    if high:
+        share = sum(gemm.flops for gemm in high) / max(1, sum(gemm.flops for gemm in gemms))
+        names = _listed([gemm.node for gemm in sorted(high, key=lambda gemm: -gemm.flops)])
+        count = plural(len(high), "GEMM")
+        yield f"{count} ({share:.0%} of GEMM work) in float32: {names}; ask fxamp.explain why."
+
+
+def _unaligned(gemms: Sequence[Gemm], alignment: int) -> Iterator[str]:
+    """One line for each kind of dimension, with the number to use instead."""
+    found: dict[str, list[str]] = {}
+    for gemm in gemms:
+        if gemm.precision == "low":
+            for text in gemm.unaligned:
+                found.setdefault(text, []).append(gemm.node)
+    lines = sorted(found.items(), key=lambda entry: -len(entry[1]))
+    for text, nodes in lines[: 2 * _MANY]:
+        size = int(text.split("=")[1].split("(")[0])
+        better = -(-size // alignment) * alignment
+        where = f"{text} is no multiple of {alignment} in {_listed(nodes)}"
+        yield f"{where}: {better} lets Tensor Cores run full."
+
+
+def _region_advice(region: Region) -> str:
+    return (
+        f"{bytes_in_words(region.nbytes)} of float32 values in {plural(len(region.nodes), 'node')} around "
+        f"{region.cause}: {region.reason}."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MANY])
+    return shown if len(names) <= _MANY else f"{shown} and {len(names) - _MANY} more"

@@ -1,0 +1,97 @@
+"""What is said and written down when a model is converted: log lines, and the folder of FXAMP_LOG_PATH."""
+
+import itertools
+import logging
+import os
+import warnings
+import weakref
+from pathlib import Path
+
+from torch import nn
+
+from fxamp.converted import Engine
+from fxamp.errors import OptionError, nearest
+from fxamp.review.dump import dump
+from fxamp.review.report import Report, report, require_engine
+from fxamp.review.table import overview
+
+log = logging.getLogger("fxamp")
+
+MAX_LINES = 20
+"""Lines said about one conversion at INFO."""
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+_folders: "weakref.WeakKeyDictionary[Engine, Path]" = weakref.WeakKeyDictionary()
+_configured: str | None = None
+
+
+def announce(converted: nn.Module) -> None:
+    """Log what a conversion decided, and dump it where FXAMP_LOG_PATH says.
+
+    The summary and what to know are logged at INFO, in at most MAX_LINES lines; every node's decision at DEBUG.
+    Called again for a model, after another graph was captured, it brings the same folder up to date.
+    """
+    configure_logging()
+    path = os.environ.get("FXAMP_LOG_PATH", "").strip()
+    if not path and not log.isEnabledFor(logging.INFO):
+        return
+    built = report(converted)
+    for line in list(overview(built))[:MAX_LINES]:
+        log.info(line)
+    if log.isEnabledFor(logging.DEBUG):
+        _log_nodes(built)
+    if path:
+        log.info("written to %s", _dump(converted, Path(path)))
+
+
+def configure_logging() -> None:
+    """Follow FXAMP_LOG_LEVEL: set the level, and print to stderr where there is no logging yet."""
+    global _configured
+    wanted = os.environ.get("FXAMP_LOG_LEVEL", "").strip().upper()
+    if not wanted or wanted == _configured:
+        return
+    _configured = wanted
+    if wanted not in _LEVELS:
+        hint = nearest(wanted, _LEVELS)
+        warnings.warn(
+            f"FXAMP_LOG_LEVEL={wanted} is no level.{hint} Allowed: {', '.join(_LEVELS)}.",
+            UserWarning,
+            stacklevel=3,
+        )
+        return
+    log.setLevel(wanted)
+    if not log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("fxamp: %(message)s"))
+        log.addHandler(handler)
+
+
+def _log_nodes(built: Report) -> None:
+    for row in built.rows:
+        log.debug("%s (%s, %s): %s: %s", row.name, row.op, row.role or row.colour, row.runs_in, row.reason)
+
+
+def _dump(converted: nn.Module, parent: Path) -> Path:
+    """Dump into this model's own folder below `parent`; a dump that fails is only a warning."""
+    engine = require_engine(converted)
+    folder = _folders.get(engine)
+    try:
+        if folder is None or folder.parent != parent:
+            folder = _folders[engine] = _new_folder(parent, type(converted).__name__)
+        return dump(converted, folder)
+    except (OSError, OptionError) as error:
+        log.warning("FXAMP_LOG_PATH=%s: %s", parent, error)
+        return parent
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """`parent/name-1`, or the next number that nobody has."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = parent / f"{name}-{number}"
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable")

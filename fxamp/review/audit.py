@@ -1,0 +1,204 @@
+"""The numeric linter: what low precision would do to a model's numbers, for people who do not convert it."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from torch import fx, nn
+
+from fxamp.numerics.flow import Extent, watch_flow
+from fxamp.numerics.run import call_of
+from fxamp.rebuild import reference
+from fxamp.review.gemms import gemms_of
+from fxamp.review.regions import regions_of
+from fxamp.review.report import report
+from fxamp.review.rows import Row
+from fxamp.review.words import bytes_in_words, plural
+
+REGION_BYTES = 1 << 20
+"""Float32 regions below this are not worth a finding."""
+
+_REMEDIES: Mapping[str, str] = {
+    "mask": "fill with torch.finfo(x.dtype).min, or float('-inf') where no row is masked as a whole",
+    "literal": "use a literal that float16 holds, or keep the op in float32 (autocast(enabled=False), or .float())",
+    "epsilon": "use an epsilon of at least 1e-3 in float16, or add it in float32",
+    "taint": "keep it in float32 down to the softmax or the GEMM that reads it",
+    "square": "square in float32: x.float().pow(2), or divide by the largest value first",
+    "integers": "keep positions and counts in float32 or in integers until after the trigonometric or GEMM op",
+    "domain": "compute the argument in float32, or use the fused form (log_softmax, logsigmoid, rms_norm)",
+    "protected": "nothing: the model's author keeps it in float32; keep it so",
+    "gemm": "use sizes that are multiples of 8; fxamp.convert pads them without touching parameters",
+    "region": "let the op that begins it run low where its values allow it: see fxamp.what_if, fxamp.compare",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that low precision would do.
+
+    Attributes:
+        pattern: "mask", "literal", "epsilon", "taint", "square", "integers", "domain", "protected", "gemm", "region".
+        severity: "error" where the numbers seen show it, "warning" where they may, "note" where only speed is at stake.
+        evidence: the rule that found it; `values`: what the node held on the given inputs.
+    """
+
+    pattern: str
+    severity: str
+    node: str
+    op: str
+    source: str
+    module: str
+    evidence: str
+    values: str
+    remedy: str
+
+    def __str__(self) -> str:
+        place = PurePath(self.source).name or self.module or "?"
+        seen = f" (seen: {self.values})" if self.values else ""
+        return f"{place}: {self.severity}: {self.pattern}: {self.node}: {self.evidence}{seen}. {self.remedy}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """All findings, gravest first. `str()` is text, `to_json()` and `to_sarif()` are for programs."""
+
+    model: str
+    findings: tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.model}: {plural(len(self.findings), 'finding')}"
+        return "\n".join([head, *map(str, self.findings)])
+
+    def to_json(self) -> str:
+        """JSON text."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    def to_sarif(self) -> str:
+        """SARIF 2.1.0, as code review on GitHub and elsewhere reads it."""
+        return json.dumps(_sarif(self), indent=2)
+
+
+_ORDER = ("error", "warning", "note")
+
+
+def audit_converted(converted: nn.Module, inputs: Any) -> Audit:
+    """The findings of a model that has been converted for the purpose; it is run once in fp32 on `inputs`."""
+    call = call_of(converted, inputs)
+    fp32 = reference(converted, call.engine, call.variant)
+    extents = watch_flow(call, None, fp32, as_float32=True).values
+    built = report(converted)
+    number = call.engine.all_variants().index(call.variant)
+    rows = [row for row in built.rows if row.graph == number]
+    found = [
+        *(finding for row in rows for finding in _of_node(row, extents.get(row.name), fp32.graph)),
+        *_of_gemms(call.variant.graph),
+        *_of_regions(rows),
+    ]
+    return Audit(built.model, tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity))))
+
+
+# ---------------------------------------------------------------------------------------------------- single nodes
+
+
+def _of_node(row: Row, extent: Extent | None, graph: fx.Graph) -> Iterator[Finding]:
+    judge = _JUDGES.get(row.reason_kind)
+    if row.reason_kind == "integers" and extent is not None and _largest(extent) <= 1:
+        return  # a mask: 0 and 1 are exact
+    if judge is not None and not row.role:
+        pattern, severity = judge(row, extent)
+        yield _finding(pattern, severity, row, row.reason, str(extent) if extent is not None else "")
+
+
+def _finding(pattern: str, severity: str, row: Row, evidence: str, values: str) -> Finding:
+    return Finding(pattern, severity, row.name, row.op, row.source, row.module, evidence, values, _REMEDIES[pattern])
+
+
+_FP16_MAX = 65504.0
+_FILLS = ("masked_fill", "where", "full", "full_like", "new_full", "fill")
+
+
+def _literal(row: Row, extent: Extent | None) -> tuple[str, str]:
+    if "largest number" in row.reason:
+        is_mask = row.op in _FILLS or "literal -" in row.reason  # (1 - mask) * -1e9 is how many models write it
+        return ("mask" if is_mask else "literal"), "error"
+    return ("epsilon" if row.op in ("add", "sub", "clamp", "clamp_min", "rsub") else "literal"), "warning"
+
+
+def _largest(extent: Extent) -> float:
+    return max(abs(extent.low or 0.0), abs(extent.high or 0.0))
+
+
+def _by_size(pattern: str, limit: float) -> Callable[[Row, Extent | None], tuple[str, str]]:
+    """An error where the values seen pass `limit`, else a warning."""
+
+    def judge(row: Row, extent: Extent | None) -> tuple[str, str]:
+        return pattern, "error" if extent is not None and _largest(extent) > limit else "warning"
+
+    return judge
+
+
+_JUDGES: Mapping[str, Callable[[Row, Extent | None], tuple[str, str]]] = {
+    "literal": _literal,
+    "taint": lambda row, extent: ("taint", "warning"),
+    "square": _by_size("square", _FP16_MAX),
+    "integers": _by_size("integers", 2048.0),
+    "upstream": lambda row, extent: ("domain", "warning"),
+    "user region": lambda row, extent: ("protected", "note"),
+}
+
+
+# ------------------------------------------------------------------------------------------------------- graphs
+
+
+def _of_gemms(graph: fx.Graph) -> Iterator[Finding]:
+    for gemm in gemms_of(graph):
+        if gemm.unaligned:
+            evidence = f"{', '.join(gemm.unaligned)}: no multiple of 8, so Tensor Cores run less than full"
+            size = f"{gemm.batch} x ({gemm.m} x {gemm.k}) @ ({gemm.k} x {gemm.n})"
+            yield Finding(
+                *("gemm", "note", gemm.node, gemm.op, gemm.source, gemm.module, evidence, size, _REMEDIES["gemm"])
+            )
+
+
+def _of_regions(rows: list[Row]) -> Iterator[Finding]:
+    by_name = {row.name: row for row in rows}
+    for region in regions_of(rows):
+        if region.nbytes >= REGION_BYTES:
+            row = by_name[region.cause]
+            evidence = (
+                f"{bytes_in_words(region.nbytes)} stay float32 in {plural(len(region.nodes), 'node')}: {row.reason}"
+            )
+            yield _finding("region", "note", row, evidence, "")
+
+
+# -------------------------------------------------------------------------------------------------------- SARIF
+
+
+def _sarif(audit: Audit) -> dict[str, Any]:
+    rules = [{"id": pattern, "shortDescription": {"text": remedy}} for pattern, remedy in _REMEDIES.items()]
+    return {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {"driver": {"name": "fxamp audit", "rules": rules}},
+                "results": [_sarif_result(finding) for finding in audit.findings],
+            }
+        ],
+    }
+
+
+def _sarif_result(finding: Finding) -> dict[str, Any]:
+    file, _, line = finding.source.rpartition(":")
+    seen = f" Seen: {finding.values}." if finding.values else ""
+    result: dict[str, Any] = {
+        "ruleId": finding.pattern,
+        "level": finding.severity,
+        "message": {"text": f"{finding.node} ({finding.op}): {finding.evidence}.{seen} {finding.remedy}."},
+    }
+    if file and line.isdigit():
+        place = {"artifactLocation": {"uri": PurePath(file).as_posix()}, "region": {"startLine": int(line)}}
+        result["locations"] = [{"physicalLocation": place}]
+    return result

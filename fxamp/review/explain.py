@@ -1,0 +1,159 @@
+"""Why a node, a module or a source line runs in the precision it does, and what would change it."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from fxamp.lists import OpLists
+from fxamp.review.chain import Rows, by_name, chain_of, readers_of
+from fxamp.review.find import find_rows
+from fxamp.review.remedies import Remedy, remedies_for
+from fxamp.review.report import Report, report, require_engine
+from fxamp.review.rows import Row
+from fxamp.review.words import bytes_in_words, plural
+
+_FULL = 3
+"""Nodes of a module, a line or an op that are explained in full; the rest is counted."""
+_NAMED = 4
+"""Neighbours that are named."""
+
+
+def explain(converted: nn.Module, name: str) -> str:
+    """The chain of reasons of a node, module, source line or op, and what would change it.
+
+        print(fxamp.explain(model, "encoder.layer.3"))     # a module path or glob
+        print(fxamp.explain(model, "model.py:42"))         # a line
+        print(fxamp.explain(model, "softmax_1"))           # a node of fxamp.report(model)
+
+    Raises:
+        OptionError: the model was not converted, or nothing has that name (it gives the nearest names).
+    """
+    lists: OpLists = require_engine(converted).options.lists
+    return explain_rows(report(converted), lists, name)
+
+
+def explain_rows(built: Report, lists: OpLists, name: str) -> str:
+    """`explain` on a report."""
+    kind, found = find_rows(built.rows, name)
+    if kind == "node":
+        texts = dict.fromkeys("\n".join(_node(row, built, lists)) for row in found)
+        return "\n\n".join(texts)
+    return "\n".join(_group(f"{kind} {name}", found, built, lists))
+
+
+def reasons_of(converted: nn.Module, name: str) -> list[list[Row]]:
+    """A chain for each node that `name` means, as rows: the node itself first, the root last."""
+    built = report(converted)
+    kind, found = find_rows(built.rows, name)
+    rows = found if kind == "node" else _computing(found) or found
+    return [chain_of(row, by_name(built.rows, row.graph)) for row in rows]
+
+
+def _computing(rows: Sequence[Row]) -> list[Row]:
+    """The rows of operations: no casts, inputs, parameters or outputs."""
+    return [row for row in rows if not row.role and not row.is_source and row.op != "output"]
+
+
+# ----------------------------------------------------------------------------------------------------- groups
+
+
+def _group(title: str, found: Sequence[Row], built: Report, lists: OpLists) -> Iterator[str]:
+    computing = _computing(found)
+    high = [row for row in computing if row.precision == "high"]
+    low = sum(row.precision == "low" for row in computing)
+    casts = sum(bool(row.role) for row in found)
+    yield (
+        f"{title}: {low} of {plural(len(computing), 'node')} in {built.low_dtype}, {len(high)} in float32"
+        + (f", {plural(casts, 'cast')}" if casts else "")
+    )
+    for (reason, kind), count in Counter((row.reason, row.reason_kind) for row in computing).most_common():
+        yield f"  {count} x {reason}  [{kind}]"
+    shown = (high or computing or list(found))[:_FULL]
+    for row in shown:
+        yield ""
+        yield from _node(row, built, lists)
+    left = len(high or computing) - len(shown)
+    if left > 0:
+        yield ""
+        yield f"... and {left} more: name one of them, or see print(fxamp.report(model))"
+
+
+# -------------------------------------------------------------------------------------------------------- one
+
+
+def _node(row: Row, built: Report, lists: OpLists) -> Iterator[str]:
+    rows = by_name(built.rows, row.graph)
+    chain = chain_of(row, rows)
+    yield _headline(row)
+    place = [f"at {row.source}"] if row.source else []
+    place += [f"in module {row.module} ({row.module_class})"] if row.module else []
+    if place:
+        yield "  " + ", ".join(place)
+    yield f"why {row.runs_in}:"
+    width = max(len(link.name) for link in chain)
+    for link in chain:
+        yield f"  {link.name:<{width}}  {link.reason}  [{link.reason_kind}]"
+    yield from _list_row(chain[-1], lists)
+    if row.role:
+        yield from _who_reads(row, rows)
+    elif row.reason_kind == "cut":
+        yield from _neighbours(row, rows)
+    yield "what would change it:"
+    yield from (f"  - {remedy.text}" for remedy in _distinct(remedies_for(chain, lists)))
+    yield from _cost(row, rows, built)
+
+
+def _headline(row: Row) -> str:
+    shape = "" if row.shape is None else f" of shape {tuple(row.shape)}"
+    what = row.role or f"`{row.op}`, {row.colour}"
+    return f"{row.name} ({what}) runs in {row.runs_in}" + (f", value {row.dtype}{shape}" if row.dtype else "")
+
+
+def _list_row(root: Row, lists: OpLists) -> Iterator[str]:
+    listed = lists.row(root.op)
+    if root.reason_kind in ("list", "unlisted") and listed is not None:
+        origin = "fxamp/lists/" + f"{listed.colour}.toml" if listed.origin == "default" else listed.origin
+        yield f'  list row: {root.op} = "{listed.reason}"  ({origin})'
+
+
+def _who_reads(row: Row, rows: Rows) -> Iterator[str]:
+    readers = readers_of(row, rows)
+    names = ", ".join(map(_called, readers[:_NAMED]))
+    more = f" and {len(readers) - _NAMED} more" if len(readers) > _NAMED else ""
+    yield f"  read by {names}{more}"
+    for reader in readers[:1]:
+        if reader.op == "output":
+            yield "  outputs come back in convert(..., output_dtype=torch.float32)"
+        for link in chain_of(reader, rows):
+            yield f"    {link.name}: {link.reason}  [{link.reason_kind}]"
+
+
+def _called(row: Row) -> str:
+    """The row's name and precision; a cast is called after the value it casts."""
+    if row.role and row.reason_node:
+        return f"{row.reason_node} cast to {row.dtype}"
+    return f"{row.name} ({row.runs_in})"
+
+
+def _neighbours(row: Row, rows: Rows) -> Iterator[str]:
+    given = [rows[name] for name in row.inputs if name in rows]
+    reads = ", ".join(map(_called, given[:_NAMED]))
+    read_by = ", ".join(map(_called, readers_of(row, rows)[:_NAMED]))
+    yield f"  it reads {reads or 'nothing'}; it is read by {read_by or 'nobody'}"
+
+
+def _distinct(remedies: Sequence[Remedy]) -> list[Remedy]:
+    return list({remedy.text: remedy for remedy in remedies}.values())
+
+
+def _cost(row: Row, rows: Rows, built: Report) -> Iterator[str]:
+    """What float32 costs here: bytes beyond those of the low dtype, and casts that stand around the node."""
+    if row.precision != "high" or row.is_source:
+        return
+    floats = [row, *(rows[name] for name in row.inputs if name in rows)]
+    sizes = [found.nbytes or 0 for found in floats if found.dtype == "float32"]
+    around = [found for found in (*readers_of(row, rows), *floats[1:]) if found.role == "cast"]
+    extra = f"{bytes_in_words(sum(sizes) // 2)} more read and written than in {built.low_dtype}, forward"
+    names = ", ".join(found.name for found in around) or "none"
+    yield f"what it costs: {extra}; casts beside it: {names}"

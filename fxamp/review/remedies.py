@@ -1,0 +1,206 @@
+"""What would give a node the other precision: one sentence each, with the setting that does it."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from fxamp.lists import OpLists
+from fxamp.review.rows import Row
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedy:
+    """One way to change a decision.
+
+    Attributes:
+        text: the sentence a reader gets.
+        overrides, environment, options: the same as arguments of convert() and shell variables; empty where
+            only the user's code can change it.
+    """
+
+    text: str
+    overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def remedies_for(chain: Sequence[Row], lists: OpLists) -> list[Remedy]:
+    """Every way to change the precision of `chain[0]`, whose reason ends at `chain[-1]`, mildest first."""
+    row = chain[0]
+    root = next((link for link in chain if link.reason_kind in _DECISIVE), chain[-1])
+    if row.role:
+        return [Remedy("it is gone when its readers run in the precision of the value they read")]
+    if row.precision == "low":
+        return list(_towards_float32(row, root))
+    if row.precision == "none":
+        return [Remedy("nothing: it handles no float32 value, and only float32 values change dtype")]
+    found = list(_HIGH.get(root.reason_kind, _override_only)(root, lists))
+    if row is not root and root.reason_kind not in _FINAL:
+        found.append(_override(row, "allow", "runs this node low whatever it reads"))
+    return found
+
+
+def _override(row: Row, colour: str, effect: str) -> Remedy:
+    return Remedy(f"convert(..., overrides={_dict(row.name, colour)}) {effect}", overrides={row.name: colour})
+
+
+def _dict(key: str, value: str) -> str:
+    return json.dumps({key: value})
+
+
+def _towards_float32(row: Row, root: Row) -> Iterator[Remedy]:
+    if row.is_source:
+        yield Remedy('opt_level="O1" keeps parameters in float32', options={"opt_level": "O1"})
+        return
+    if root.reason_kind == "override":
+        yield Remedy("take that override out: " + root.reason)
+    yield _override(row, "deny", "keeps this node in float32")
+    if root.reason_kind == "level":
+        yield Remedy('opt_level="O1" follows the lists', options={"opt_level": "O1"})
+        return
+    if row.module:
+        text = f"convert(..., overrides={_dict(row.module, 'deny')}) keeps its whole module in float32"
+        yield Remedy(text, overrides={row.module: "deny"})
+    if row.op:
+        text = f"FXAMP_DENYLIST_ADD={row.op} keeps every `{row.op}` in float32"
+        yield Remedy(text, environment={"FXAMP_DENYLIST_ADD": row.op})
+
+
+def _listed(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    row = lists.row(root.op)
+    origin = row.origin if row is not None else "default"
+    if origin.startswith("FXAMP_"):
+        yield Remedy(f"unset {origin}, which put `{root.op}` on the {root.colour} list")
+    elif origin != "default":
+        yield Remedy(f"take `{root.op}` out of {origin}, which put it on the {root.colour} list")
+    if "level 'strict'" in root.reason:
+        yield Remedy('convert(..., level="balanced") lets it run low', options={"level": "balanced"})
+        yield _override(root, "allow", "runs this one low and keeps the level")
+        return
+    text = (
+        f"take `{root.op}` off the deny list: FXAMP_INFERLIST_ADD={root.op} moves it to infer: it then "
+        f"runs low where what it reads is low (FXAMP_DENYLIST_REMOVE={root.op} alone: unlisted, float32)"
+    )
+    yield Remedy(text, environment={"FXAMP_INFERLIST_ADD": root.op})
+    yield _override(root, "allow", "runs this one low and leaves the list alone")
+
+
+def _unlisted(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    text = f"list it: FXAMP_INFERLIST_ADD={root.op} (low where what it reads is low), or ALLOWLIST (always low)"
+    yield Remedy(text, environment={"FXAMP_INFERLIST_ADD": root.op})
+    yield _override(root, "allow", "runs this one low")
+
+
+def _risky(danger: str) -> Callable[[Row, OpLists], Iterator[Remedy]]:
+    def remedy(root: Row, lists: OpLists) -> Iterator[Remedy]:
+        yield _override(root, "allow", f"runs it low all the same; {danger}")
+
+    return remedy
+
+
+def _override_only(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    yield _override(root, "allow", "runs it low")
+
+
+def _user_cast(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    where = f" at {root.line}" if root.line else ""
+    yield Remedy(f"take the conversion{where} out of the model's code")
+
+
+def _user_dtype(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    yield Remedy(f"take dtype=torch.float32 out of {root.line or root.name}: it asks for a float32 result")
+
+
+def _measured(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    yield _override(root, "allow", "runs it low although values that were measured do not fit")
+
+
+def _planned(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    yield Remedy("change its line in the plan, or convert without plan=")
+    yield _override(root, "allow", "is stronger than the plan")
+
+
+def _user_region(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    yield Remedy(f"take {root.line or 'it'} out of the region where autocast is switched off")
+    yield _override(root, "allow", "runs it low although the model's author protected it")
+
+
+def _overridden(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    if "_keep_in_fp32_modules" in root.reason:
+        yield _override(root, "allow", "is stronger than the model's _keep_in_fp32_modules")
+    else:
+        yield Remedy(f"take that entry out of convert(..., overrides=): {root.reason}")
+
+
+def _level(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    wider = "balanced" if "strict" in root.reason else "aggressive"
+    yield Remedy(f'convert(..., level="{wider}") spreads low precision further', options={"level": wider})
+    yield _override(root, "allow", "runs this one low")
+
+
+def _input(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    yield Remedy(f"{root.name} is an input, and inputs come as the caller gives them")
+
+
+def _parameter(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    text = 'convert(..., opt_level="O2") stores parameters that are only read low in low precision, with '
+    yield Remedy(text + "float32 masters in fxamp.MasterWeightOptimizer", options={"opt_level": "O2"})
+
+
+def _type(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    if "not known" in root.reason:
+        yield Remedy("pass example_inputs to fxamp.convert, or call the model once: types are then known")
+    elif "inside the module" in root.reason:
+        yield Remedy(f"nothing but another module: `{root.op}` reads its weights itself")
+    else:
+        yield Remedy("nothing: only float32 values change dtype")
+
+
+def _aliasing(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    yield Remedy(f"write {root.line or 'it'} out of place (y = f(x) instead of f_(x)): then each value has its own")
+
+
+def _conversion(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    yield Remedy("nothing needs to: a cast is made where it is read low")
+
+
+def _integers(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    danger = "integers beyond 2048 in float16, 256 in bfloat16, are rounded"
+    if root.op in ("float", "to", "type"):
+        yield Remedy(f"nothing at {root.line or root.name} itself, which makes float32; where it is read low, {danger}")
+    else:
+        yield _override(root, "allow", f"runs it low all the same; {danger}")
+
+
+def _rows(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    yield _override(root, "allow", "picks low rows; the gradients of equal rows are then added in low precision")
+
+
+_HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
+    "list": _listed,
+    "unlisted": _unlisted,
+    "literal": _risky("change the literal in the code to one that low precision holds"),
+    "taint": _risky("numbers beyond the range become inf"),
+    "integers": _integers,
+    "rows": _rows,
+    "square": _risky("scale the operand down first, or the square overflows float16 from 256"),
+    "upstream": _risky("rounding may take the argument out of the domain: -inf or NaN"),
+    "user cast": _user_cast,
+    "user region": _user_region,
+    "override": _overridden,
+    "not low-born": _level,
+    "not between": _override_only,
+    "input": _input,
+    "parameter": _parameter,
+    "type": _type,
+    "aliasing": _aliasing,
+    "conversion": _conversion,
+    "creation": _conversion,
+    "user dtype": _user_dtype,
+    "ranges": _measured,
+    "plan": _planned,
+}
+_DECISIVE = frozenset(("upstream", "aliasing"))
+"""Kinds that decide by themselves: what their reason names is not what to change."""
+_FINAL = frozenset(("type",))
+"""Roots that no override can get past."""

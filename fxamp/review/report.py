@@ -1,0 +1,307 @@
+"""What was decided and what it costs, as one object."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fxamp.converted import Engine, Variant, engine_of
+from fxamp.dtypes import dtype_name
+from fxamp.errors import OptionError
+from fxamp.lists import EnvironmentChange
+from fxamp.review.advice import advice_of, outside_of
+from fxamp.review.code import graph_title
+from fxamp.review.gemms import ALIGNMENT, Gemm, gemms_of
+from fxamp.review.regions import Region, regions_of
+from fxamp.review.rows import Row, rows_of
+from fxamp.review.table import report_table
+
+if TYPE_CHECKING:
+    from fxamp.review.what_if import Suggestion
+
+# ---------------------------------------------------------------------- the one definition of what is counted
+
+
+def is_node(row: Row) -> bool:
+    """One operation, input, parameter read or output of the model; what a pass put in is no node."""
+    return not row.role
+
+
+def is_cast(row: Row) -> bool:
+    """One conversion of an activation between the two precisions in the forward graph."""
+    return row.role == "cast" and row.op == "to"
+
+
+def is_weight_cast(row: Row) -> bool:
+    """One conversion of a parameter or buffer in the forward graph."""
+    return row.role == "weight cast" and row.op == "to"
+
+
+def user_casts(rows: Sequence[Row]) -> int:
+    """Conversions between the two precisions that the user wrote: x.float() of a value that is low by now."""
+    dtypes = {(row.graph, row.name): row.dtype for row in rows}
+    written = [row for row in rows if row.op in _CONVERSIONS and not row.role and row.dtype in _FLOATS]
+    reads = [(row.dtype, dtypes.get((row.graph, row.inputs[0]))) for row in written if row.inputs]
+    return sum(before in _FLOATS and before != after for after, before in reads)
+
+
+_CONVERSIONS = ("to", "float", "half", "bfloat16", "type", "type_as", "_to_copy")
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+def casts_inside(rows: Sequence[Row], device: str) -> int:
+    """Conversions that an op makes of a low operand because it is asked for a float32 result (`dtype=`).
+
+    They are no nodes of the graph, and no kernels on CUDA; elsewhere torch makes softmax and log_softmax with
+    `dtype=` of a conversion and a kernel, and in bfloat16 on CUDA too.
+    """
+    dtypes = {(row.graph, row.name): row.dtype for row in rows}
+    fused = ("float16", "float32") if device == "cuda" else ("float32",)
+    asked = [row for row in rows if row.op in ("softmax", "log_softmax") and row.dtype == "float32" and not row.role]
+    return sum(dtypes.get((row.graph, row.inputs[0])) not in fused for row in asked)
+
+
+# ------------------------------------------------------------------------------------------------- the report
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """An active environment variable.
+
+    Attributes:
+        effect: what it did to the lists, in words.
+        nodes: how many nodes of the model it touched.
+    """
+
+    name: str
+    value: str
+    effect: str
+    nodes: int
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}: {self.effect} ({self.nodes} nodes of this model)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Padding:
+    """One GEMM dimension that was padded."""
+
+    node: str
+    dim: int
+    logical: int
+    padded: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The decisions over all graphs of a converted model.
+
+    `str(report)` is a table, `to_json()` the same for programs. What counts as a node, a cast and a weight
+    cast is defined by `is_node`, `is_cast` and `is_weight_cast` here; the model runs the casts counted.
+
+    Attributes:
+        model: class name.
+        low_dtype: "float16" | "bfloat16".
+        total_nodes, low_precision_nodes: of the captured graphs, before any cast is inserted.
+        casts_to_low, casts_to_high: activation casts in one forward of every graph.
+        weight_casts: parameters and buffers cast in one forward of every graph; of a frozen model, in the first.
+        user_casts: conversions between the precisions that the user's code makes; not counted in `casts`.
+        casts_inside: conversions that softmax and log_softmax make themselves; see `casts_inside` of this module.
+        cast_bytes, weight_cast_bytes: read and written by them, None where shapes are not known.
+        rows: one per node of the rewritten graphs.
+        regions: connected float32 parts, largest first.
+        gemms: matrix products whose sizes are known.
+        padded: GEMM dimensions that were padded.
+        captures: how each graph was captured; `titles`: what calls it is for.
+        outside: what runs as the user wrote it, and why.
+        environment: active variables and their effect.
+        advice: what would make the model faster, in sentences.
+        is_preview: made from assumed types, before the first call.
+    """
+
+    model: str
+    low_dtype: str
+    total_nodes: int
+    low_precision_nodes: int
+    casts_to_low: int
+    casts_to_high: int
+    weight_casts: int
+    user_casts: int
+    casts_inside: int
+    cast_bytes: int | None
+    weight_cast_bytes: int | None
+    rows: tuple[Row, ...]
+    regions: tuple[Region, ...]
+    gemms: tuple[Gemm, ...]
+    padded: tuple[Padding, ...]
+    captures: tuple[str, ...]
+    titles: tuple[str, ...]
+    outside: tuple[str, ...]
+    environment: tuple[Variable, ...]
+    advice: tuple[str, ...]
+    is_preview: bool
+    _options: Any = dataclasses.field(default=None, repr=False, compare=False)
+    _model: nn.Module | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def casts(self) -> int:
+        """Activation casts in the graphs, both directions."""
+        return self.casts_to_low + self.casts_to_high
+
+    @property
+    def coverage(self) -> float | None:
+        """Share of the GEMMs' operations that run low, 0 to 1; None where there is no GEMM of known size."""
+        total = sum(gemm.flops for gemm in self.gemms)
+        return sum(gemm.flops for gemm in self.gemms if gemm.precision == "low") / total if total else None
+
+    @property
+    def launches(self) -> int:
+        """Kernels that only convert: one per activation cast, per weight cast, and per bucket of weights."""
+        weights = [row for row in self.rows if row.role == "weight cast"]
+        buckets = {(row.graph, row.name) for row in weights if not is_weight_cast(row)}
+        packed = sum((row.graph, row.inputs[0]) in buckets for row in weights if is_weight_cast(row))
+        return self.casts + self.weight_casts - packed + len(buckets)
+
+    def summary(self) -> str:
+        """One line: low nodes of all nodes, casts to low, parameters cast.
+
+        Converted 405/4897 nodes to float16 precision using 2 cast(s) to float16 (excluding 55 weight casts)
+        """
+        nodes, casts = f"{self.low_precision_nodes}/{self.total_nodes} nodes", f"{self.casts_to_low} cast(s)"
+        return (
+            f"Converted {nodes} to {self.low_dtype} precision using {casts} to {self.low_dtype} "
+            f"(excluding {self.weight_casts} weight casts)"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values, totals first."""
+        fields = {
+            field.name: _plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if not field.name.startswith("_") and field.name != "rows"
+        }
+        computed = {"summary": self.summary(), "casts": self.casts, "coverage": self.coverage}
+        return {**computed, **fields, "rows": _plain(self.rows)}
+
+    def to_json(self) -> str:
+        """`as_dict()` as JSON text."""
+        return json.dumps(self.as_dict(), indent=2)
+
+    def suggest(self) -> "list[Suggestion]":
+        """Moves of list entries that would save most, best first; each is tried on the model."""
+        from fxamp.review.what_if import suggest
+
+        return suggest(self)
+
+    def save_plan(self, path: str | Path) -> Path:
+        """Write every node's precision, for review and for `convert(..., plan=path)`."""
+        from fxamp.review.plan import save_plan
+
+        return save_plan(self, path)
+
+    def __str__(self) -> str:
+        return report_table(self)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return [_plain(part) for part in value] if isinstance(value, (tuple, list)) else value
+
+
+def report(converted: nn.Module) -> Report:
+    """The report of a converted model.
+
+        print(fxamp.report(model))
+
+    Before the first call of a model that was converted without example inputs it is a preview: types are
+    assumed, and shapes are not known.
+
+    Raises:
+        OptionError: the model was not converted.
+    """
+    engine = require_engine(converted)
+    return build_report(engine.all_variants(), engine.options, converted)
+
+
+def require_engine(converted: Any) -> Engine:
+    """The engine of a converted model, or an OptionError that says how to get one."""
+    engine = engine_of(converted)
+    if engine is None:
+        raise OptionError(
+            f"this {type(converted).__qualname__} was not converted: fxamp.convert(model) returns the "
+            "converted model (with FXAMP_DISABLE set, or opt_level='O0', it returns the model as it is)."
+        )
+    return engine
+
+
+def build_report(variants: Iterable[Variant], options: Any, model: nn.Module) -> Report:
+    """One report of several graphs."""
+    variants = list(variants)
+    graphs = [variant.graph for variant in variants]
+    rows = [row for number, graph in enumerate(graphs) for row in rows_of(graph, number)]
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    alignment = options.pad_to or ALIGNMENT
+    gemms = [gemm for number, graph in enumerate(graphs) for gemm in gemms_of(graph, number, alignment)]
+    casts = [row for row in rows if is_cast(row)]
+    weight_casts = [row for row in rows if is_weight_cast(row)]
+    regions = regions_of(rows)
+    outside = outside_of(rows)
+    low_nodes = sum(row.precision == "low" and is_node(row) for row in rows)
+    return Report(
+        model=type(model).__qualname__,
+        low_dtype=dtype_name(options.low),
+        total_nodes=sum(variant.total_nodes for variant in variants),
+        low_precision_nodes=low_nodes,
+        casts_to_low=sum(row.precision == "low" for row in casts),
+        casts_to_high=sum(row.precision == "high" for row in casts),
+        weight_casts=len(weight_casts),
+        user_casts=user_casts(rows),
+        casts_inside=casts_inside(rows, device.type),
+        cast_bytes=_moved(casts),
+        weight_cast_bytes=_moved(weight_casts),
+        rows=tuple(rows),
+        regions=tuple(regions),
+        gemms=tuple(gemms),
+        padded=tuple(_paddings(rows)),
+        captures=tuple(variant.captured.method for variant in variants),
+        titles=tuple(map(graph_title, variants)),
+        outside=tuple(outside),
+        environment=tuple(_variables(options.lists.environment, rows)),
+        advice=tuple(advice_of(rows, gemms, regions, low_nodes, options)),
+        is_preview=not variants or any(variant.is_preview for variant in variants),
+        _options=options,
+        _model=model,
+    )
+
+
+def _moved(casts: Sequence[Row]) -> int | None:
+    """Bytes that casts read and write (4 and 2 for each element), None where one is not known."""
+    total = 0
+    for cast in casts:
+        if cast.nbytes is None:
+            return None
+        total += cast.nbytes * 6 // (2 if cast.precision == "low" else 4)
+    return total
+
+
+def _paddings(rows: Sequence[Row]) -> Iterable[Padding]:
+    """The dimensions that pads made longer; a weight's pad names the weight."""
+    shapes = {(row.graph, row.name): row.shape for row in rows}
+    for row in rows:
+        before = shapes.get((row.graph, row.inputs[0])) if row.role == "pad" else None
+        if before is None or row.shape is None:
+            continue
+        for dim, (logical, padded) in enumerate(zip(before, row.shape, strict=False)):
+            if padded > logical:
+                yield Padding(row.reason_node or row.inputs[0], dim, logical, padded)
+
+
+def _variables(changes: Iterable[EnvironmentChange], rows: Sequence[Row]) -> Iterable[Variable]:
+    for change in changes:
+        touched = sum(row.op in change.ops and is_node(row) for row in rows)
+        yield Variable(change.variable, change.value, change.effect, touched)

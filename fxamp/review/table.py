@@ -1,0 +1,84 @@
+"""A report as text."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from fxamp.review.rows import Row
+from fxamp.review.words import bytes_in_words, plural, size_in_words
+
+if TYPE_CHECKING:
+    from fxamp.review.report import Report
+
+_REGIONS = 5
+"""Float32 regions shown."""
+
+
+def report_table(built: "Report") -> str:
+    """Totals, regions, advice, and a line for every node; parameter reads are left out."""
+    return "\n".join([*overview(built), "", node_table(built)])
+
+
+def overview(built: "Report") -> Iterator[str]:
+    """The totals and what to do about them, a line each."""
+    yield built.summary()
+    if built.is_preview:
+        yield "preview: types are assumed until the model is called or example_inputs are given"
+    cost = [
+        plural(built.casts_to_low, "cast") + f" to {built.low_dtype}",
+        f"{built.casts_to_high} to float32",
+    ]
+    moved = f", {bytes_in_words(built.cast_bytes)} moved" if built.cast_bytes is not None else ""
+    weights = f" ({bytes_in_words(built.weight_cast_bytes)})" if built.weight_cast_bytes is not None else ""
+    yield f"casts: {' and '.join(cost)}{moved}; {plural(built.weight_casts, 'weight cast')}{weights}"
+    if built.user_casts:
+        yield f"the model's own code makes {plural(built.user_casts, 'conversion')} between the precisions"
+    if built.coverage is not None:
+        yield f"GEMM work in {built.low_dtype}: {built.coverage:.1%} of {plural(len(built.gemms), 'GEMM')}"
+    for count, method in sorted({(built.captures.count(m), m) for m in built.captures}):
+        yield f"captured: {plural(count, 'graph')} ({method})"
+    for region in built.regions[:_REGIONS]:
+        yield (
+            f"float32 region: {size_in_words(region.nbytes)} in {plural(len(region.nodes), 'node')}, "
+            f"because of {region.cause}: {region.reason}"
+        )
+    yield from (f"environment: {variable}" for variable in built.environment)
+    yield from (f"outside: {text}" for text in built.outside)
+    yield from (f"advice: {text}" for text in built.advice)
+
+
+def node_table(built: "Report") -> str:
+    """A line for every node but reads of float32 parameters."""
+    shown = [row for row in built.rows if not (row.op in ("parameter", "buffer") and row.reason_kind == "parameter")]
+    many = len(built.captures) > 1
+    lines = [_line(row, many) for row in shown]
+    headers = (
+        *(("graph",) if many else ()),
+        "node",
+        "op",
+        "colour",
+        "runs in",
+        "shape",
+        "line",
+        "module",
+        "reason",
+    )
+    left_out = len(built.rows) - len(shown)
+    note = f"\n({plural(left_out, 'read')} of float32 parameters and buffers not shown)" if left_out else ""
+    return tabulate(lines, headers=headers, disable_numparse=True) + note
+
+
+def _line(row: Row, many: bool) -> tuple[object, ...]:
+    shape = "" if row.shape is None else "x".join(map(str, row.shape)) or "scalar"
+    colour = f"({row.role})" if row.role else row.colour
+    cells = (
+        row.name,
+        row.op,
+        colour,
+        row.runs_in if row.precision != "none" else "-",
+        shape,
+        row.line,
+        row.module,
+    )
+    return (*((row.graph,) if many else ()), *cells, row.reason)

@@ -1,0 +1,153 @@
+"""What a change of the lists or overrides would cost or save, without converting by hand."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+
+from fxamp.errors import FxampError, OptionError, nearest
+from fxamp.lists import COLOURS, Op, OpLists
+from fxamp.rebuild import rebuild
+from fxamp.review.find import find_rows
+from fxamp.review.report import Report, build_report, report, require_engine
+from fxamp.review.rows import Row
+from fxamp.review.words import bytes_in_words
+
+LAUNCH_BYTES = 4 << 20
+"""What a kernel launch is worth in bytes moved: the colouring counts it so, see fxamp/passes/costs.py."""
+MAX_MOVES = 12
+"""Moves that `suggest` tries."""
+_MOVABLE = ("list", "unlisted", "not low-born", "user region", "override")
+"""Kinds of reason that a move may set aside; literals, squares and integers are facts about the numbers."""
+_WIDER = {"strict": "balanced", "balanced": "aggressive"}
+WORTH = 0.01
+"""Share of all bytes that a move without a saved launch must save to be suggested."""
+
+
+def what_if(
+    converted: nn.Module,
+    allow: Iterable[Op] | Op = (),
+    deny: Iterable[Op] | Op = (),
+    infer: Iterable[Op] | Op = (),
+    clear: Iterable[Op] | Op = (),
+) -> Report:
+    """The report that the model would have with these ops or modules in other lists; nothing is changed.
+
+        after = fxamp.what_if(model, infer=["exp"], deny=["encoder.layer.3"])
+        print(after.casts - fxamp.report(model).casts)
+
+    A name is an op of the lists (`exp`), or else a module path, a glob or a node name of the model.
+
+    Raises:
+        OptionError: a name is neither, with the nearest one; or the model was not converted.
+    """
+    options = require_engine(converted).options
+    lists, overrides = options.lists, dict(options.overrides)
+    rows = report(converted).rows
+    for colour, names in zip(COLOURS, (allow, infer, deny, clear), strict=True):
+        for name in (names,) if isinstance(names, str) or callable(names) else names:
+            if _is_op(name, lists, rows):
+                lists = lists.override(**{colour: [name]})
+            else:
+                overrides = {**_checked(str(name), rows, lists), **overrides, str(name): colour}
+    variants = rebuild(converted, lists=lists, overrides=overrides)
+    return build_report(variants, dataclasses.replace(options, lists=lists, overrides=overrides), converted)
+
+
+def _is_op(name: Op, lists: OpLists, rows: Sequence[Row]) -> bool:
+    return not isinstance(name, str) or name in lists or any(row.op == name for row in rows)
+
+
+def _checked(name: str, rows: Sequence[Row], lists: OpLists) -> dict[str, str]:
+    try:
+        find_rows(rows, name)
+    except OptionError as error:
+        hint = nearest(name, lists)
+        raise OptionError(f"what_if: {error}{hint and f' Among the ops:{hint}'}") from None
+    return {}
+
+
+# -------------------------------------------------------------------------------------------------- suggestions
+
+
+@dataclasses.dataclass(frozen=True)
+class Suggestion:
+    """A move and what it would save in one forward.
+
+    Attributes:
+        move: as arguments of `what_if`, "infer=['exp']", or of convert(), "convert(level='balanced')".
+        casts, launches, nbytes: saved; below 0 where it costs.
+        why_not: the reason the node is in float32 today.
+    """
+
+    move: str
+    casts: int
+    launches: int
+    nbytes: int
+    why_not: str
+
+    @property
+    def worth(self) -> int:
+        """Bytes saved, launches included."""
+        return self.nbytes + LAUNCH_BYTES * self.launches
+
+    def __str__(self) -> str:
+        saved = f"{self.casts} casts, {self.launches} launches, {bytes_in_words(abs(self.nbytes))}"
+        return f"{self.move}: saves {saved}{' (costs bytes)' if self.nbytes < 0 else ''}; today: {self.why_not}"
+
+
+def suggest(built: Report) -> list[Suggestion]:
+    """The moves that would save most, best first; each was tried. Whether the numbers allow it is not judged here:
+    see fxamp.compare.
+
+    Raises:
+        OptionError: the graphs were captured by Dynamo, which cannot be asked for them again.
+    """
+    model = built._model
+    if model is None:
+        return []
+    if "dynamo" in built.captures:
+        raise OptionError("suggest() captures the graphs again, and Dynamo's cannot be. Use capture='symbolic'.")
+    found = [_saved(built, after, move, why_not) for move, after, why_not in _tried(built, model)]
+    enough = [move for move in found if move.launches > 0 or move.nbytes > WORTH * traffic(built)]
+    return sorted((move for move in enough if move.worth > 0), key=lambda suggestion: -suggestion.worth)
+
+
+def _tried(built: Report, model: nn.Module) -> Iterator[tuple[str, Report, str]]:
+    """(move in words, the report it gives, reason today) of every move that can be made."""
+    for move, colour, name, why_not in list(_moves(built))[:MAX_MOVES]:
+        with contextlib.suppress(FxampError):
+            yield move, what_if(model, **{colour: [name]}), why_not
+    options = built._options
+    if options.level in _WIDER:
+        wider = {"level": _WIDER[options.level]}
+        after = build_report(rebuild(model, **wider), dataclasses.replace(options, **wider), model)
+        yield f"convert(level={wider['level']!r})", after, f"level {options.level!r}"
+
+
+def _saved(built: Report, after: Report, move: str, why_not: str) -> Suggestion:
+    casts, launches = built.casts - after.casts, built.launches - after.launches
+    return Suggestion(move, casts, launches, traffic(built) - traffic(after), why_not)
+
+
+def traffic(built: Report) -> int:
+    """Bytes of every value that is computed, with what its casts read; a measure to compare two reports by."""
+    computed = sum(row.nbytes or 0 for row in built.rows if not row.is_source)
+    return computed + (built.cast_bytes or 0) // 2 + (built.weight_cast_bytes or 0) // 2
+
+
+def _moves(built: Report) -> Iterator[tuple[str, str, str, str]]:
+    """(in words, colour, name, reason today) of the causes of float32 regions, largest first, each once."""
+    seen: set[str] = set()
+    rows = {(row.graph, row.name): row for row in built.rows}
+    for region in built.regions:
+        for name in region.nodes:
+            row = rows[region.graph, name]
+            if row.reason_kind not in _MOVABLE or row.op == "output":
+                continue
+            by_list = row.reason_kind in ("list", "unlisted")
+            move = ("infer", row.op) if by_list else ("allow", row.name)
+            if move[1] not in seen:
+                seen.add(move[1])
+                yield f"{move[0]}=[{move[1]!r}]", *move, row.reason

@@ -1,0 +1,21 @@
+"""Numbers in words."""
+
+
+def bytes_in_words(nbytes: int) -> str:
+    """bytes_in_words(2_500_000) == "2.5 MB"."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError("unreachable")
+
+
+def size_in_words(nbytes: int) -> str:
+    """`bytes_in_words`, where 0 stands for a size that is not known."""
+    return bytes_in_words(nbytes) if nbytes else "values of unknown size"
+
+
+def plural(count: int, noun: str) -> str:
+    """plural(1, "cast") == "1 cast", plural(2, "cast") == "2 casts"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

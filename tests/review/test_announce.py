@@ -1,0 +1,99 @@
+"""What a conversion says: few lines, each node at DEBUG, and the folder of FXAMP_LOG_PATH."""
+
+import logging
+
+import pytest
+import torch
+from review_cases import FP16, Language, Two, tokens
+
+import fxamp
+from fxamp.review import announce as module
+from fxamp.review.announce import MAX_LINES, announce, configure_logging
+from fxamp.review.report import report
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+@pytest.fixture
+def language():
+    return fxamp.convert(Language().eval(), FP16, (tokens(),), level="strict")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    log = logging.getLogger("fxamp")
+    was = log.level, list(log.handlers)
+    monkeypatch.setattr(module, "_configured", None)
+    yield
+    log.setLevel(was[0])
+    log.handlers[:] = was[1]
+
+
+def test_the_summary_comes_first_and_the_rest_is_short(language, caplog):
+    with caplog.at_level(logging.INFO, "fxamp"):
+        announce(language)
+    assert caplog.messages[0] == report(language).summary()
+    assert 2 < len(caplog.messages) <= MAX_LINES
+
+
+def test_nothing_is_said_unless_somebody_listens(language, caplog):
+    with caplog.at_level(logging.WARNING, "fxamp"):
+        announce(language)
+    assert caplog.messages == []
+
+
+def test_every_decision_is_said_at_debug(language, caplog):
+    with caplog.at_level(logging.DEBUG, "fxamp"):
+        announce(language)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+    rows = report(language).rows
+    assert len(said) == len(rows)
+    assert all(row.name in text and row.reason in text for row, text in zip(rows, said, strict=True))
+
+
+def test_each_model_has_a_folder_and_keeps_it(language, tmp_path, monkeypatch):
+    monkeypatch.setenv("FXAMP_LOG_PATH", str(tmp_path / "log"))
+    announce(language)
+    other = fxamp.convert(Language().eval(), FP16, (tokens(),))
+    announce(other)
+    before = (tmp_path / "log" / "Language-2" / "after.txt").read_text()
+    other(tokens()[0])
+    announce(other)
+    assert sorted(folder.name for folder in (tmp_path / "log").iterdir()) == ["Language-1", "Language-2"]
+    assert (tmp_path / "log" / "Language-2" / "after.txt").read_text().count("# graph") == before.count("# graph") + 1
+
+
+def test_a_path_that_cannot_be_written_is_a_warning(language, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FXAMP_LOG_PATH", str(tmp_path / "file"))
+    announce(language)
+    assert "FXAMP_LOG_PATH=" in caplog.text and "file" in caplog.text
+
+
+@pytest.mark.parametrize("level, number", [("debug", 10), ("INFO", 20), ("WARNING", 30)])
+def test_the_level_comes_from_the_environment(level, number, monkeypatch):
+    monkeypatch.setenv("FXAMP_LOG_LEVEL", level)
+    configure_logging()
+    assert logging.getLogger("fxamp").level == number
+
+
+def test_a_misspelt_level_is_warned_about_once(monkeypatch):
+    monkeypatch.setenv("FXAMP_LOG_LEVEL", "DEBG")
+    with pytest.warns(UserWarning, match="FXAMP_LOG_LEVEL=DEBG is no level. Did you mean 'DEBUG'"):
+        configure_logging()
+    configure_logging()
+
+
+def test_convert_and_the_first_call_write_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FXAMP_LOG_PATH", str(tmp_path))
+    model = fxamp.convert(Two(lambda m, x: m.a(x)), FP16)
+    assert "preview" in (tmp_path / "Two-1" / "before.txt").read_text()
+    model(X)
+    assert "float32 tensor of 2 dimensions" in (tmp_path / "Two-1" / "before.txt").read_text()
+    assert [folder.name for folder in tmp_path.iterdir()] == ["Two-1"]
+
+
+def test_a_preview_is_announced_as_one(caplog):
+    with caplog.at_level(logging.INFO, "fxamp"):
+        announce(fxamp.convert(Two(lambda m, x: m.a(x)), FP16))
+    assert "preview" in caplog.text

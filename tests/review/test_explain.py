@@ -1,0 +1,128 @@
+"""fxamp.explain: the chain of reasons of every kind, and remedies that do what they say."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from review_cases import CASES, FP16, Case, Language, Two, tokens
+
+import fxamp
+from fxamp.errors import OptionError
+from fxamp.lists import OpLists
+from fxamp.review.chain import by_name, chain_of
+from fxamp.review.explain import explain, reasons_of
+from fxamp.review.find import find_rows
+from fxamp.review.remedies import Remedy, remedies_for
+from fxamp.review.report import report
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def converted(case: Case, **more):
+    return fxamp.convert(case.model(case.function), FP16, (X,), **{**case.options, **more})
+
+
+@pytest.fixture(scope="module")
+def language():
+    torch.manual_seed(0)
+    return fxamp.convert(Language().eval(), FP16, (tokens(),))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind)
+def test_the_chain_ends_where_the_decision_was_made(case):
+    model = converted(case)
+    chain = reasons_of(model, case.node)[0]
+    assert tuple(row.reason_kind for row in chain) == case.chain
+    assert chain[0].precision == case.precision
+    text = explain(model, case.node)
+    assert case.culprit in text
+    assert all(row.name in text and row.reason in text for row in chain)
+    assert "what would change it:\n  - " in text
+
+
+def remedies_of(model, node: str) -> list[Remedy]:
+    built = report(model)
+    row = find_rows(built.rows, node)[1][0]
+    return remedies_for(chain_of(row, by_name(built.rows, row.graph)), model._fxamp_engine.options.lists)
+
+
+SETTINGS = [case for case in CASES if case.kind not in ("no float", "cast", "conversion", "cut, low", "type", "input")]
+
+
+@pytest.mark.parametrize("case", SETTINGS, ids=lambda case: case.kind)
+def test_every_remedy_that_is_a_setting_changes_the_node(case):
+    tried = 0
+    for remedy in remedies_of(converted(case), case.node):
+        options = dict(remedy.options)
+        if remedy.overrides:
+            options["overrides"] = {**case.options.get("overrides", {}), **remedy.overrides}
+        if remedy.environment:
+            lists = case.options.get("lists", OpLists.default())
+            options["lists"] = lists.with_environment(remedy.environment)
+        if options:
+            tried += 1
+            row = find_rows(report(converted(case, **options)).rows, case.node)[1][0]
+            assert (row.dtype == "float16") == (case.precision == "high"), remedy.text
+    assert tried or case.kind in ("override", "aliasing", "user dtype", "creation"), "nothing was tried"
+
+
+def test_every_kind_of_reason_the_passes_give_has_a_case():
+    passes = Path(fxamp.__file__).parent / "passes"
+    code = "\n".join(file.read_text() for file in passes.glob("*.py"))
+    kinds = {
+        *re.findall(r'\.fix\(\s*\w+, "(?:high|low)", "([\w -]+)"', code),
+        *re.findall(r'Reason\("([\w -]+)"', code),
+    }
+    shown = {kind for case in CASES for kind in case.chain}
+    assert len(kinds) > 15
+    assert kinds - shown == {"pack", "pad", "absorbed"}, "give each kind a case here and a remedy"
+
+
+def test_a_module_a_line_a_class_and_an_op_are_found(language):
+    rows = report(language).rows
+    line = next(row.line for row in rows if row.name == "log_softmax")
+    assert {row.module for row in find_rows(rows, "blocks.1.norm")[1]} == {"blocks.1.norm"}
+    assert {row.module for row in find_rows(rows, "blocks.*.norm")[1]} == {"blocks.0.norm", "blocks.1.norm"}
+    assert "log_softmax" in [row.name for row in find_rows(rows, line)[1]]
+    assert find_rows(rows, "LayerNorm")[0] == find_rows(rows, "layernorm")[0] == "module class"
+    assert {row.op for row in find_rows(rows, "gelu")[1]} == {"gelu"}
+
+
+def test_a_module_tells_its_share_and_its_reasons(language):
+    text = explain(language, "blocks.0.ff")
+    assert text.splitlines()[0] == "module blocks.0.ff: 3 of 3 nodes in float16, 0 in float32, 4 casts"
+    assert "2 x `linear` is on the allow list" in text
+
+
+def test_what_float32_costs_is_told(language):
+    text = explain(language, "log_softmax")
+    assert "what it costs: 960 B more read and written than in float16, forward; casts beside it: none" in text
+
+
+@pytest.mark.parametrize(
+    "name, hint",
+    [("log_sofmax", "'log_softmax'"), ("blocks.1.nrm", "'blocks.1.norm'"), ("LayerNrm", "'LayerNorm'")],
+)
+def test_an_unknown_name_gets_the_nearest(language, name, hint):
+    with pytest.raises(OptionError, match=f"'{name}' is no node.*Did you mean {hint}"):
+        explain(language, name)
+
+
+def test_a_model_that_was_not_converted_is_named():
+    with pytest.raises(OptionError, match=r"this Two was not converted: fxamp\.convert"):
+        explain(Two(lambda m, x: x), "a")
+
+
+def test_an_environment_variable_is_the_end_of_a_chain(monkeypatch):
+    monkeypatch.setenv("FXAMP_DENYLIST_ADD", "relu")
+    model = fxamp.convert(Two(lambda m, x: m.a(x).relu()), FP16, (X,))
+    assert "unset FXAMP_DENYLIST_ADD, which put `relu` on the deny list" in explain(model, "relu")
+
+
+def test_graphs_with_the_same_answer_give_it_once():
+    model = fxamp.convert(Two(lambda m, x: m.a(x).exp()), FP16, (X,))
+    model(X[None])
+    assert len(report(model).captures) == 2
+    assert explain(model, "a_weight").count("a_weight (`parameter`") == 1
+    assert explain(model, "linear").count("linear (`linear`") == 2, "their shapes differ"

@@ -1,0 +1,138 @@
+"""Saved plans: replayed exactly, compared, and honest about what no longer matches."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from review_cases import FP16, Language, Two, tokens
+
+import fxamp
+from fxamp.cli import main
+from fxamp.errors import OptionError
+from fxamp.review.plan import diff_plans, load_plan, plan_of
+from fxamp.review.report import report
+from fxamp.review.what_if import what_if
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def convert(**more):
+    return fxamp.convert(Language().eval(), FP16, (tokens(),), **more)
+
+
+def precisions(model):
+    return {row.name: row.precision for row in report(model).rows if not row.role}
+
+
+def test_a_plan_replays_on_a_model_converted_otherwise(tmp_path):
+    strict = convert(level="strict", overrides={"blocks.1.ff": "deny"})
+    plan = report(strict).save_plan(tmp_path / "plan.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = convert(plan=plan)
+    assert precisions(again) == precisions(strict) != precisions(convert())
+    kinds = {row.reason_kind for row in report(again).rows if row.op in ("linear", "gelu", "softmax")}
+    assert kinds <= {"plan", "absorbed"}
+    assert torch.equal(again(tokens()).isfinite(), torch.ones_like(again(tokens()), dtype=torch.bool))
+
+
+def test_overrides_are_stronger_than_a_plan(tmp_path):
+    plan = report(convert()).save_plan(tmp_path / "plan.json")
+    assert precisions(convert(plan=plan, overrides={"blocks.0.qkv": "deny"}))["linear"] == "high"
+
+
+def test_masks_stay_finite_under_a_plan(tmp_path):
+    def masked(m, x):
+        return m.b((m.a(x) + torch.zeros(8).masked_fill(x[0] > 0, torch.finfo(torch.float32).min)).softmax(-1))
+
+    first = fxamp.convert(Two(masked), FP16, (X,))
+    second = fxamp.convert(Two(masked), FP16, (X,), plan=report(first).save_plan(tmp_path / "plan.json"))
+    assert bool(second(X).isfinite().all())
+
+
+def test_what_no_longer_matches_is_said(tmp_path):
+    plan = report(fxamp.convert(Two(lambda m, x: m.a(x).exp()), FP16, (X,))).save_plan(tmp_path / "plan.json")
+    with pytest.warns(UserWarning) as said:
+        fxamp.convert(Two(lambda m, x: m.a(x).sin()), FP16, (X,), plan=plan)
+    text = str(said[0].message)
+    assert ":exp#0 is in the plan and not in the model" in text
+    assert ":sin#0 is in the model and not in the plan" in text
+    assert "does not fit this model in 2 places" in text
+
+
+def test_a_plan_of_another_model_says_what_differs(tmp_path):
+    plan = report(convert()).save_plan(tmp_path / "plan.json")
+    with pytest.warns(UserWarning, match=r"the plan of Language does not fit this model in \d+ places"):
+        fxamp.convert(Two(lambda m, x: m.a(x)), FP16, (X,), plan=plan)
+
+
+def test_a_plan_is_a_line_for_a_node(tmp_path):
+    path = report(convert()).save_plan(tmp_path / "plan.json")
+    lines = [line.strip().rstrip(",") for line in path.read_text().splitlines()]
+    assert '"blocks.1.qkv:linear#0": "low"' in lines
+    assert load_plan(path) == plan_of(report(convert()))
+
+
+def test_differences_name_the_nodes():
+    model = convert()
+    old, new = plan_of(report(model)), plan_of(what_if(model, deny=["blocks.0.qkv"]))
+    changes = {change.node: (change.before, change.after) for change in diff_plans(old, new)}
+    assert changes["blocks.0.qkv:linear#0"] == ("low", "high")
+    assert not any(node.startswith("blocks.1") for node in changes)
+    assert diff_plans(old, old) == []
+
+
+def test_diff_on_the_command_line(tmp_path, capsys):
+    model = convert()
+    old = str(report(model).save_plan(tmp_path / "old.json"))
+    new = str(what_if(model, deny=["head"]).save_plan(tmp_path / "new.json"))
+    assert main(["diff", old, old]) == 0
+    assert "equal" in capsys.readouterr().out
+    assert main(["diff", old, new]) == 1
+    assert "head:linear#0: low -> float32" in capsys.readouterr().out
+    assert main(["diff", old, new, "--json"]) == 1
+    assert {"before": "low", "after": "high", "node": "head:linear#0"}.items() <= json.loads(capsys.readouterr().out)[
+        "changes"
+    ][0].items()
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (None, "cannot be read: No such file"),
+        ("nonsense", "is not a plan: it is not JSON"),
+        ("{}", r"is not a plan\. Write one with"),
+        ('{"fxamp_plan": 99}', "a plan of format 99"),
+        ('{"fxamp_plan": 1}', "lacks casts, graphs, level"),
+    ],
+)
+def test_what_is_no_plan_is_refused(content, said, tmp_path):
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(OptionError, match=said):
+        fxamp.convert(Two(lambda m, x: m.a(x)), FP16, (X,), plan=path)
+
+
+def test_a_wrong_precision_is_named(tmp_path):
+    path = report(convert()).save_plan(tmp_path / "plan.json")
+    path.write_text(path.read_text().replace('"head:linear#0": "low"', '"head:linear#0": "lwo"'))
+    with pytest.raises(OptionError, match=r"head:linear#0 is 'lwo'\. Allowed: low, high"):
+        load_plan(path)
+
+
+def test_a_plan_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path):
+    with pytest.raises(OptionError, match=r"the plan cannot be written to .*nowhere"):
+        report(convert()).save_plan(tmp_path / "nowhere" / "plan.json")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OptionError, match=r"the plan cannot be written to .*taken"):
+        report(convert()).save_plan(tmp_path / "taken")
+    assert [file.name for file in tmp_path.iterdir()] == ["taken"]
+
+
+def test_something_else_is_refused():
+    with pytest.raises(OptionError, match="plan is a int"):
+        fxamp.convert(Two(lambda m, x: m.a(x)), FP16, (X,), plan=3)
+    with pytest.raises(OptionError, match="ranges is a int"):
+        fxamp.convert(Two(lambda m, x: m.a(x)), FP16, (X,), ranges=3)

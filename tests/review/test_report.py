@@ -1,0 +1,186 @@
+"""fxamp.report: what is counted is what runs."""
+
+import json
+
+import pytest
+import torch
+from review_cases import CASES, FP16, Language, Two, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxamp
+from fxamp.counting.zoo import MODELS
+from fxamp.review.gemms import gemms_of
+from fxamp.review.regions import regions_of
+from fxamp.review.report import is_cast, is_node, is_weight_cast, report
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Conversions(TorchDispatchMode):
+    """Counts tensors that ATen really converts between float32 and a low dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.add(args[0], out)
+        elif func is torch.ops.aten._foreach_copy_.default:
+            for source, target in zip(args[1], args[0], strict=True):
+                self.add(source, target)
+        return out
+
+    def add(self, source, target):
+        self.count += source.dtype in FLOATS and target.dtype in FLOATS and source.dtype != target.dtype
+
+
+def executed(model, *inputs) -> int:
+    with Conversions() as seen, torch.no_grad():
+        model(*inputs)
+    return seen.count
+
+
+@pytest.fixture(scope="module")
+def language():
+    torch.manual_seed(0)
+    return fxamp.convert(Language().eval(), FP16, (tokens(),))
+
+
+@pytest.mark.parametrize("level", ["strict", "balanced", "aggressive"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_counted_casts_are_those_that_run(level, dtype):
+    model = fxamp.convert(Language().eval(), dtype, (tokens(),), level=level)
+    built = report(model)
+    assert built.weight_casts > 5
+    assert executed(model, tokens()) == built.casts + built.weight_casts + built.casts_inside
+
+
+COUNTED = [case for case in CASES if case.kind != "level"]  # O3 converts the model itself
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.kind)
+def test_counted_casts_are_those_that_run_for_every_kind_of_reason(case):
+    model = fxamp.convert(case.model(case.function), FP16, (X,), **case.options)
+    built = report(model)
+    assert executed(model, X) == built.casts + built.weight_casts + built.casts_inside + built.user_casts
+
+
+@pytest.mark.parametrize("name", ["bert_base", "llama_1b", "lstm_lm", "resnet50", "unet", "vit_b16"])
+def test_counted_casts_are_those_that_run_in_real_models(name):
+    torch.manual_seed(0)
+    step = MODELS[name](True)
+    model = fxamp.convert(step.model, torch.bfloat16, step.inputs)
+    built = report(model)
+    assert executed(model, *step.inputs) == built.casts + built.weight_casts + built.casts_inside + built.user_casts
+
+
+def test_counting_notices_a_cast_that_is_not_counted(language):
+    with Conversions() as seen:
+        X.half().float()
+    assert seen.count == 2
+
+
+def test_totals_follow_from_the_rows(language):
+    built = report(language)
+    assert built.low_precision_nodes == sum(is_node(row) and row.precision == "low" for row in built.rows)
+    assert built.casts == sum(map(is_cast, built.rows)) == 1
+    assert built.weight_casts == sum(map(is_weight_cast, built.rows))
+    assert built.total_nodes == sum(map(is_node, built.rows))
+    assert built.launches <= built.casts + built.weight_casts
+
+
+def test_the_summary_is_the_line_of_the_field(language):
+    built = report(language)
+    assert built.summary() == (
+        f"Converted {built.low_precision_nodes}/{built.total_nodes} nodes to float16 precision using "
+        f"{built.casts_to_low} cast(s) to float16 (excluding {built.weight_casts} weight casts)"
+    )
+
+
+def test_bytes_moved_by_casts(language):
+    built = report(language)
+    casts = [row for row in built.rows if is_cast(row)]
+    elements = sum(torch.Size(row.shape).numel() for row in casts)
+    assert built.cast_bytes == 6 * elements
+
+
+def test_json_holds_every_row_and_the_totals(language):
+    built = report(language)
+    read = json.loads(built.to_json())
+    assert [row["name"] for row in read["rows"]] == [row.name for row in built.rows]
+    assert read["casts"] == built.casts and read["summary"] == built.summary()
+    assert read["rows"][0]["shape"] == [2, 8]
+
+
+def test_the_table_has_a_line_for_every_node_but_parameter_reads(language):
+    built = report(language)
+    lines = str(built).splitlines()
+    for row in built.rows:
+        named = [line for line in lines if line.split()[:1] == [row.name]]
+        assert len(named) == (row.op not in ("parameter", "buffer")), row.name
+    assert lines[0] == built.summary()
+
+
+def test_gemm_work_and_its_alignment(language):
+    built = report(language)
+    head = next(gemm for gemm in built.gemms if gemm.module == "head")
+    assert (head.batch, head.m, head.n, head.k) == (1, 16, 30, 16)
+    assert head.unaligned == ("n = 30 (out_features)",)
+    assert built.coverage == 1.0
+    assert any("n = 30 (out_features) is no multiple of 8" in text and "32" in text for text in built.advice)
+
+
+def test_gemms_of_every_shape():
+    def every(m, x):
+        a = m.a(x)
+        image = a.reshape(1, 2, 4, 4)
+        kernel = m.b.weight.reshape(8, 2, 2, 2)
+        batched = a.reshape(2, 2, 8)
+        return (
+            torch.nn.functional.conv2d(image, kernel),
+            torch.bmm(batched, batched.transpose(1, 2)),
+            torch.addmm(m.a.bias, a, m.b.weight),
+            a @ m.a.bias,
+        )
+
+    model = fxamp.convert(Two(every), FP16, (X,))
+    sizes = [(g.op, g.batch, g.m, g.n, g.k) for g in gemms_of(model._fxamp_engine.all_variants()[0].graph)]
+    assert sizes == [
+        ("linear", 1, 4, 8, 8),
+        ("conv2d", 1, 9, 8, 8),
+        ("bmm", 2, 2, 2, 8),
+        ("addmm", 1, 4, 8, 8),
+        ("matmul", 1, 4, 1, 8),
+    ]
+
+
+def test_float32_regions_are_connected_and_largest_first():
+    def regions(m, x):
+        return m.b(m.a(x).exp() + 1.0) * 1.0, m.a(x)[:1].exp()
+
+    found = regions_of(report(fxamp.convert(Two(regions), FP16, (X,))).rows)
+    assert [region.nodes for region in found] == [("exp", "add"), ("exp_1",)]
+    assert [region.nbytes for region in found] == [2 * 4 * 8 * 4, 8 * 4]
+    assert found[0].cause == "exp"
+
+
+def test_what_stays_outside_is_named():
+    case = next(case for case in CASES if case.kind == "type")
+    built = report(fxamp.convert(case.model(case.function), FP16, (X,)))
+    assert len(built.outside) == 1 and "linear: its weights are read inside the module" in built.outside[0]
+
+
+def test_active_variables_are_echoed_with_the_nodes_they_touched(monkeypatch):
+    monkeypatch.setenv("FXAMP_DENYLIST_ADD", "linear")
+    built = report(fxamp.convert(Two(lambda m, x: m.b(m.a(x))), FP16, (X,)))
+    assert [(v.name, v.value, v.nodes) for v in built.environment] == [("FXAMP_DENYLIST_ADD", "linear", 2)]
+    assert any(text.startswith("nothing runs in low precision") for text in built.advice)
+
+
+def test_without_example_inputs_it_is_a_preview():
+    built = report(fxamp.convert(Two(lambda m, x: m.a(x)), FP16))
+    assert built.is_preview and built.cast_bytes is None and built.coverage is None
+    assert "preview" in str(built)
