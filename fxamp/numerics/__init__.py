@@ -1,0 +1,1 @@
+"""Statistics of real values: ranges, comparison, first bad node."""

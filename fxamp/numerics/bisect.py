@@ -1,0 +1,170 @@
+"""The smallest set of deny entries with which a model meets a tolerance, found by bisection."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from fxamp.errors import OptionError
+from fxamp.numerics.compare import Loss, compare, error_of, record
+from fxamp.numerics.progress import Progress
+from fxamp.numerics.run import Call, call_of
+from fxamp.rebuild import rebuild_variant, reference
+
+MAX_RUNS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class DenySet:
+    """What a search found.
+
+    Attributes:
+        nodes: names to deny.
+        error: largest relative error of an output (and of the loss) with them denied.
+        tolerance: what was asked for; `is_met` says whether it is kept.
+        runs: how many graphs were run.
+        is_minimal: whether taking any single node out would break the tolerance; False where the runs ran out.
+    """
+
+    nodes: tuple[str, ...]
+    error: float
+    tolerance: float
+    runs: int
+    is_minimal: bool
+
+    @property
+    def is_met(self) -> bool:
+        return self.error <= self.tolerance
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """The set as `overrides=` of convert()."""
+        return dict.fromkeys(self.nodes, "deny")
+
+    def __str__(self) -> str:
+        if not self.is_met:
+            return f"even with every node in float32 the error is {self.error:.2e}, above {self.tolerance:.2e}"
+        words = "the smallest set" if self.is_minimal else f"a set ({self.runs} runs were too few for the smallest)"
+        return f"{words} with an error of {self.error:.2e} <= {self.tolerance:.2e}: overrides={self.overrides}"
+
+
+def find_deny(
+    model: nn.Module,
+    converted: nn.Module,
+    inputs: Any,
+    tolerance: float,
+    loss_fn: Loss | None = None,
+    max_runs: int = MAX_RUNS,
+    progress: bool = True,
+) -> DenySet:
+    """The smallest set of nodes whose denial brings the outputs within `tolerance` of the fp32 run.
+
+        found = fxamp.find_deny(model, converted, (x,), tolerance=1e-3)
+        converted = fxamp.convert(model, overrides=found.overrides)
+
+    Low nodes are ordered by the error they introduce; the shortest prefix that is enough is found by bisection, and
+    then halves, quarters ... of it are taken out again where the tolerance allows. "Smallest" is meant so: no single
+    node can be taken out.
+
+    Args:
+        tolerance: largest relative error of any output, and of the loss where a loss function is given.
+        max_runs: graphs that may be rewritten and run.
+
+    Raises:
+        OptionError: a tolerance or a number of runs that is not positive.
+    """
+    if tolerance <= 0 or max_runs < 1:
+        raise OptionError(f"tolerance={tolerance!r}, max_runs={max_runs!r}: both must be positive.")
+    with Progress("bisect", max_runs, progress) as bar:
+        search = _Search(model, call_of(converted, inputs), loss_fn, tolerance, max_runs, bar.step)
+        rows = sorted(compare(model, converted, inputs, loss_fn).rows, key=lambda row: -row.introduced)
+        return search.smallest([row.name for row in rows if row.precision == "low" and row.colour != "clear"])
+
+
+class _Search:
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        loss_fn: Loss | None,
+        tolerance: float,
+        max_runs: int,
+        step: Callable[[], None],
+    ) -> None:
+        self.call, self.loss_fn, self.tolerance, self.max_runs, self.step = call, loss_fn, tolerance, max_runs, step
+        fp32 = reference(call.model, call.engine, call.variant)
+        self.exact = record(dataclasses.replace(call, model=model), fp32, None, as_float32=True)
+        self.known: dict[frozenset[str], float] = {}
+
+    def smallest(self, candidates: Sequence[str]) -> DenySet:
+        if self.passes(()):
+            return self.result((), True)
+        if not self.passes(candidates):
+            return self.result(tuple(candidates), False)
+        chosen = self.shortest_prefix(candidates)
+        chosen, is_minimal = self.reduced(chosen)
+        return self.result(tuple(chosen), is_minimal)
+
+    def shortest_prefix(self, candidates: Sequence[str]) -> Sequence[str]:
+        short, enough = 0, len(candidates)
+        while enough - short > 1 and not self.is_used_up:
+            middle = (short + enough) // 2
+            if self.passes(candidates[:middle]):
+                enough = middle
+            else:
+                short = middle
+        return candidates[:enough]
+
+    def reduced(self, chosen: Sequence[str]) -> tuple[Sequence[str], bool]:
+        """Delta debugging (Zeller, Hildebrandt 2002): take out ever smaller parts for as long as the rest passes."""
+        parts = 2
+        while len(chosen) > 1:
+            size = -(-len(chosen) // parts)
+            smaller = None
+            for start in range(0, len(chosen), size):
+                if self.is_used_up:
+                    return chosen, False
+                rest = [*chosen[:start], *chosen[start + size :]]
+                if self.passes(rest):
+                    smaller = rest
+                    break
+            if smaller is not None:
+                chosen, parts = smaller, max(parts - 1, 2)
+            elif size == 1:
+                break
+            else:
+                parts = min(2 * parts, len(chosen))
+        return chosen, True
+
+    @property
+    def is_used_up(self) -> bool:
+        return len(self.known) >= self.max_runs
+
+    def passes(self, denied: Sequence[str]) -> bool:
+        return self.error(denied) <= self.tolerance
+
+    def error(self, denied: Sequence[str]) -> float:
+        key = frozenset(denied)
+        if key not in self.known:
+            self.known[key] = self._run(denied)
+            self.step()
+        return self.known[key]
+
+    def _run(self, denied: Sequence[str]) -> float:
+        call = self.call
+        overrides = {**call.engine.options.overrides, **dict.fromkeys(denied, "deny")}
+        variant = rebuild_variant(call.model, call.engine, call.variant, overrides=overrides)
+        mixed = record(call, variant, None)
+        errors = list(map(error_of, self.exact.outputs, mixed.outputs))
+        if self.loss_fn is not None:
+            one, other = (self.loss_fn(_outputs(found.outputs)) for found in (self.exact, mixed))
+            errors.append(error_of(one.detach(), other.detach()))
+        return max(errors, default=0.0)
+
+    def result(self, nodes: tuple[str, ...], is_minimal: bool) -> DenySet:
+        return DenySet(nodes, self.error(nodes), self.tolerance, len(self.known), is_minimal)
+
+
+def _outputs(found: Sequence[Any]) -> Any:
+    return found[0] if len(found) == 1 else tuple(found)

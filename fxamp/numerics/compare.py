@@ -1,0 +1,220 @@
+"""Every node's value in fp32 against the same in mixed precision, worst first."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import fx, nn
+
+from fxamp import ir
+from fxamp.converted import Variant
+from fxamp.numerics.run import Call, call_of, floats_in, loss_of, run, state_kept
+from fxamp.rebuild import reference
+
+Loss = Callable[[Any], torch.Tensor]
+Values = dict[str, list[torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeError:
+    """How far a node's value is from its fp32 value.
+
+    Attributes:
+        error: norm of the difference by the norm of the fp32 value; inf where the mixed value alone is not finite.
+        introduced: how much larger that is than the largest error among its inputs: what the node itself adds.
+        largest: largest absolute difference.
+        flushed: share of the non-zero fp32 values that are zero in mixed precision.
+        gradient: as `error`, of the loss's gradient with respect to the value; None without a loss.
+    """
+
+    name: str
+    op: str
+    colour: str
+    precision: str
+    module: str
+    source: str
+    error: float
+    introduced: float
+    largest: float
+    flushed: float
+    gradient: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A whole comparison; `str()` is a table, worst node first.
+
+    Attributes:
+        rows: worst first.
+        output: largest error among the outputs.
+        loss: the two losses (fp32, mixed), None without a loss function.
+    """
+
+    rows: tuple[NodeError, ...]
+    output: float
+    loss: tuple[float, float] | None
+
+    def __str__(self) -> str:
+        lines = [
+            (
+                row.name,
+                row.op,
+                row.precision,
+                f"{row.error:.2e}",
+                f"{row.introduced:.2e}",
+                f"{row.largest:.2e}",
+                f"{row.flushed:.1%}",
+                "" if row.gradient is None else f"{row.gradient:.2e}",
+                row.source.rpartition("/")[2],
+            )
+            for row in self.rows
+        ]
+        headers = ("node", "op", "precision", "error", "introduced", "largest", "to 0", "gradient", "line")
+        head = f"largest relative error of an output: {self.output:.2e}"
+        if self.loss is not None:
+            head += f"; loss {self.loss[0]:.6g} in float32, {self.loss[1]:.6g} in mixed precision"
+        return head + "\n" + tabulate(lines, headers=headers, disable_numparse=True)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass
+class Recorded:
+    """One run: values and gradients by node name, the outputs, and the loss."""
+
+    values: Values
+    gradients: Values
+    outputs: list[torch.Tensor]
+    loss: float | None
+
+
+def compare(
+    model: nn.Module, converted: nn.Module, inputs: Any, loss_fn: Loss | None = None, scale: float = 1.0
+) -> Comparison:
+    """Compare a converted model with its fp32 run, node by node.
+
+        print(fxamp.compare(model, converted, (x,), loss_fn=lambda output: output.float().pow(2).mean()))
+
+    Args:
+        model: the fp32 model; its parameters are used for the fp32 run.
+        converted: what fxamp.convert gave for it.
+        inputs: of one call, as `example_inputs` of convert().
+        loss_fn: gives a scalar of the output; with it gradients are compared too.
+        scale: loss scale of the mixed run; its gradients are divided by it again.
+
+    Raises:
+        OptionError: `converted` is not converted.
+    """
+    call = call_of(converted, inputs)
+    fp32 = reference(converted, call.engine, call.variant)
+    exact = record(dataclasses.replace(call, model=model), fp32, loss_fn, as_float32=True)
+    mixed = record(call, call.variant, loss_fn, scale)
+    rows = _rows(call.variant, fp32, exact, mixed)
+    output = max(map(error_of, exact.outputs, mixed.outputs), default=0.0)
+    losses = None if exact.loss is None or mixed.loss is None else (exact.loss, mixed.loss)
+    return Comparison(tuple(rows), output, losses)
+
+
+def record(
+    call: Call, variant: Variant, loss_fn: Loss | None, scale: float = 1.0, as_float32: bool = False
+) -> Recorded:
+    """Run one graph and keep what it computes."""
+    kept = Recorded({}, {}, [], None)
+
+    def see(node: fx.Node, value: Any) -> Any:
+        if node.op in ("placeholder", "get_attr") or ir.mark(node).role:
+            return value
+        kept.values[node.name] = [tensor.detach() for tensor in floats_in(value)]
+        if loss_fn is not None:
+            for tensor in floats_in(value)[:1]:
+                _keep_gradient(tensor, node.name, kept.gradients, scale)
+        return value
+
+    with state_kept(call.model), torch.set_grad_enabled(loss_fn is not None):
+        output = run(call, see, variant=variant, as_float32=as_float32)
+        kept.outputs = [tensor.detach() for tensor in floats_in(output)]
+        if loss_fn is not None:
+            loss = loss_of(output, loss_fn)
+            kept.loss = float(loss.detach())
+            _run_backward(loss * scale, call.model)
+    return kept
+
+
+def _keep_gradient(tensor: torch.Tensor, name: str, kept: Values, scale: float) -> None:
+    def keep(gradient: torch.Tensor) -> None:
+        kept[name] = [gradient.detach().float() / scale]
+
+    if tensor.requires_grad:
+        tensor.register_hook(keep)  # type: ignore[no-untyped-call]
+
+
+def _run_backward(loss: torch.Tensor, model: nn.Module) -> None:
+    """Backward to the parameters, whose `.grad` is left as it is."""
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if loss.requires_grad and wanted:
+        torch.autograd.grad(loss, wanted, allow_unused=True)
+
+
+def _rows(mixed_graph: Variant, fp32: Variant, exact: Recorded, mixed: Recorded) -> list[NodeError]:
+    nodes = {node.name: node for node in mixed_graph.graph.nodes}
+    errors: dict[str, float] = {}
+    rows = []
+    for node in fp32.graph.nodes:
+        name, real = node.name, nodes.get(node.name)
+        if real is None or not exact.values.get(name) or not mixed.values.get(name):
+            continue
+        errors[name] = max(map(error_of, exact.values[name], mixed.values[name]))
+        before = max((errors.get(given.name, 0.0) for given in node.all_input_nodes), default=0.0)
+        mark = ir.mark(real)
+        gradients = exact.gradients.get(name), mixed.gradients.get(name)
+        rows.append(
+            NodeError(
+                name,
+                mark.op,
+                mark.colour,
+                mark.precision,
+                ir.module_path(real),
+                ir.source_line(real),
+                error=errors[name],
+                introduced=0.0 if math.isinf(before) else max(0.0, errors[name] - before),
+                largest=max(map(_largest, exact.values[name], mixed.values[name])),
+                flushed=max(map(_flushed, exact.values[name], mixed.values[name])),
+                gradient=error_of(gradients[0][0], gradients[1][0]) if gradients[0] and gradients[1] else None,
+            )
+        )
+    return sorted(rows, key=lambda row: -row.error)
+
+
+def error_of(exact: torch.Tensor, mixed: torch.Tensor) -> float:
+    """Norm of the difference by the norm of `exact`; inf where only `mixed` is not finite."""
+    one, other = _pair(exact, mixed)
+    bad = ~torch.isfinite(other)
+    if bool((bad & torch.isfinite(one)).any()):
+        return math.inf
+    one, other = one[~bad], other[~bad]
+    size = float(one.norm())
+    difference = float((one - other).nan_to_num(posinf=0.0, neginf=0.0).norm())
+    return difference / size if size and math.isfinite(size) else (0.0 if difference == 0 else math.inf)
+
+
+def _largest(exact: torch.Tensor, mixed: torch.Tensor) -> float:
+    one, other = _pair(exact, mixed)
+    difference = (one - other).abs().nan_to_num(nan=0.0)
+    return float(difference.max()) if difference.numel() else 0.0
+
+
+def _flushed(exact: torch.Tensor, mixed: torch.Tensor) -> float:
+    one, other = _pair(exact, mixed)
+    nonzero = int((one != 0).sum())
+    return int(((one != 0) & (other == 0)).sum()) / nonzero if nonzero else 0.0
+
+
+def _pair(exact: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as float64, the mixed one without its padding."""
+    part = tuple(slice(0, size) for size in exact.shape)
+    return exact.double(), mixed[part].to(exact.device).double()

@@ -1,0 +1,42 @@
+"""Measured ranges as decisions about nodes: what low precision would not hold runs in float32."""
+
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from fxamp.errors import OptionError
+from fxamp.ir import Reason
+from fxamp.numerics.ranges import Ranges
+
+
+def as_ranges(given: Any) -> Ranges | None:
+    """The `ranges=` of convert(): what fxamp.profile gave, or None.
+
+    Raises:
+        OptionError: anything else.
+    """
+    if given is None or isinstance(given, Ranges):
+        return given
+    raise OptionError(f"ranges is a {type(given).__qualname__}. Give what fxamp.profile(model, batches, loss_fn) gave.")
+
+
+def ranges_pins(ranges: Ranges, graph: fx.Graph, low: torch.dtype) -> dict[str, tuple[Literal["low", "high"], Reason]]:
+    """The nodes that must be float32: their values do not fit, or they read values that overflow.
+
+    A value that overflows is no better for being computed in float32 if its reader rounds it.
+    """
+    evidence = ranges.deny(low)
+    pins: dict[str, tuple[Literal["low", "high"], Reason]] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if node.name in evidence:
+            pins[node.name] = ("high", Reason("ranges", f"measured: {evidence[node.name]}"))
+        else:
+            read = [given for given in node.all_input_nodes if "overflows" in evidence.get(given.name, "")]
+            source = next(iter(read), None)
+            if source is not None:
+                text = f"measured: it reads {source.name}, and {evidence[source.name].replace('its', 'whose')}"
+                pins[node.name] = ("high", Reason("ranges", text, source.name))
+    return pins

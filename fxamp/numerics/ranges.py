@@ -1,0 +1,313 @@
+"""What real data makes of a model's values: exponents of every activation and its gradient, in an fp32 run."""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import fx, nn
+
+from fxamp import ir
+from fxamp.dtypes import dtype_name
+from fxamp.errors import OptionError
+from fxamp.numerics.histogram import LOWEST, Histogram
+from fxamp.numerics.progress import watched
+from fxamp.numerics.run import call_of, floats_in, loss_of, run, state_kept
+from fxamp.rebuild import reference
+from fxamp.runtime.scale_rule import choose_scale
+from fxamp.whole import write_whole
+
+FLUSH_LIMIT = 0.01
+"""Share of a node's non-zero values that may round to zero before the node is suggested for float32."""
+
+_LOW_DTYPES = (torch.float16, torch.bfloat16)
+
+LossFn = Callable[..., torch.Tensor]
+
+
+@dataclasses.dataclass
+class NodeRange:
+    """One node's values over all batches.
+
+    Attributes:
+        values: of its output; `gradients`: of the loss with respect to it.
+    """
+
+    name: str
+    op: str
+    module: str
+    source: str
+    values: Histogram = dataclasses.field(default_factory=Histogram)
+    gradients: Histogram = dataclasses.field(default_factory=Histogram)
+
+
+@dataclasses.dataclass
+class Ranges:
+    """What `profile` measured; `convert(..., ranges=...)` uses it.
+
+    Attributes:
+        nodes: by node name.
+        batches: how many were seen.
+        low: the dtype that shares are told for.
+    """
+
+    nodes: dict[str, NodeRange]
+    batches: int
+    low: torch.dtype
+
+    @property
+    def gradients(self) -> Histogram:
+        """All activation gradients together."""
+        whole = Histogram()
+        for node in self.nodes.values():
+            whole.merge(node.gradients)
+        return whole
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The guide's static scale: the largest power of two that keeps every gradient below 65,504."""
+        largest = self.gradients.largest
+        return choose_scale(largest) if largest > 0 else None
+
+    def deny(self, low: torch.dtype | None = None) -> dict[str, str]:
+        """Nodes that should run in float32, and why: {"exp": "its largest value 9.7e+04 overflows float16"}."""
+        chosen = low or self.low
+        found = {}
+        for node in self.nodes.values():
+            evidence = _evidence(node.values, chosen)
+            if evidence:
+                found[node.name] = evidence
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON, complete or not at all."""
+        write_whole(Path(path), json.dumps(self.as_dict()), "the ranges")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        nodes = [_node_dict(node) for node in self.nodes.values()]
+        return {
+            "low_dtype": dtype_name(self.low),
+            "batches": self.batches,
+            "loss_scale": self.loss_scale,
+            "deny": self.deny(),
+            "nodes": nodes,
+        }
+
+    def plot(self, path: str | Path) -> Path:
+        """Write the picture of the guide's Figures 2 and 3; needs matplotlib."""
+        from fxamp.numerics.plots import plot_ranges
+
+        return plot_ranges(self, path)
+
+    def __str__(self) -> str:
+        return ranges_table(self)
+
+
+def load_ranges(path: str | Path) -> Ranges:
+    """Read what `Ranges.save` wrote.
+
+    Raises:
+        OptionError: it is not there, or something else.
+    """
+    try:
+        read = json.loads(Path(path).read_text(encoding="utf-8"))
+        nodes = {entry["name"]: _node_from(entry) for entry in read["nodes"]}
+        return Ranges(nodes, read["batches"], getattr(torch, read["low_dtype"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = f"{str(path)!r} holds no ranges ({error}). Write them with fxamp.profile(...).save(path)."
+        raise OptionError(text) from error
+
+
+def _node_dict(node: NodeRange) -> dict[str, Any]:
+    plain = {field: getattr(node, field) for field in ("name", "op", "module", "source")}
+    return {**plain, "values": _histogram_dict(node.values), "gradients": _histogram_dict(node.gradients)}
+
+
+def _histogram_dict(histogram: Histogram) -> dict[str, Any]:
+    plain = {field: getattr(histogram, field) for field in ("zeros", "infinite", "nan", "largest")}
+    return {**plain, "exponents": histogram.exponents()}
+
+
+def _node_from(entry: dict[str, Any]) -> NodeRange:
+    node = NodeRange(entry["name"], entry["op"], entry["module"], entry["source"])
+    for kind in ("values", "gradients"):
+        histogram = getattr(node, kind)
+        for field in ("zeros", "infinite", "nan", "largest"):
+            setattr(histogram, field, entry[kind][field])
+        for exponent, count in entry[kind]["exponents"].items():
+            histogram.counts[int(exponent) - LOWEST] = count
+    return node
+
+
+def _evidence(values: Histogram, low: torch.dtype) -> str:
+    name = dtype_name(low)
+    if values.overflows(low):
+        return f"its largest value {values.largest:.3g} overflows {name}"
+    flushed = values.share_flushed(low)
+    if flushed > FLUSH_LIMIT:
+        return f"{flushed:.1%} of its non-zero values round to 0 in {name}"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------- measuring
+
+
+def profile_converted(
+    converted: nn.Module, batches: Iterable[Any], loss_fn: LossFn | None, progress: bool = True
+) -> Ranges:
+    """Measure a converted model's fp32 run; `fxamp.profile` takes any model.
+
+    Args:
+        batches: each the inputs of one call; where `loss_fn` takes two arguments, a batch is (inputs, targets).
+        loss_fn: gives the loss of (output) or of (output, targets); None: no gradients are recorded.
+
+    Raises:
+        OptionError: no batch, or a batch whose loss or inputs are not finite.
+    """
+    nodes: dict[str, NodeRange] = {}
+    count, low = 0, torch.float16
+    for batch in watched(batches, "profile", progress):
+        inputs, criterion = split_batch(batch, loss_fn)
+        _check_finite(inputs, count)
+        low = _measure(converted, inputs, criterion, nodes, count)
+        count += 1
+    if count == 0:
+        raise OptionError("profile got no batches. Give an iterable with at least one (a generator may be used up).")
+    return Ranges(nodes, count, low)
+
+
+def split_batch(batch: Any, loss_fn: LossFn | None) -> tuple[Any, Callable[[Any], torch.Tensor] | None]:
+    """A batch's inputs, and its loss as a function of the output alone."""
+    if loss_fn is None:
+        return batch, None
+    if _arguments(loss_fn) < 2:
+        return batch, loss_fn
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise OptionError(
+            f"loss_fn takes (output, targets), so a batch must be (inputs, targets), not {type(batch).__qualname__}."
+        )
+    inputs, targets = batch
+    return inputs, lambda output: loss_fn(output, targets)
+
+
+def _arguments(loss_fn: LossFn) -> int:
+    """How many positional arguments must be given."""
+    try:
+        found = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn).parameters.values()
+    except (TypeError, ValueError):
+        return 2
+    needed = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    return len(needed)
+
+
+def _check_finite(inputs: Any, number: int) -> None:
+    for tensor in floats_in(inputs):
+        if not bool(torch.isfinite(tensor).all()):
+            raise OptionError(f"batch {number} holds NaN or infinite inputs: ranges of such data mean nothing.")
+
+
+def _measure(
+    converted: nn.Module, inputs: Any, criterion: Any, nodes: dict[str, NodeRange], number: int
+) -> torch.dtype:
+    call = call_of(converted, inputs)
+    fp32 = _references(call.variant, lambda: reference(converted, call.engine, call.variant))
+
+    def see(node: fx.Node, value: Any) -> Any:
+        if node.op in ("placeholder", "get_attr"):
+            return value
+        for tensor in floats_in(value):
+            _record(nodes, node).values.add(tensor)
+            if tensor.requires_grad and criterion is not None:
+                _watch_gradient(tensor, _record(nodes, node).gradients)
+        return value
+
+    with state_kept(converted), torch.set_grad_enabled(criterion is not None):
+        output = run(call, see, variant=fp32, as_float32=True)
+        if criterion is not None:
+            loss = loss_of(output, criterion)
+            if not bool(torch.isfinite(loss)):
+                raise OptionError(f"the loss of batch {number} is {float(loss.detach())} in float32: find out why.")
+            _backward(loss)
+    return call.engine.options.low  # type: ignore[no-any-return]
+
+
+def _watch_gradient(tensor: torch.Tensor, histogram: Histogram) -> None:
+    tensor.register_hook(lambda gradient: histogram.add(gradient))  # type: ignore[no-untyped-call]
+
+
+def _backward(loss: torch.Tensor) -> None:
+    """Run the hooks; the parameters' own gradients are left as they are."""
+    leaves = [leaf for leaf in _leaves(loss)]
+    if leaves:
+        torch.autograd.grad(loss, leaves, allow_unused=True)
+
+
+def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The leaf tensors a loss depends on."""
+    found: dict[int, torch.Tensor] = {}
+    seen, frontier = set(), [loss.grad_fn]
+    while frontier:
+        function = frontier.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        variable = getattr(function, "variable", None)
+        if variable is not None:
+            found[id(variable)] = variable
+        frontier += [following for following, _ in function.next_functions]
+    return list(found.values())
+
+
+_reference_of: dict[int, tuple[Any, Any]] = {}
+
+
+def _references(variant: Any, make: Callable[[], Any]) -> Any:
+    """The fp32 graph of a variant, made once."""
+    known = _reference_of.get(id(variant))
+    if known is None or known[0] is not variant:
+        _reference_of.clear()
+        known = _reference_of[id(variant)] = (variant, make())
+    return known[1]
+
+
+def _record(nodes: dict[str, NodeRange], node: fx.Node) -> NodeRange:
+    if node.name not in nodes:
+        mark = ir.mark(node)
+        nodes[node.name] = NodeRange(node.name, mark.op, ir.module_path(node), ir.source_line(node))
+    return nodes[node.name]
+
+
+# -------------------------------------------------------------------------------------------------------- text
+
+
+def ranges_table(ranges: Ranges) -> str:
+    """A line for each node, those that low precision would hurt first."""
+    low, name = ranges.low, dtype_name(ranges.low)
+    bad = ranges.deny()
+    rows = [
+        (
+            *(node.name, node.op, node.source.rpartition("/")[2], f"{node.values.largest:.3g}"),
+            *(f"{node.values.share_flushed(dtype):.2%}" for dtype in _LOW_DTYPES),
+            *(f"{node.values.share_overflown(dtype):.2%}" for dtype in _LOW_DTYPES),
+            f"{node.gradients.largest:.3g}",
+            *(f"{node.gradients.share_flushed(dtype):.2%}" for dtype in _LOW_DTYPES),
+            bad.get(node.name, ""),
+        )
+        for node in sorted(ranges.nodes.values(), key=lambda node: (node.name not in bad, -node.values.largest))
+    ]
+    headers = (
+        *("node", "op", "line", "largest", "to 0 in fp16", "in bf16", "to inf in fp16", "in bf16"),
+        *("largest grad", "to 0 in fp16", "in bf16", f"evidence for deny in {name}"),
+    )
+    scale = ranges.loss_scale
+    tail = f"{ranges.batches} batches"
+    if scale is not None:
+        lost = ranges.gradients.share_flushed(low)
+        kept = ranges.gradients.share_flushed(low, scale)
+        tail += f"; loss scale {scale:g}: gradients lost {lost:.2%} without it, {kept:.2%} with it"
+    return tabulate(rows, headers=headers, disable_numparse=True) + "\n" + tail

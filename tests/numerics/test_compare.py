@@ -1,0 +1,142 @@
+"""compare and find_deny: errors node by node, and the planted sensitive nodes found again."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp.errors import OptionError
+from fxamp.numerics.bisect import find_deny
+from fxamp.numerics.compare import compare, error_of
+
+FP16, BF16 = torch.float16, torch.bfloat16
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+class Chain(nn.Module):
+    """Six linear layers with GELU; after the planted ones a large offset comes and goes, and digits are lost."""
+
+    def __init__(self, planted=(), depth=6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+        self.planted = planted
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            y = layer(x)
+            if number in self.planted:
+                y = (y + 1000.0) - 1000.0
+            x = nn.functional.gelu(y)
+        return x
+
+
+def pair(planted=(), dtype=FP16, **more):
+    model = Chain(planted)
+    return model, fxamp.convert(model, dtype, (X,), **more)
+
+
+def test_errors_are_those_of_the_two_runs():
+    model, converted = pair()
+    result = compare(model, converted, (X,))
+    with torch.no_grad():
+        expected = error_of(model(X), converted(X))
+    assert result.output == expected > 0
+    assert [row.error for row in result.rows] == sorted((row.error for row in result.rows), reverse=True)
+    assert result.loss is None and all(row.gradient is None for row in result.rows)
+
+
+def test_a_model_all_in_float32_has_no_error():
+    model, converted = pair(overrides={"*": "deny"})
+    result = compare(model, converted, (X,), loss_fn=lambda output: output.sum())
+    assert result.output == 0 and all(row.error == 0 and row.gradient == 0 for row in result.rows)
+    assert result.loss[0] == result.loss[1]
+
+
+@pytest.mark.parametrize("planted", [0, 2, 5])
+def test_the_planted_node_introduces_most(planted):
+    model, converted = pair((planted,))
+    result = compare(model, converted, (X,))
+    worst = max(result.rows, key=lambda row: row.introduced)
+    assert worst.op in ("add", "sub"), worst
+    assert "test_compare.py:" in worst.source
+
+
+def test_gradients_are_compared_and_left_alone():
+    model, converted = pair()
+    result = compare(model, converted, (X,), loss_fn=lambda output: output.pow(2).mean(), scale=1024.0)
+    rows = {row.name: row for row in result.rows}
+    assert 0 < rows["linear"].gradient < 0.02
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_flushed_values_are_told():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    with torch.no_grad():
+        model[0].weight.fill_(1e-5)
+    converted = fxamp.convert(model, FP16, (X,))
+    rows = {row.name: row for row in compare(model, converted, (X * 1e-4,)).rows}
+    assert rows["linear"].flushed == 1.0 and rows["linear"].error == 1.0
+
+
+def test_an_overflow_is_the_worst_error():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[0].bias.fill_(6e4)
+        model[0].weight.fill_(6e4)
+    result = compare(model, fxamp.convert(model, FP16, (X,)), (X,))
+    assert math.isinf(result.rows[0].error) and math.isinf(result.output)
+
+
+def test_padding_is_not_an_error():
+    model = nn.Sequential(nn.Linear(8, 30), nn.ReLU(), nn.Linear(30, 8))
+    converted = fxamp.convert(model, BF16, (X,), pad="always")
+    result = compare(model, converted, (X,))
+    assert {row.name for row in result.rows} >= {"linear", "relu", "linear_1"}
+    assert result.output < 2**-6  # a few roundings of bfloat16, each up to 2**-9
+
+
+def test_the_table_is_worst_first():
+    model, converted = pair((2,))
+    lines = str(compare(model, converted, (X,), lambda output: output.sum())).splitlines()
+    assert lines[0].startswith("largest relative error of an output: ") and "; loss " in lines[0]
+    assert lines[3].split()[0] == compare(model, converted, (X,)).rows[0].name
+
+
+@pytest.mark.parametrize("planted", [(1,), (0, 4), (5,)])
+def test_bisection_finds_the_planted_nodes(planted):
+    model, converted = pair(planted)
+    clean = compare(*pair(), (X,)).output
+    found = find_deny(model, converted, (X,), tolerance=3 * clean, progress=False)
+    assert found.is_met and found.is_minimal
+    rows = {row.name: row for row in fxamp.report(converted).rows}
+    feeding = {f"layers.{number}" for number in planted}  # in float32 they take the sum behind them along
+    assert found.nodes and all(rows[name].op in ("add", "sub") or rows[name].module in feeding for name in found.nodes)
+    again = fxamp.convert(Chain(planted), FP16, (X,), overrides=found.overrides)
+    assert compare(model, again, (X,)).output <= 3 * clean
+    for name in found.nodes:
+        fewer = {key: colour for key, colour in found.overrides.items() if key != name}
+        rest = fxamp.convert(Chain(planted), FP16, (X,), overrides=fewer or None)
+        assert compare(model, rest, (X,)).output > 3 * clean, f"{name} was not needed"
+
+
+def test_a_tolerance_that_is_met_needs_no_entry():
+    found = find_deny(*pair(), (X,), tolerance=0.5, progress=False)
+    assert (found.nodes, found.is_met, found.runs) == ((), True, 1)
+
+
+def test_the_number_of_runs_is_bounded_and_said():
+    found = find_deny(*pair((0, 2, 4)), (X,), tolerance=1e-5, max_runs=4, progress=False)
+    assert found.runs <= 5 and not found.is_minimal
+    assert "runs were too few" in str(found) or not found.is_met
+
+
+BOUNDS = [({"tolerance": 0}, "tolerance=0"), ({"tolerance": 1, "max_runs": 0}, "max_runs=0")]
+
+
+@pytest.mark.parametrize("options, said", BOUNDS)
+def test_wrong_bounds_are_named(options, said):
+    with pytest.raises(OptionError, match=said):
+        find_deny(*pair(), (X,), **options)

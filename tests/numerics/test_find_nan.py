@@ -1,0 +1,294 @@
+"""find_nan names the op that stopped being finite, forward or backward, and a deny that mends it."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp.counting.zoo import MODELS
+from fxamp.errors import OptionError
+from fxamp.numerics.flow import extent_of
+from fxamp.numerics.nan import find_nan, watch_nan
+
+FP16, BF16 = torch.float16, torch.bfloat16
+X = torch.linspace(0.5, 1.5, 32).reshape(4, 8)
+
+
+class Net(nn.Module):
+    """Two linear layers that double and pass on, and a forward given as a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.a = nn.Linear(8, 8, bias=False)
+        self.b = nn.Linear(8, 8, bias=False)
+        self.norm = nn.LayerNorm(8)
+        self.conv = nn.Conv1d(8, 8, 1, bias=False)
+        self.function = function
+        with torch.no_grad():
+            for layer in (self.a, self.b):
+                layer.weight.copy_(torch.eye(8))
+            self.conv.weight.copy_(torch.eye(8)[:, :, None])
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def big(m, x):
+    """A low value of about 30,000: half of fp16's range."""
+    return m.a(x * 30000.0)
+
+
+# name of the node that must be named, forward, whether float32 is finite, and the function
+FORWARD = [
+    ("add", True, lambda m, x: big(m, x) + big(m, x) + big(m, x)),
+    ("mul_1", True, lambda m, x: m.a(x) * 1.0 * 60000.0 * 4.0),
+    ("linear_1", True, lambda m, x: nn.functional.linear(big(m, x), m.b.weight * 4.0)),
+    ("matmul", True, lambda m, x: big(m, x) @ m.b.weight.mul(4.0).t()),
+    ("conv1d", True, lambda m, x: nn.functional.conv1d(big(m, x)[..., None], m.conv.weight * 4.0)),
+    ("bmm", True, lambda m, x: torch.bmm(big(m, x)[None], (m.b.weight * 4.0)[None])),
+    ("to", True, lambda m, x: m.a(x * 1e3 * 1e3)),
+    ("exp", False, lambda m, x: (m.a(x) * 100.0).exp()),
+    ("log", False, lambda m, x: (m.a(x) * 0.0).log()),
+    ("truediv", False, lambda m, x: (m.a(x) * 0.0) / (m.b(x) * 0.0)),
+    ("sqrt", False, lambda m, x: (-m.a(x)).sqrt()),
+    ("softmax", False, lambda m, x: m.a(x).masked_fill(x > 0, float("-inf")).softmax(-1)),
+]
+
+
+@pytest.mark.parametrize("name, finite_in_float32, function", FORWARD, ids=[case[0] for case in FORWARD])
+def test_the_op_that_overflows_is_named(name, finite_in_float32, function):
+    model = fxamp.convert(Net(function), FP16, (X,), pad_to=0)
+    found = find_nan(model, (X,))
+    assert found is not None
+    assert (found.name, found.phase) == (name, "forward") or (name == "to" and found.op == "to")
+    assert found.is_bad_in_float32 is not finite_in_float32
+    assert "test_find_nan.py:" in found.source
+    if finite_in_float32:
+        assert found.overrides
+        mended = fxamp.convert(Net(function), FP16, (X,), pad_to=0, overrides=found.overrides)
+        assert bool(torch.isfinite(mended(X)).all())
+    else:
+        assert found.overrides == {} and "not a matter of precision" in str(found)
+
+
+class Deep(nn.Module):
+    def __init__(self, depth=5):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("position", range(5))
+@pytest.mark.parametrize("part, module", [(0, "linear"), (1, "layer_norm")])
+def test_an_overflow_planted_in_any_module_is_named(position, part, module):
+    torch.manual_seed(0)
+    model = Deep()
+    with torch.no_grad():
+        model.layers[position][part].weight.fill_(6e4)
+        model.layers[position][part].bias.fill_(3e4)
+    converted = fxamp.convert(model, FP16, (X,))
+    found = find_nan(converted, (X,))
+    assert found is not None and found.op == module
+    assert found.module == f"layers.{position}.{part}"
+    assert any("[" in text for text in found.inputs)
+
+
+@pytest.mark.parametrize("place", [0, 0.5, 1])
+@pytest.mark.parametrize("name", ["bert_base", "gpt2_small", "resnet50", "unet", "convnext_tiny"])
+def test_an_overflow_planted_in_a_real_model_is_named(name, place):
+    torch.manual_seed(0)
+    step = MODELS[name](True)
+    gemms = [(path, m) for path, m in step.model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+    if name == "gpt2_small":
+        gemms.pop()  # the head's weight is the embedding's: the overflow is made there
+    path, module = gemms[round(place * (len(gemms) - 1))]
+    with torch.no_grad():
+        module.weight.copy_(6e4 * module.weight.sign())
+    found = find_nan(fxamp.convert(step.model, FP16, step.inputs), step.inputs, step.loss_of)
+    assert found is not None and (found.module, found.phase) == (path, "forward"), str(found)
+    assert found.op in ("linear", "conv2d") and found.inputs
+
+
+class Boom(nn.Module):
+    """The identity, whose backward is infinite: the slope of sqrt at 0."""
+
+    def forward(self, x):
+        return x + (x - x.detach()).abs().sqrt()
+
+
+@pytest.mark.parametrize("place", [0, 0.5, 1])
+@pytest.mark.parametrize("name", ["bert_base", "gpt2_small", "resnet50", "unet", "convnext_tiny"])
+def test_a_bad_gradient_planted_in_a_real_model_is_named(name, place):
+    torch.manual_seed(0)
+    step = MODELS[name](True)
+    norms = [path for path, m in step.model.named_modules() if isinstance(m, (nn.LayerNorm, nn.BatchNorm2d))]
+    path = norms[round(place * (len(norms) - 1))]
+    owner, _, child = path.rpartition(".")
+    parent = step.model.get_submodule(owner)
+    setattr(parent, child, nn.Sequential(getattr(parent, child), Boom()))
+    model = fxamp.convert(step.model, FP16, step.inputs)
+    assert find_nan(model, step.inputs) is None, "the forward is finite"
+    found = find_nan(model, step.inputs, step.loss_of)
+    assert (found.op, found.phase, found.module) == ("sqrt", "backward", f"{path}.1"), str(found)
+    assert found.is_bad_in_float32
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_a_nan_planted_in_any_parameter_is_named(position):
+    model = Deep()
+    with torch.no_grad():
+        model.layers[position][0].weight[3, 3] = float("nan")
+    found = find_nan(fxamp.convert(model, BF16, (X,)), (X,))
+    assert (found.phase, found.name) == ("parameter", f"layers_{position}_0_weight")
+    assert "an earlier step wrote it" in str(found)
+
+
+def test_a_nan_in_the_input_is_named():
+    found = find_nan(fxamp.convert(Deep(), BF16, (X,)), (X.clone().fill_(float("nan")),))
+    assert (found.phase, found.op) == ("input", "input") and "look at the data" in str(found)
+
+
+BACKWARD = [
+    ("sqrt", False, lambda m, x: (m.a(x) * 0.0).sqrt()),
+    ("norm", False, lambda m, x: (m.a(x) * 0.0 + 1.0).log().pow(0.5)),
+    ("acos", False, lambda m, x: (m.a(x) * 0.0 + 1.0).acos()),
+]
+
+
+@pytest.mark.parametrize("function, op", [(BACKWARD[0][2], "sqrt"), (BACKWARD[1][2], "pow"), (BACKWARD[2][2], "acos")])
+def test_the_op_whose_backward_is_not_finite_is_named(function, op):
+    model = fxamp.convert(Net(function), FP16, (X,))
+    found = find_nan(model, (X,), loss_fn=lambda output: output.sum())
+    assert (found.op, found.phase) == (op, "backward")
+    assert found.is_bad_in_float32
+    assert find_nan(model, (X,)) is None, "the forward is finite"
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_a_gradient_that_overflows_is_named_with_its_module(position):
+    torch.manual_seed(0)
+    model = Deep()
+    with torch.no_grad():
+        model.layers[position][0].weight.mul_(1e3)  # what is behind it gets a gradient a thousand times larger
+    converted = fxamp.convert(model, FP16, (X,))
+    found = find_nan(converted, (X,), loss_fn=lambda output: output.sum() * 2.0**20)
+    assert found is not None and found.phase in ("backward", "sum of gradients")
+    assert not found.is_bad_in_float32
+
+
+def test_a_loss_scale_that_is_too_large_is_said():
+    torch.manual_seed(0)
+    converted = fxamp.convert(Deep(), FP16, (X,))
+    assert find_nan(converted, (X,), loss_fn=lambda output: output.sum()) is None
+    found = find_nan(converted, (X,), loss_fn=lambda output: output.sum() * 2.0**30)
+    assert found is not None and found.phase != "forward"
+
+
+def test_the_sum_of_two_gradients_can_be_the_one_that_overflows():
+    def function(m, x):
+        y = m.a(x)
+        return m.b(y) * 1.0 + m.b(y.relu()) * 1.0
+
+    net = Net(function)
+    net.b.weight.requires_grad_(False)  # its own gradient would be the first that overflows
+    model = fxamp.convert(net, FP16, (X,))
+    found = find_nan(model, (X,), loss_fn=lambda output: output.sum() * 40000.0)
+    assert (found.phase, found.name) == ("sum of gradients", "linear")
+
+
+def test_infinities_that_the_code_means_are_not_reported():
+    model = fxamp.convert(Net(lambda m, x: m.b(m.a(x).masked_fill(x > 1.45, float("-inf")).softmax(-1))), FP16, (X,))
+    assert find_nan(model, (X,), loss_fn=lambda output: output.sum()) is None
+
+
+def test_of_two_infinities_the_one_that_reaches_the_output_is_named():
+    def function(m, x):
+        harmless = torch.tanh(big(m, x) * 4.0)
+        return m.b(x + harmless * 0.0 + 1.0).log() * (m.b(x) * 0.0).log()
+
+    found = find_nan(fxamp.convert(Net(function), FP16, (X,), level="aggressive"), (X,))
+    assert found.op == "log"
+
+
+def test_in_place_writes_are_followed():
+    def function(m, x):
+        y = m.a(x).clone()
+        y.mul_(1e30).mul_(1e30)
+        return y + 1.0
+
+    found = find_nan(fxamp.convert(Net(function), FP16, (X,)), (X,))
+    assert found is not None and found.name == "mul__1"
+
+    def smooth(m, x):
+        y = m.a(x).clone()
+        y.mul_(0.0)
+        return y.sqrt()
+
+    found = find_nan(fxamp.convert(Net(smooth), FP16, (X,)), (X,), loss_fn=lambda output: output.sum())
+    assert (found.op, found.phase) == ("sqrt", "backward")
+
+
+def test_a_finite_run_finds_nothing_and_leaves_no_mark():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    converted = fxamp.convert(model, FP16, (X,))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    assert find_nan(converted, (X,), loss_fn=lambda output: output.sum()) is None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_watching_a_training_step_raises_and_afterwards_all_is_as_before():
+    model = fxamp.convert(Net(lambda m, x: (m.a(x) * 0.0).sqrt()), FP16, (X,))
+    plain = model(X)
+    said = r"sqrt \(`sqrt`, infer, high\): the gradient it passes back"
+    with pytest.raises(FloatingPointError, match=said), watch_nan(model):
+        model(X).sum().backward()
+    assert torch.equal(model(X), plain)
+    assert "fxamp forward" in model._fxamp_engine.all_variants()[0].compiled.run.__code__.co_filename
+
+
+def test_watching_sees_graphs_that_are_captured_inside():
+    model = fxamp.convert(Net(lambda m, x: (m.a(x) * 100.0).exp()), FP16)
+    with watch_nan(model, raises=False) as watch:
+        model(X)
+    assert watch.found is not None and watch.found.name == "exp"
+
+
+def test_it_works_after_the_scale_has_collapsed():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    converted = fxamp.convert(model, FP16, (X,))
+    from fxamp.runtime.scaler import LossScaler
+
+    scaler = LossScaler(init_scale=2.0, min_scale=1.0, max_skips=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    broken = lambda output: (output * 0.0).sqrt().sum()  # noqa: E731
+    with pytest.raises(fxamp.ScaleCollapseError):
+        for _ in range(20):
+            optimizer.zero_grad()
+            scaler.scale(broken(converted(X))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    found = find_nan(converted, (X,), loss_fn=lambda output: scaler.scale(broken(output)))
+    assert (found is not None and found.phase == "backward") or found.phase == "sum of gradients"
+
+
+def test_what_is_not_a_scalar_loss_is_named():
+    model = fxamp.convert(Net(lambda m, x: m.a(x)), FP16, (X,))
+    with pytest.raises(OptionError, match=r"loss_fn gives Tensor, not a scalar tensor"):
+        find_nan(model, (X,), loss_fn=lambda output: output)
+    with pytest.raises(OptionError, match=r"this Linear was not converted"):
+        find_nan(nn.Linear(8, 8), (X,))
+
+
+def test_extents_tell_what_a_value_holds():
+    extent = extent_of(torch.tensor([1.0, -2.0, float("nan"), float("inf"), float("-inf")]))
+    assert str(extent) == "float32 [5] [-2, 1], 1 nan and 2 inf"
+    assert str(extent_of(torch.tensor([float("nan")]))) == "float32 [1] nothing finite, 1 nan"

@@ -1,0 +1,196 @@
+"""profile: exponents counted exactly, shares that float16 really loses, and a conversion that uses them."""
+
+import math
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp.errors import OptionError
+from fxamp.instruments import profile
+from fxamp.numerics.histogram import Histogram, exponent_of_zero
+from fxamp.numerics.ranges import load_ranges
+from fxamp.review.report import report
+
+FP16, BF16 = torch.float16, torch.bfloat16
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def every_number(dtype):
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    return bits.view(dtype).float()
+
+
+def histogram(values):
+    found = Histogram()
+    found.add(values)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_exponents_of_all_16_bit_numbers(dtype):
+    numbers = every_number(dtype)
+    found = histogram(numbers)
+    finite = numbers[numbers.isfinite() & (numbers != 0)].double()
+    expected = {}
+    for exponent in torch.log2(finite.abs()).floor().int().tolist():
+        expected[exponent] = expected.get(exponent, 0) + 1
+    assert found.exponents() == expected
+    assert (found.zeros, found.infinite) == (2, 2)
+    assert found.total == numbers.numel()
+    assert found.largest == torch.finfo(dtype).max
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_flushed_and_overflown_shares_are_those_of_a_cast(dtype):
+    torch.manual_seed(0)
+    fractions, exponents = torch.rand(20000) + 1.0, torch.randint(-140, 127, (20000,))
+    values = torch.ldexp(fractions.double(), exponents).float()
+    found, cast = histogram(values), values.to(dtype)
+    assert found.share_flushed(dtype) == int((cast == 0).sum()) / values.numel()
+    assert found.share_overflown(dtype) == int(cast.isinf().sum()) / values.numel()
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**-10])
+def test_shares_under_a_scale(scale):
+    values = torch.ldexp(torch.full((60,), 1.5), torch.arange(-40, 20))
+    cast = (values * scale).to(FP16)
+    assert histogram(values).share_flushed(FP16, scale) == int((cast == 0).sum()) / 60
+    assert histogram(values).share_overflown(FP16, scale) == int(cast.isinf().sum()) / 60
+
+
+def test_overflow_is_told_to_the_last_bit():
+    largest = torch.nextafter(torch.tensor(65520.0), torch.tensor(0.0))
+    assert not histogram(largest).overflows(FP16) and histogram(torch.tensor(65520.0)).overflows(FP16)
+    assert exponent_of_zero(FP16) == -25
+
+
+def test_histograms_add_up():
+    whole, parts = histogram(X), histogram(X[:2])
+    parts.merge(histogram(X[2:]))
+    assert parts.exponents() == whole.exponents() and parts.largest == whole.largest
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.b = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x)) * 3e4 * 4.0)
+
+
+def test_values_and_gradients_are_those_of_a_plain_run():
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    seen = {}
+
+    def hook(module, args, output):
+        output.register_hook(lambda gradient: seen.update(tanh=gradient))
+
+    net[1].register_forward_hook(hook)
+    plain = net(X)
+    plain.pow(2).mean().backward()
+    net = nn.Sequential(*net)
+    net[1]._forward_hooks.clear()
+    ranges = profile(net, [X], lambda output: output.pow(2).mean(), progress=False)
+    assert ranges.nodes["linear_1"].values.exponents() == histogram(plain).exponents()
+    assert ranges.nodes["tanh"].gradients.exponents() == histogram(seen["tanh"]).exponents()
+
+
+def test_the_model_is_left_as_it_was():
+    net = Net().train()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    profile(net, [X, X + 1], lambda output: output.mean(), progress=False)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in net.parameters()) and net.training
+
+
+def test_what_overflows_is_suggested_and_kept_in_float32():
+    net = Net()
+    ranges = profile(net, [X], lambda output: output.mean() * 1e-6, progress=False)
+    evidence = ranges.deny()
+    assert any("overflows float16" in text for text in evidence.values()), evidence
+    plain, fed = fxamp.convert(net, FP16, (X,)), fxamp.convert(net, FP16, (X,), ranges=ranges)
+    rows = {row.name: row for row in report(fed).rows}
+    assert all(rows[name].precision == "high" for name in evidence)
+    assert {row.reason_kind for row in report(fed).rows} >= {"ranges"}
+    assert rows["linear_1"].precision == "high", "it reads a value that overflows"
+    assert not bool(plain(X).isfinite().all()) and bool(fed(X).isfinite().all())
+
+
+def test_the_loss_scale_is_the_guides():
+    net = nn.Sequential(nn.Linear(8, 8))
+    ranges = profile(net, [X], lambda output: output.sum() * 2.0**-20, progress=False)
+    assert ranges.gradients.largest == 2.0**-20
+    assert ranges.loss_scale == 2.0**35
+    assert profile(net, [X], progress=False).loss_scale is None
+
+
+def test_pairs_and_batches_of_several_forms():
+    net = nn.Linear(8, 8)
+    targets = torch.zeros(4, dtype=torch.long)
+    two = profile(net, [(X, targets)] * 2, nn.CrossEntropyLoss(), progress=False)
+    one = profile(net, [X], lambda output: nn.functional.cross_entropy(output, targets), progress=False)
+    assert two.batches == 2 and one.batches == 1
+    assert two.nodes["linear"].values.total == 2 * one.nodes["linear"].values.total
+    assert two.nodes["linear"].gradients.largest == one.nodes["linear"].gradients.largest
+
+
+def test_saved_ranges_come_back(tmp_path):
+    ranges = profile(Net(), [X], lambda output: output.mean() * 1e-6, progress=False)
+    ranges.save(tmp_path / "ranges.json")
+    again = load_ranges(tmp_path / "ranges.json")
+    assert again.as_dict() == ranges.as_dict() and again.deny() == ranges.deny()
+    (tmp_path / "ranges.json").write_text("{}")
+    with pytest.raises(OptionError, match=r"ranges\.json' holds no ranges"):
+        load_ranges(tmp_path / "ranges.json")
+
+
+def test_the_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    ranges = profile(Net(), [X], lambda output: output.mean() * 1e-6, progress=False)
+    assert ranges.plot(tmp_path / "ranges.png").stat().st_size > 10000
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ranges = profile(Net(), [X], progress=False)
+    with pytest.raises(OptionError, match=r"plots need matplotlib\. Run: pip install 'fxamp\[review\]'"):
+        ranges.plot(tmp_path / "ranges.png")
+
+
+def test_a_picture_or_ranges_that_cannot_be_written_are_named(tmp_path):
+    pytest.importorskip("matplotlib")
+    ranges = profile(Net(), [X], progress=False)
+    with pytest.raises(OptionError, match=r"the picture cannot be written to .*nowhere"):
+        ranges.plot(tmp_path / "nowhere" / "ranges.png")
+    with pytest.raises(OptionError, match=r"the ranges cannot be written to .*nowhere"):
+        ranges.save(tmp_path / "nowhere" / "ranges.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_puts_what_hurts_first():
+    ranges = profile(Net(), [X], lambda output: output.mean() * 1e-6, progress=False)
+    lines = str(ranges).splitlines()
+    assert "overflows float16" in lines[2]
+    assert "loss scale" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "batches, loss_fn, said",
+    [
+        ([], None, "profile got no batches"),
+        ([X.clone().fill_(math.nan)], None, "batch 0 holds NaN or infinite inputs"),
+        ([X], lambda output: output.sum() * math.inf, r"the loss of batch 0 is .*inf"),
+        ([X], lambda output: output, "not a scalar tensor"),
+        ([X], lambda output, target: output.sum(), r"a batch must be \(inputs, targets\), not Tensor"),
+    ],
+)
+def test_batches_that_mean_nothing_are_named(batches, loss_fn, said):
+    with pytest.raises(OptionError, match=said):
+        profile(nn.Linear(8, 8), batches, loss_fn, progress=False)
