@@ -1,0 +1,3 @@
+from fxamp.counting.table import main
+
+main()
