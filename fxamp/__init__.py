@@ -1,0 +1,84 @@
+"""Mixed-precision training as a compiler pass over torch.fx."""
+
+from fxamp import data
+from fxamp.convert import convert
+from fxamp.errors import (
+    CaptureError,
+    CheckpointError,
+    FxampError,
+    InvariantError,
+    OpListError,
+    OptionError,
+    ScaleCollapseError,
+    ShardedParameterError,
+)
+from fxamp.instruments import audit, profile
+from fxamp.lists import OpLists
+from fxamp.numerics.bisect import find_deny
+from fxamp.numerics.compare import compare
+from fxamp.numerics.kernels import kernels
+from fxamp.numerics.nan import find_nan, watch_nan
+from fxamp.review.dump import dump
+from fxamp.review.explain import explain
+from fxamp.review.report import Report, report
+from fxamp.review.what_if import what_if
+from fxamp.runtime import (
+    GraphedStep,
+    LossScaler,
+    MasterWeightOptimizer,
+    NoOpLossScaler,
+    StaticLossScaler,
+    StepResult,
+    choose_scale,
+    initialize,
+    load_checkpoint,
+    master_params,
+    reduce_gradients_in,
+    save_checkpoint,
+    scale_loss,
+    scaler_for,
+    set_tf32,
+    tf32_state,
+)
+
+__all__ = [
+    "CaptureError",
+    "CheckpointError",
+    "FxampError",
+    "GraphedStep",
+    "InvariantError",
+    "LossScaler",
+    "MasterWeightOptimizer",
+    "NoOpLossScaler",
+    "OpListError",
+    "OpLists",
+    "OptionError",
+    "Report",
+    "ScaleCollapseError",
+    "ShardedParameterError",
+    "StaticLossScaler",
+    "StepResult",
+    "audit",
+    "choose_scale",
+    "compare",
+    "convert",
+    "data",
+    "dump",
+    "explain",
+    "find_deny",
+    "find_nan",
+    "initialize",
+    "kernels",
+    "load_checkpoint",
+    "master_params",
+    "profile",
+    "reduce_gradients_in",
+    "report",
+    "save_checkpoint",
+    "scale_loss",
+    "scaler_for",
+    "set_tf32",
+    "tf32_state",
+    "watch_nan",
+    "what_if",
+]

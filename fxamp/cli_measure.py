@@ -1,0 +1,64 @@
+"""The commands that run a model, or compare saved results: diff, profile, compare, audit."""
+
+import argparse
+import json
+from typing import Any
+
+from fxamp.instruments import audit, profile
+from fxamp.numerics.bisect import find_deny
+from fxamp.numerics.compare import compare
+from fxamp.review.plan import diff_plans, diff_text, load_plan
+from fxamp.targets import load_name, load_target
+
+OK, LIMIT = 0, 1
+
+
+def run_diff(chosen: argparse.Namespace) -> int:
+    """0 where two plans are the same, 1 where they differ."""
+    old, new = load_plan(chosen.old), load_plan(chosen.new)
+    changes, text = diff_plans(old, new), diff_text(old, new)
+    if chosen.json:
+        print(json.dumps({"equal": not text, "changes": [vars(change) for change in changes]}, indent=2))
+    else:
+        print(text or "the plans are equal")
+    return LIMIT if text else OK
+
+
+def run_profile(chosen: argparse.Namespace) -> int:
+    """Measure ranges on real batches."""
+    model, _ = load_target(chosen.target, [])
+    found = load_name(chosen.batches)
+    loss_fn = load_name(chosen.loss) if chosen.loss else None
+    ranges = profile(model, found() if callable(found) else found, loss_fn)
+    if chosen.save:
+        ranges.save(chosen.save)
+    if chosen.plot:
+        ranges.plot(chosen.plot)
+    print(json.dumps(ranges.as_dict()) if chosen.json else ranges)
+    return OK
+
+
+def run_compare(chosen: argparse.Namespace, converted: Any) -> int:
+    """Every node against its fp32 value; with a tolerance, the deny entries that meet it."""
+    model, example = load_target(chosen.target, chosen.input)
+    model.load_state_dict(converted.state_dict())
+    loss_fn = load_name(chosen.loss) if chosen.loss else None
+    result = compare(model, converted, example, loss_fn)
+    if chosen.tolerance is None:
+        print(json.dumps(result.as_dict(), indent=2) if chosen.json else result)
+        return OK
+    found = find_deny(model, converted, example, chosen.tolerance, loss_fn, chosen.max_runs)
+    print(json.dumps({**vars(found), "overrides": found.overrides}, indent=2) if chosen.json else found)
+    return OK if result.output <= chosen.tolerance else LIMIT
+
+
+def run_audit(chosen: argparse.Namespace) -> int:
+    """0 where there are no more findings of the severity `--fail-on` than allowed."""
+    model, example = load_target(chosen.target, chosen.input)
+    found = audit(model, example)
+    if chosen.sarif:
+        print(found.to_sarif())
+    else:
+        print(found.to_json() if chosen.json else found)
+    grave = {"error": ("error",), "warning": ("error", "warning"), "never": ()}[chosen.fail_on]
+    return LIMIT if any(finding.severity in grave for finding in found.findings) else OK

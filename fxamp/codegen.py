@@ -1,0 +1,124 @@
+"""From a rewritten graph to a plain Python function over torch calls."""
+
+import dataclasses
+import linecache
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.graph import _format_target
+from torch.utils import _pytree as pytree
+
+from fxamp.recompute import fold_checkpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledForward:
+    """A graph as a function.
+
+    Attributes:
+        run: (module, *inputs) -> outputs; parameters and modules are read by path from `module` at each call.
+        source: its Python text.
+    """
+
+    run: Callable[..., Any]
+    source: str
+
+
+_counter = 0
+
+
+def compile_graph(
+    graph: fx.Graph,
+    root: nn.Module,
+    constants: dict[str, torch.Tensor],
+    output_tree: pytree.TreeSpec | None = None,
+) -> CompiledForward:
+    """Compile a graph.
+
+    Parameters and buffers are read through the dictionaries of the module that owns them, not through
+    `nn.Module.__getattr__`, so the call is cheap and a replaced or functionally swapped tensor is seen.
+
+    Args:
+        graph: not changed.
+        root: tells what each path is (parameter, buffer, plain attribute, module).
+        constants: tensors that belong to no module.
+        output_tree: what the flat outputs are made into; None: they are what forward returns.
+    """
+    graph = fold_checkpoints(graph, lambda inner: compile_graph(inner, root, constants).run)
+    code = graph.python_code("self")
+    paths = {
+        _format_target("self", str(node.target)): _access(root, str(node.target), node.op, constants)
+        for node in graph.nodes
+        if node.op in ("get_attr", "call_module")
+    }
+    lines = [_rewrite(line, paths) for line in code.src.splitlines()]
+    if any(node.target is torch._C._set_grad_enabled for node in graph.nodes):
+        lines = _restoring_grad_mode(lines)
+    source = "\n".join(lines) + "\n"
+    namespace = {**code.globals, **{_constant(name): value for name, value in constants.items()}}
+    exec(compile(source, _file_name(source), "exec"), namespace)
+    return CompiledForward(_unflattening(namespace["forward"], output_tree), source)
+
+
+def _unflattening(forward: Callable[..., Any], tree: pytree.TreeSpec | None) -> Callable[..., Any]:
+    if tree is None:
+        return forward
+    return lambda module, *inputs: pytree.tree_unflatten(forward(module, *inputs), tree)
+
+
+def _access(root: nn.Module, path: str, op: str, constants: dict[str, torch.Tensor]) -> str:
+    if path in constants:
+        return _constant(path)
+    *owners, name = path.split(".") if path else [""]
+    if op == "call_module":
+        return "self" + "".join(f"._modules[{part!r}]" for part in path.split("."))
+    owner = root.get_submodule(".".join(owners))
+    base = "self" + "".join(f"._modules[{part!r}]" for part in owners)
+    for entries in ("_parameters", "_buffers"):
+        if name in getattr(owner, entries):
+            return f"{base}.{entries}[{name!r}]"
+    return f"{base}.{name}"
+
+
+def _constant(name: str) -> str:
+    return f"_fxamp{name}"
+
+
+def _rewrite(line: str, paths: dict[str, str]) -> str:
+    """Replace the module access that stands right of the first `=` of a line."""
+    left, equals, right = line.partition(" = ")
+    if not equals or not right.startswith(("self", "getattr(self")):
+        return line
+    end = min((right.find(stop) for stop in (";", "  #") if right.find(stop) >= 0), default=len(right))
+    if right[:end] in paths:
+        return left + equals + paths[right[:end]] + right[end:]
+    call = right.find("(")
+    while call >= 0 and right[:call] not in paths:
+        call = right.find("(", call + 1)
+    return line if call < 0 else left + equals + paths[right[:call]] + right[call:]
+
+
+def _restoring_grad_mode(lines: list[str]) -> list[str]:
+    """An error inside a no_grad region must not leave gradients switched off."""
+    start = next(number for number, line in enumerate(lines) if line.startswith("def forward"))
+    head, body = lines[: start + 1], lines[start + 1 :]
+    return [
+        *head,
+        "    _fxamp_grad_mode = torch.is_grad_enabled()",
+        "    try:",
+        *("    " + line for line in body),
+        "    except BaseException:",
+        "        torch._C._set_grad_enabled(_fxamp_grad_mode)",
+        "        raise",
+    ]
+
+
+def _file_name(source: str) -> str:
+    """A name under which tracebacks find the generated text."""
+    global _counter
+    _counter += 1
+    name = f"<fxamp forward {_counter}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    return name

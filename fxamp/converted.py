@@ -1,0 +1,350 @@
+"""What the user gets back: a sibling of their model, the same state with a rewritten forward.
+
+The sibling is an instance of a cached subclass that has the name, the methods and the signature of the user's
+class and overrides `forward` alone. It has its own `__dict__` and hooks, and shares parameters, buffers and
+submodules with the original. It pickles and deep-copies as (the plain model, the engine's recipe); a copy has the
+same graphs, a loaded pickle captures them again at its first call.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fxamp.capture.captured import Captured
+from fxamp.capture.inputs import CallSpec, flatten_call
+from fxamp.codegen import CompiledForward
+from fxamp.errors import CaptureError, OptionError
+from fxamp.storage import copy_marks
+from fxamp.structure import Structure
+
+log = logging.getLogger("fxamp")
+
+ENGINE = "_fxamp_engine"
+
+
+@dataclasses.dataclass
+class Variant:
+    """One rewritten graph of a model, and when it may run.
+
+    Attributes:
+        captured: where the graph came from; its graph is the rewritten one.
+        before: text of the captured graph, as code.
+        compiled: the rewritten graph as a function.
+        total_nodes: of the captured graph, before any pass.
+        is_preview: made without example inputs, from assumed types: never run, only shown.
+    """
+
+    captured: Captured
+    before: str
+    compiled: CompiledForward
+    total_nodes: int
+    is_preview: bool = False
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.captured.graph
+
+    def holds(self, module: nn.Module, inputs: list[Any]) -> bool:
+        """Whether the graph is what the model's forward would do now.
+
+        Dynamo traces through here, so nothing is cached.
+        """
+        example = self.captured.example
+        if self.captured.decisions and example is not None and list(map(_shape, inputs)) != list(map(_shape, example)):
+            return False
+        return all(_training(module, path) is flag for path, flag in self.captured.training)
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else value
+
+
+def _training(module: nn.Module, path: str) -> bool:
+    if path:
+        for name in path.split("."):
+            module = module._modules[name]  # type: ignore[assignment]
+    return bool(module.training)
+
+
+Build = Callable[[nn.Module, CallSpec, list[Any], Any], Variant]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workshop:
+    """What an engine has done for it by those who know the passes; module-level functions, so that it pickles.
+
+    Attributes:
+        build: makes a variant for (plain model, spec, inputs, options).
+        announce: tells of a model's new graphs.
+        keep_weights: lets a variant keep its low weights from call to call.
+    """
+
+    build: Build
+    announce: Callable[[nn.Module], None]
+    keep_weights: Callable[[Variant, nn.Module], None]
+
+
+class Engine:
+    """The rewritten forwards of one model; copies of the model share it.
+
+    Args:
+        options: what convert() was asked for; must pickle.
+        workshop: builds variants.
+        dynamo: the same forward through Dynamo, for calls that symbolic capture cannot follow.
+        is_frozen: whether low weights are kept from call to call.
+    """
+
+    # A model that decides on shapes gets a graph for each; past this many the sizes are not worth a graph each.
+    max_variants = 16
+
+    def __init__(
+        self,
+        options: Any,
+        workshop: Workshop,
+        dynamo: Any = None,
+        is_frozen: bool = False,
+    ) -> None:
+        self.options = options
+        self.workshop = workshop
+        self.dynamo = dynamo
+        self.announced = 0
+        self.fallbacks: dict[str, None] = {}
+        self.unfollowable: dict[Any, CaptureError] = {}
+        self.is_frozen = is_frozen
+        self.variants: dict[Any, list[Variant]] = {}
+        self.previews: list[Variant] = []
+        self.structures: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDictionary()
+        self.fingerprint: Any = None
+
+    def __reduce__(self) -> Any:
+        return Engine, (self.options, self.workshop, self.dynamo, self.is_frozen)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Engine":
+        return self  # graphs read everything by path, so copies of the model can share them
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.options.capture == "dynamo":
+            return self._call_dynamo(module, args, kwargs)
+        if not torch.compiler.is_compiling():
+            structure = self.structures.get(module)
+            if structure is None or not structure.holds():
+                return self._recheck(module)(module, args, kwargs)
+        try:
+            key, inputs = _key(args, kwargs)
+            for variant in self.variants.get(key, ()):
+                if variant.holds(module, inputs):
+                    break
+            else:
+                variant = self.capture(module, args, kwargs)
+                self.tell(module)
+        except CaptureError as error:
+            self.fall_back(module, error)
+            return self._call_dynamo(module, args, kwargs)
+        return _run(variant, module, inputs)
+
+    def _recheck(self, module: nn.Module) -> "Engine":
+        """The engine for a model that is new here, or whose modules or hooks have changed: itself, or a fresh one."""
+        engine, structure = self, Structure(module)
+        if self.fingerprint is not None and structure.fingerprint != self.fingerprint:
+            log.info("%s has changed since it was captured: it is captured again", type(module).__qualname__)
+            engine = Engine(self.options, self.workshop, copy.deepcopy(self.dynamo), self.is_frozen)
+            module.__dict__[ENGINE] = engine
+        engine.fingerprint = structure.fingerprint
+        engine.structures[module] = structure
+        return engine
+
+    def fall_back(self, module: nn.Module, reason: CaptureError) -> None:
+        """Leave calls that symbolic capture cannot follow to Dynamo, saying why the first time.
+
+        Raises:
+            CaptureError: the reason, where the user asked for symbolic capture, or for O2 or O3.
+        """
+        if self.options.capture == "symbolic" or self.options.opt_level != "O1":
+            raise reason
+        text = str(reason)
+        if text not in self.fallbacks:
+            level = logging.DEBUG if self.fallbacks else logging.INFO
+            name = type(module).__qualname__
+            log.log(level, "%s: captured by Dynamo, because symbolic capture cannot follow it: %s", name, text)
+            self.fallbacks[text] = None
+
+    def _call_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base: Any = type(module)._fxamp_base  # type: ignore[attr-defined]
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            with _without_autocast():
+                return self.dynamo(base, module, args, kwargs)
+        result = self.dynamo(base, module, args, kwargs)
+        self.tell(module)
+        return result
+
+    def tell(self, module: nn.Module) -> None:
+        """Announce graphs that are new since the last time."""
+        count = sum(map(len, self.variants.values())) + len(self.dynamo.variants if self.dynamo else ())
+        if count != self.announced and not torch.compiler.is_compiling():
+            self.announced = count
+            self.workshop.announce(module)
+
+    def capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        """Make, or find, the variant for one call; nothing is run on the real inputs."""
+        key, inputs = _key(args, kwargs)
+        known = self.variants.setdefault(key, [])
+        for variant in known:
+            if variant.holds(module, inputs):
+                return variant
+        if key in self.unfollowable:
+            raise self.unfollowable[key]
+        if sum(map(len, self.variants.values())) >= self.max_variants:
+            raise CaptureError(
+                f"{type(module).__qualname__} asked for more than {self.max_variants} graphs: its forward decides on "
+                "sizes or arguments that differ at every call. Pad the inputs to a few sizes, or use capture='dynamo'."
+            )
+        spec, inputs = flatten_call(args, kwargs)
+        if self.fingerprint is None:
+            self.fingerprint = Structure(module).fingerprint
+        try:
+            with _disable_current_modes():  # torch.export calls a model under modes of its own
+                variant = self.workshop.build(plain_view(module), spec, inputs, self.options)
+        except CaptureError as error:
+            self.unfollowable[key] = error
+            raise
+        if self.is_frozen:
+            self.workshop.keep_weights(variant, module)
+        known.append(variant)
+        self.previews.clear()
+        return variant
+
+    def freeze(self, module: nn.Module) -> None:
+        """Keep the low weights from call to call while gradients are off, in these graphs and in later ones."""
+        self.is_frozen = True
+        for variant in [variant for known in self.variants.values() for variant in known] or self.previews:
+            self.workshop.keep_weights(variant, module)
+
+    def all_variants(self) -> list[Variant]:
+        """Every graph there is: those that run, or the preview before the first call."""
+        own = [variant for known in self.variants.values() for variant in known]
+        return [*own, *(self.dynamo.variants if self.dynamo else ())] or self.previews
+
+
+def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """What distinguishes calls that need different graphs, and the graph's inputs."""
+    if not kwargs and all(isinstance(value, torch.Tensor) for value in args):
+        return tuple((value.dtype, value.dim()) for value in args), list(args)
+    spec, inputs = flatten_call(args, kwargs)
+    return spec, inputs
+
+
+def _run(variant: Variant, module: nn.Module, inputs: list[Any]) -> Any:
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        with _without_autocast():
+            return variant.compiled.run(module, *inputs)
+    return variant.compiled.run(module, *inputs)
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """A converted model inside an autocast region makes its own casts, and only those."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+# ----------------------------------------------------------------------------------------------- the sibling
+
+_siblings: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
+
+
+def make_sibling(model: nn.Module, engine: Engine) -> nn.Module:
+    """The user's model again, with `engine` as its forward; the model itself is not changed."""
+    if "forward" in model.__dict__:
+        raise OptionError(
+            f"{type(model).__qualname__} has a forward that was set on the instance (model.forward = ...). "
+            "Convert the model before that is done, or give the class that forward."
+        )
+    sibling: Any = object.__new__(_sibling_class(type(model)))
+    sibling.__dict__.update(_own_state(model))
+    sibling.__dict__[ENGINE] = engine
+    return sibling  # type: ignore[no-any-return]
+
+
+def engine_of(model: Any) -> Engine | None:
+    """The engine of a converted model, None for any other object."""
+    found = getattr(model, "__dict__", {}).get(ENGINE)
+    return found if isinstance(found, Engine) else None
+
+
+def plain_view(model: nn.Module) -> nn.Module:
+    """The model without its engine: an instance of the user's own class on the same state."""
+    base = getattr(type(model), "_fxamp_base", type(model))
+    plain = object.__new__(base)
+    plain.__dict__.update(_own_state(model))
+    plain.__dict__.pop(ENGINE, None)
+    return plain  # type: ignore[no-any-return]
+
+
+def _own_state(model: nn.Module) -> dict[str, Any]:
+    """A copy of `__dict__`: own children and hooks, the same parameters and buffers."""
+    state = dict(model.__dict__)
+    for name, value in state.items():
+        if name not in ("_parameters", "_buffers") and isinstance(value, dict) and name.startswith("_"):
+            state[name] = value.copy()
+    return state
+
+
+def _sibling_class(base: type) -> type:
+    base = getattr(base, "_fxamp_base", base)
+    if base not in _siblings:
+        _siblings[base] = _make_class(base)
+    return _siblings[base]
+
+
+def _make_class(base: Any) -> type:
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = self.__dict__.get(ENGINE)
+        if engine is None:  # made by self.__class__(...), as slices of a Sequential are
+            return base.forward(self, *args, **kwargs)
+        return engine(self, args, kwargs)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        engine = self.__dict__.get(ENGINE)
+        if engine is None:
+            return base.__reduce_ex__(self, protocol)
+        return _rebuild, (plain_view(self), engine)
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        twin = _rebuild(copy.deepcopy(plain_view(self), memo), copy.deepcopy(self.__dict__.get(ENGINE), memo))
+        copy_marks(self, twin)
+        memo[id(self)] = twin
+        return twin
+
+    def freeze(self: Any) -> Any:
+        """Keep the low weights for inference; call it again after a write through `p.data`. Returns the model."""
+        engine = self.__dict__.get(ENGINE)
+        if engine is not None:
+            engine.freeze(self)
+        return self
+
+    names = {
+        **({} if hasattr(base, "freeze") else {"freeze": freeze}),
+        "forward": forward,
+        "__reduce_ex__": __reduce_ex__,
+        "__deepcopy__": __deepcopy__,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_fxamp_base": base,
+    }
+    made: type = type(base)(base.__name__, (base,), names)
+    return made
+
+
+def _rebuild(plain: nn.Module, engine: Engine | None) -> nn.Module:
+    return plain if engine is None else make_sibling(plain, engine)

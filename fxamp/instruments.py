@@ -1,0 +1,61 @@
+"""The measuring tools that take a model as it is: they convert it first, so they stand above `convert`."""
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxamp.convert import convert
+from fxamp.converted import engine_of
+from fxamp.errors import OptionError
+from fxamp.numerics.ranges import LossFn, Ranges, profile_converted, split_batch
+from fxamp.numerics.run import arguments
+from fxamp.review.audit import Audit, audit_converted
+
+
+def profile(model: nn.Module, batches: Iterable[Any], loss_fn: LossFn | None = None, progress: bool = True) -> Ranges:
+    """Run real data through the model in fp32, and record the exponents of every value and gradient.
+
+        ranges = fxamp.profile(model, loader, loss_fn=nn.CrossEntropyLoss())
+        print(ranges); ranges.plot("ranges.png")
+        model = fxamp.convert(model, dtype=torch.float16, ranges=ranges)
+
+    The model, its parameters' gradients and its buffers are left as they are.
+
+    Args:
+        model: converted or not.
+        batches: each the inputs of one call (a tensor, a tuple, a dict); where `loss_fn` takes two arguments, each is
+            (inputs, targets).
+        loss_fn: gives a scalar loss of (output) or (output, targets); None: no gradients are recorded.
+
+    Raises:
+        OptionError: no batch, inputs that are not finite, or a loss that is not.
+    """
+    if engine_of(model) is not None:
+        return profile_converted(model, batches, loss_fn, progress)
+    source = iter(batches)
+    first = next(source, None)
+    if first is None:
+        raise OptionError("profile got no batches. Give an iterable with at least one (a generator may be used up).")
+    inputs, _ = split_batch(first, loss_fn)
+    converted = convert(model, dtype=torch.float16, example_inputs=arguments(inputs))
+    return profile_converted(converted, chain([first], source), loss_fn, progress)
+
+
+def audit(model: nn.Module, inputs: Any) -> Audit:
+    """Find what low precision would do to a model's numbers; nothing is changed.
+
+        print(fxamp.audit(model, example_inputs))
+
+    For models that stay on torch.autocast or torch.compile: literals low precision cannot hold, masks, epsilons,
+    squares, integer positions, rounding before log or rsqrt, protected regions, GEMMs that Tensor Cores do not like,
+    large float32 regions; each with its source line, the values it had on `inputs`, and a remedy.
+    """
+    converted = model if engine_of(model) is not None else _as_float16(model, inputs)
+    return audit_converted(converted, inputs)
+
+
+def _as_float16(model: nn.Module, inputs: Any) -> nn.Module:
+    return convert(model, dtype=torch.float16, example_inputs=arguments(inputs), pad_to=0)

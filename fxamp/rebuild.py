@@ -1,0 +1,71 @@
+"""The graphs of a converted model again, under other options: nothing of the model is changed."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxamp.converted import Engine, Variant, engine_of, plain_view
+from fxamp.errors import OptionError
+
+
+def rebuild(converted: nn.Module, **changes: Any) -> list[Variant]:
+    """Every graph of a converted model, captured again and rewritten with these fields of its options changed.
+
+        rebuild(model, lists=OpLists.default().override(deny=["softmax"]))
+
+    Raises:
+        OptionError: the model was not converted, or a graph was captured by Dynamo, which cannot be asked again.
+        Exception: what convert() raises for such options.
+    """
+    engine = engine_of(converted)
+    if engine is None:
+        raise OptionError(f"this {type(converted).__qualname__} was not converted: fxamp.convert(model) first.")
+    return [rebuild_variant(converted, engine, variant, **changes) for variant in engine.all_variants()]
+
+
+def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **changes: Any) -> Variant:
+    """One graph again; see `rebuild`."""
+    captured = variant.captured
+    if captured.method == "dynamo":
+        raise OptionError(
+            "this graph was captured by Dynamo, which cannot be asked for it again. Convert the model once more with "
+            "the change, or with capture='symbolic'."
+        )
+    options = dataclasses.replace(engine.options, **changes)
+    plain = plain_view(converted)
+    inputs = None if variant.is_preview else [_with_data(value, plain) for value in captured.example or []]
+    with _training_flags(plain, captured.training):
+        return engine.workshop.build(plain, None if variant.is_preview else captured.spec, inputs, options)  # type: ignore[arg-type]
+
+
+def reference(converted: nn.Module, engine: Engine, variant: Variant) -> Variant:
+    """The same graph as an fp32 run has it: the same node names, and no cast, pad or packed weight."""
+    everything = {"*": "deny"}
+    options = {"overrides": everything, "pad_to": 0, "opt_level": "O1", "plan": None, "ranges": None}
+    return rebuild_variant(converted, engine, variant, output_dtype=torch.float32, **options)
+
+
+def _with_data(value: Any, plain: nn.Module) -> Any:
+    """A tensor of an example input's type; its numbers are never read."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    device = next((tensor.device for tensor in (*plain.parameters(), *plain.buffers())), torch.device("cpu"))
+    return torch.empty_like(value, device=device)
+
+
+@contextlib.contextmanager
+def _training_flags(plain: nn.Module, flags: tuple[tuple[str, bool], ...]) -> Iterator[None]:
+    """The training flags a graph was captured with."""
+    modules = [(plain.get_submodule(path), flag) for path, flag in flags]
+    saved = [module.training for module, _ in modules]
+    for module, flag in modules:
+        module.training = flag
+    try:
+        yield
+    finally:
+        for (module, _), flag in zip(modules, saved, strict=True):
+            module.training = flag

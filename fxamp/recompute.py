@@ -1,0 +1,141 @@
+"""Checkpointed regions of a graph: what the user recomputes in backward becomes one call of torch's checkpoint.
+
+    y = checkpoint(block, x)                              # in the user's forward
+    y = checkpointed_0(self, x, w, b)                     # in the compiled one: the block's nodes, under checkpoint
+
+Capture notes on each node of a region which one it belongs to; the passes see plain nodes, and casts that they make
+for a region alone are recomputed with it.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+from fxamp import ir
+
+REGION = "checkpoint"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """One call of `torch.utils.checkpoint.checkpoint`.
+
+    Attributes:
+        options: what the user passed to it besides the function and its inputs.
+    """
+
+    options: dict[str, Any]
+
+
+class _Self:
+    """Stands for the module among a node's arguments."""
+
+    def __repr__(self) -> str:
+        return "self"
+
+
+def fold_checkpoints(graph: fx.Graph, compile_inner: Callable[[fx.Graph], Callable[..., Any]]) -> fx.Graph:
+    """A copy of the graph with one call for each checkpointed region; the graph itself where it has none.
+
+    Args:
+        graph: not changed.
+        compile_inner: makes a function (module, *inputs) of a region's graph.
+    """
+    regions = list(dict.fromkeys(node.meta[REGION] for node in graph.nodes if REGION in node.meta))
+    if not regions:
+        return graph
+    folded = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    folded.output(folded.graph_copy(graph, copies))
+    for node, copy in copies.items():
+        copy.meta = dict(node.meta)
+    for number, region in enumerate(regions):
+        _fold(folded, region, number, compile_inner)
+    folded.lint()
+    return folded
+
+
+def _fold(graph: fx.Graph, region: Region, number: int, compile_inner: Callable[..., Any]) -> None:
+    members = _members(graph, region)
+    inputs = list(dict.fromkeys(given for node in members for given in node.all_input_nodes if given not in members))
+    outputs = [node for node in members if any(user not in members for user in node.users)]
+    if not outputs:
+        return
+    run = compile_inner(_inner_graph(members, inputs, outputs))
+
+    def checkpointed(module: Any, *values: Any) -> Any:
+        return checkpoint(run, module, *values, **region.options)
+
+    checkpointed.__name__ = checkpointed.__qualname__ = f"checkpointed_{number}"
+    _gather(members)
+    with graph.inserting_after(next(reversed(members))):
+        call = graph.call_function(checkpointed, (_Self(), *inputs))  # type: ignore[arg-type]
+    _use_results(graph, call, outputs, members)
+    for node in reversed(members):
+        graph.erase_node(node)
+
+
+def _members(graph: fx.Graph, region: Region) -> dict[fx.Node, None]:
+    """The region's nodes in order, with what the passes made for it alone or between two of its nodes."""
+    own = {
+        node
+        for node in graph.nodes
+        if node.meta.get(REGION) is region and node.op not in ("get_attr", "placeholder", "output")
+    }
+    for node in reversed(graph.nodes):
+        if _is_made(node) and node.users and all(user in own for user in node.users):
+            own.add(node)
+    below: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node in own or any(given in below for given in node.all_input_nodes):
+            below.add(node)
+    above: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in own or any(user in above for user in node.users):
+            above.add(node)
+    return {node: None for node in graph.nodes if node in below and node in above}
+
+
+def _is_made(node: fx.Node) -> bool:
+    if node.op in ("get_attr", "placeholder", "output"):
+        return False
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and _is_made(node.args[0])
+    return bool(ir.mark(node).role)
+
+
+def _inner_graph(members: Iterable[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.Graph:
+    inner = fx.Graph()
+    inside = {node: inner.placeholder(node.name) for node in inputs}
+    for node in members:
+        inside[node] = inner.node_copy(node, inside.__getitem__)
+        inside[node].meta.pop(REGION, None)
+    inner.output(tuple(inside[node] for node in outputs))
+    return inner
+
+
+def _gather(members: dict[fx.Node, None]) -> None:
+    """Move the members together, behind everything they need: what stands between them and reads them comes after."""
+    last = next(reversed(members))
+    node = next(iter(members)).next
+    late: set[fx.Node] = set()
+    moved = []
+    while node is not last:
+        if node not in members and any(given in members or given in late for given in node.all_input_nodes):
+            late.add(node)
+            moved.append(node)
+        node = node.next
+    for node in reversed(moved):
+        last.append(node)
+
+
+def _use_results(graph: fx.Graph, call: fx.Node, outputs: list[fx.Node], members: dict[fx.Node, None]) -> None:
+    place = call
+    for position, node in enumerate(outputs):
+        with graph.inserting_after(place):
+            place = graph.call_function(operator.getitem, (call, position))
+        node.replace_all_uses_with(place, delete_user_cb=lambda user: user not in members)

@@ -1,0 +1,78 @@
+"""Parameters whose storage was lowered (O2, O3) and still stand for float32 numbers.
+
+Each keeps its exact float32 numbers as a master (see `fxamp.runtime.masters`) until an optimizer takes them over;
+`state_dict` and `load_state_dict` of the converted model speak float32.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxamp.runtime.masters import MASTER, master_of, set_master
+
+_LOGICAL = "_fxamp_logical_dtype"
+
+
+def is_stored_low(tensor: object) -> bool:
+    """Whether lower_parameters() lowered this tensor."""
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, _LOGICAL) and tensor.dtype != torch.float32
+
+
+def logical_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype a tensor stands for: float32 for a lowered one, else its own."""
+    return getattr(tensor, _LOGICAL, tensor.dtype) if is_stored_low(tensor) else tensor.dtype
+
+
+def lower_parameters(model: nn.Module, names: Iterable[str], low: torch.dtype, keep_masters: bool = True) -> None:
+    """Store the named parameters and buffers in `low`; trainable ones keep their exact float32 numbers as masters.
+
+    The Parameter objects stay the same, so an optimizer that holds them still does. Tied tensors are lowered once.
+    """
+    tensors = dict(_named_tensors(model))
+    for name in names:
+        tensor = tensors.get(name)
+        if tensor is None or is_stored_low(tensor):
+            continue
+        exact = tensor.detach()
+        tensor.data = exact.to(low)
+        setattr(tensor, _LOGICAL, torch.float32)
+        if keep_masters and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            setattr(tensor, MASTER, exact)
+
+
+def speak_float32(model: nn.Module) -> None:
+    """Let the model's own state_dict() give, and load_state_dict() take, float32 for lowered tensors."""
+    model.register_state_dict_post_hook(_raise_to_float32)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_pre_hook(_resync_masters)  # type: ignore[no-untyped-call]
+
+
+def _raise_to_float32(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, tensor in _named_tensors(model):
+        if prefix + name in state and is_stored_low(tensor):
+            master = master_of(tensor)
+            state[prefix + name] = (tensor.detach().float() if master is None else master).clone()
+
+
+def _resync_masters(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, tensor in _named_tensors(model):
+        value = state.get(prefix + name)
+        if isinstance(value, torch.Tensor) and is_stored_low(tensor) and value.shape == tensor.shape:
+            set_master(tensor, value.to(device=tensor.device, dtype=torch.float32))
+
+
+def copy_marks(source: nn.Module, twin: nn.Module) -> None:
+    """Give a deep copy's tensors what copy.deepcopy of a Parameter leaves behind: their logical dtype and masters."""
+    copies = dict(_named_tensors(twin))
+    for name, tensor in _named_tensors(source):
+        if is_stored_low(tensor) and not is_stored_low(copies[name]):
+            setattr(copies[name], _LOGICAL, getattr(tensor, _LOGICAL))
+            master = master_of(tensor)
+            if master is not None:
+                setattr(copies[name], MASTER, master.detach().clone())
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)

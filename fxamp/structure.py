@@ -1,0 +1,37 @@
+"""Notice that a model is no longer the one that was captured: modules exchanged, classes changed, hooks added.
+
+The check runs at every call, so it compares lists that were laid out once: for 300 modules about 30 microseconds.
+"""
+
+from torch import nn
+
+from fxamp.capture.leaves import has_hooks, hook_dictionaries, is_leaf
+
+
+class Structure:
+    """What a graph takes for granted of one model.
+
+    Attributes:
+        fingerprint: paths, classes and hooked modules: equal for a copy of the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        traced = [module for path, module in modules.items() if path and not is_leaf(module)]
+        self.fingerprint = tuple((path, type(module), has_hooks(module)) for path, module in modules.items() if path)
+        self._children = [module._modules for module in modules.values() if module._modules]
+        self._values = [tuple(children.values()) for children in self._children]
+        self._traced = traced
+        self._classes = [type(module) for module in traced]
+        self._hooks = [hooks for module in traced for hooks in hook_dictionaries(module) if not hooks]
+        self._used_hooks = [hooks for path, m in modules.items() if path for hooks in hook_dictionaries(m) if hooks]
+        self._used_counts = [len(hooks) for hooks in self._used_hooks]
+
+    def holds(self) -> bool:
+        """Whether nothing that a graph takes for granted has changed since."""
+        return (
+            not any(self._hooks)
+            and [len(hooks) for hooks in self._used_hooks] == self._used_counts
+            and [type(module) for module in self._traced] == self._classes
+            and [tuple(children.values()) for children in self._children] == self._values
+        )

@@ -1,0 +1,194 @@
+"""The command line: what it prints, and its exit codes."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from fxamp.cli import main
+
+MODELS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(self.a(x)).exp()
+
+def with_inputs():
+    return Net(), (torch.zeros(2, 8),)
+
+made = Net()
+
+def loss(output):
+    return output.float().mean()
+
+def batches():
+    return [torch.zeros(4, 8), torch.ones(4, 8)]
+
+def no_batches():
+    return []
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "cli_models.py").write_text(textwrap.dedent(MODELS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("cli_models", None)
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    return main(arguments)
+
+
+@pytest.mark.parametrize("target", ["cli_models:Net", "cli_models.py:Net", "cli_models:made", "cli_models:with_inputs"])
+def test_inspect_finds_the_model_however_it_is_named(target, capsys):
+    assert run("inspect", target, "--input", "4x8", "--dtype", "fp16") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Converted 2/9 nodes to float16 precision using 1 cast(s) to float16"), said
+
+
+def test_inspect_as_json(capsys):
+    assert run("inspect", "cli_models:with_inputs", "--json", "--dtype", "bf16") == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["low_dtype"] == "bfloat16" and read["casts"] == 2
+
+
+def test_inspect_lists_nodes_and_dumps(capsys, folder):
+    assert run("inspect", "cli_models:with_inputs", "--nodes", "--dump", "out") == 0
+    assert "layer_norm" in capsys.readouterr().out
+    assert (folder / "out" / "graph.diff").exists()
+
+
+@pytest.mark.parametrize("limit, code", [("2", 0), ("1", 1)])
+def test_more_casts_than_allowed_is_exit_code_1(limit, code, capsys):
+    assert run("inspect", "cli_models:with_inputs", "--max-casts", limit) == code
+    assert ("2 casts are more than --max-casts 1" in capsys.readouterr().err) == (code == 1)
+
+
+@pytest.mark.parametrize("share, code", [("0.2", 0), ("0.9", 1)])
+def test_fewer_low_nodes_than_asked_is_exit_code_1(share, code):
+    assert run("inspect", "cli_models:with_inputs", "--min-low", share) == code
+
+
+def test_the_environment_and_overrides_act(monkeypatch, capsys):
+    assert run("inspect", "cli_models:with_inputs", "--override", "a=deny") == 0
+    assert "Converted 0/9" in capsys.readouterr().out
+    monkeypatch.setenv("FXAMP_INFERLIST_ADD", "exp")
+    assert run("inspect", "cli_models:with_inputs") == 0
+    assert "environment: FXAMP_INFERLIST_ADD=exp: exp: deny -> infer (1 nodes" in capsys.readouterr().out
+
+
+def test_explain_answers_the_newcomers_question(capsys):
+    assert run("explain", "cli_models:with_inputs", "LayerNorm", "--level", "strict", "--dtype", "fp16") == 0
+    said = capsys.readouterr().out
+    assert "layer_norm (`layer_norm`, deny) runs in float32" in said
+    assert 'convert(..., level="balanced") lets it run low' in said
+    assert "what it costs: " in said
+
+
+def test_explain_as_json_has_a_chain_for_every_node(capsys):
+    assert run("explain", "cli_models:with_inputs", "exp", "--json") == 0
+    read = json.loads(capsys.readouterr().out)
+    assert [[row["reason_kind"] for row in chain] for chain in read["chains"]] == [["list"]]
+
+
+def test_lists_of_single_ops(capsys):
+    assert run("lists", "exp", "linear") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[2:4]] == [["exp", "deny"], ["linear", "allow"]]
+
+
+def test_lists_of_one_colour_as_json(capsys):
+    assert run("lists", "--colour", "allow", "--json") == 0
+    assert {row["colour"] for row in json.loads(capsys.readouterr().out)} == {"allow"}
+
+
+@pytest.mark.parametrize("reference, op", [("torch", "softmax"), ("tensorflow", "log_softmax")])
+def test_differences_from_other_systems(reference, op, capsys):
+    assert run("lists", "--diff", reference, "--json") == 0
+    rows = {row["op"]: row for row in json.loads(capsys.readouterr().out)}
+    assert "exp" not in rows
+    assert all(row["reason"] or row["colour"] == "unlisted" for row in rows.values())
+    assert op in rows
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("inspect", "cli_models"), "'cli_models' is not of the form pkg.module:factory"),
+        (("inspect", "cli_modles:Net"), "there is no module 'cli_modles'"),
+        (("inspect", "no_such.py:Net"), "there is no file 'no_such.py'"),
+        (("inspect", "cli_models:Nett"), "cli_models has no 'Nett'. Did you mean 'Net'?"),
+        (("inspect", "cli_models:number"), "cli_models:number gives a int"),
+        (("inspect", "cli_models:Net", "--input", "4xx8"), "'4xx8' is no shape"),
+        (("inspect", "cli_models:Net", "--input", "4x8:flaot32"), "Did you mean 'float32'?"),
+        (("inspect", "cli_models:Net", "--override", "a"), "--override a is not of the form"),
+        (("inspect", "cli_models:Net", "--override", "a=dney"), "'dney' is not allowed"),
+        (("explain", "cli_models:Net", "norn"), "Did you mean 'norm'?"),
+        (("lists", "sofmax"), "Did you mean 'softmax'?"),
+    ],
+)
+def test_mistakes_are_exit_code_2_and_name_the_culprit(arguments, said, capsys):
+    assert run(*arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_compare_and_its_search(capsys):
+    target = ("compare", "cli_models:with_inputs", "--dtype", "bf16", "--input", "4x8")
+    assert run(*target) == 0
+    assert capsys.readouterr().out.startswith("largest relative error of an output: ")
+    assert run(*target, "--tolerance", "1e-12") == 1
+    assert "overrides={" in capsys.readouterr().out
+    assert run(*target, "--tolerance", "0.5", "--json", "--loss", "cli_models:loss") == 0
+    assert json.loads(capsys.readouterr().out)["nodes"] == []
+
+
+def test_profile_measures_saves_and_feeds(capsys, folder):
+    target = ("profile", "cli_models:Net", "cli_models:batches", "--loss", "cli_models:loss")
+    assert run(*target, "--save", "ranges.json") == 0
+    assert "2 batches; loss scale" in capsys.readouterr().out
+    assert json.loads((folder / "ranges.json").read_text())["batches"] == 2
+    assert run("profile", "cli_models:Net", "cli_models:no_batches") == 2
+    assert "profile got no batches" in capsys.readouterr().err
+
+
+def test_plans_and_suggestions_of_inspect(capsys, folder):
+    assert run("inspect", "cli_models:with_inputs", "--save-plan", "plan.json", "--suggest") == 0
+    assert "suggestion: infer=['exp']" in capsys.readouterr().out
+    assert run("inspect", "cli_models:with_inputs", "--plan", "plan.json", "--level", "strict") == 0
+    assert "Converted 2/9" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [(), ("inspect",), ("explain",), ("lists",), ("diff",), ("profile",), ("audit",)])
+def test_help_teaches(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(*command, "--help")
+    assert stopped.value.code == 0
+    said = capsys.readouterr().out
+    assert "exit codes: 0 all is well" in said
+    if not command:
+        assert "fxamp inspect train.py:make_model" in said
+
+
+def test_an_unknown_command_is_exit_code_2(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run("inspekt")
+    assert stopped.value.code == 2
+
+
+def test_python_m_fxamp_runs(folder):
+    done = subprocess.run([sys.executable, "-m", "fxamp", "lists", "exp"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0 and "deny" in done.stdout

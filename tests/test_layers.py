@@ -1,0 +1,92 @@
+"""Imports point one way (the table is the rule)."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "fxamp"
+
+# What each room may import, besides itself. A file of its own line comes before its folder's.
+GROUND = {"errors", "dtypes"}
+NAMES = GROUND | {"opnames"}
+GRAPH = NAMES | {"ir", "lists", "fakes"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "dtypes": {"errors"},
+    "opnames": GROUND,
+    "lists": NAMES,
+    "ir": NAMES | {"lists"},
+    "fakes": NAMES | {"ir"},
+    "data": GROUND,
+    "whole": GROUND,
+    "passes": GRAPH | {"runtime"},
+    "runtime": GROUND,
+    "capture": GRAPH | {"recompute"},
+    "codegen": GRAPH | {"recompute"},
+    "recompute": GRAPH,
+    "storage": GROUND | {"runtime"},
+    "structure": GROUND | {"capture"},
+    "converted": GRAPH | {"capture", "codegen", "storage", "structure"},
+    "rebuild": GRAPH | {"converted"},
+    "numerics": GRAPH | {"converted", "capture", "codegen", "rebuild", "runtime", "whole"},
+    "review": GRAPH | {"converted", "capture", "data", "rebuild", "numerics", "whole"},
+}
+# Rooms that put things together may import anything below them.
+ABOVE = {"options", "backend", "convert", "instruments", "cli", "cli_measure", "targets", "demo", "counting"}
+# The apex interface calls convert() when it is used, not when it is imported.
+LATE = {("runtime", "convert")}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(source: str) -> set[tuple[str, bool]]:
+    """Rooms of fxamp that a file imports, each with whether it does so inside a function."""
+    tree = ast.parse(source)
+    late = {
+        child
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.walk(function)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] if node.module != "fxamp" else [f"fxamp.{alias.name}" for alias in node.names]
+        found |= {(name.split(".")[1], node in late) for name in names if name.startswith("fxamp.")}
+    return found
+
+
+def violations(own: str, source: str) -> list[str]:
+    if own in ABOVE or own in ("__init__", "__main__"):
+        return []
+    allowed = MAY_IMPORT[own] | {own}
+    return [name for name, late in imports(source) if name not in allowed and not (late and (own, name) in LATE)]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path):
+    assert violations(room(path), path.read_text()) == []
+
+
+def test_every_room_has_its_line():
+    assert {room(path) for path in ROOT.rglob("*.py")} <= {*MAY_IMPORT, *ABOVE, "__init__", "__main__"}
+
+
+@pytest.mark.parametrize(
+    ("own", "source", "culprits"),
+    [
+        ("runtime", "from fxamp.passes.cast import InsertCasts", ["passes"]),
+        ("capture", "import fxamp.passes", ["passes"]),
+        ("runtime", "def f():\n    from fxamp.convert import convert", []),
+        ("runtime", "from fxamp.convert import convert", ["convert"]),
+        ("passes", "from fxamp import review", ["review"]),
+    ],
+)
+def test_the_check_can_fail(own, source, culprits):
+    assert violations(own, source) == culprits

@@ -1,0 +1,62 @@
+"""The zoo as a table: `tools/zoo [name ...]`, or the hand-written models and then transformers' architectures."""
+
+import argparse
+import importlib
+import os
+import time
+import warnings
+
+import torch
+from tabulate import tabulate
+
+from tests.zoo import hugging_face, measure
+from tests.zoo.test_zoo import HAND_WRITTEN
+
+HEADER = "model, capture, nodes, casts, low GEMMs, autocast's, outputs, gradients, eval, buffers, s".split(", ")
+
+
+def line(row: measure.Row, seconds: float) -> list[str]:
+    """One row: errors are relative distances from fp32, ours / autocast's; a `!` marks more than twice as far."""
+    shares = [f"{run.low}/{run.gemms}" for run in (row.ours, row.auto)]
+    return [
+        row.name, row.capture, str(row.nodes), str(row.casts), *shares,
+        *(_errors(row, what) for what in ("outputs", "gradients", "evaluated", "buffers")), f"{seconds:.1f}",
+    ]  # fmt: skip
+
+
+def _errors(row: measure.Row, what: str) -> str:
+    ours, theirs = row.error(row.ours, what), row.error(row.auto, what)
+    return f"{ours:.1e} / {theirs:.1e}{' !' if ours > 2 * theirs + 1e-6 else ''}"
+
+
+def measured(name: str) -> measure.Row:
+    torch._dynamo.reset()
+    if name in HAND_WRITTEN:
+        module = importlib.import_module(f"tests.zoo.{name}")
+        torch.manual_seed(1)
+        return measure.measure(name, module.make, (module.inputs(), {}))
+    kind = name.removeprefix("hf:")
+    return measure.measure(name, lambda: hugging_face.make(kind), hugging_face.call(kind))
+
+
+def main() -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    warnings.simplefilter("ignore")
+    parser = argparse.ArgumentParser(prog="tools/zoo", description=__doc__)
+    parser.add_argument("names", nargs="*", help="models; those of transformers as hf:bert")
+    names = parser.parse_args().names or [*HAND_WRITTEN, *(f"hf:{name}" for name in hugging_face.ARCHITECTURES)]
+    rows, failures = [], []
+    for name in names:
+        start = time.time()
+        try:
+            rows.append(line(measured(name), time.time() - start))
+        except Exception as error:  # one model that fails must not hide the others
+            text = str(error).splitlines()[0][:100] if str(error) else ""
+            failures.append(f"{name}: {type(error).__name__}: {text}")
+    print(tabulate(rows, headers=HEADER, disable_numparse=True, tablefmt="github"))
+    for failure in failures:
+        print(f"FAILED {failure}")
+
+
+if __name__ == "__main__":
+    main()
