@@ -1,0 +1,197 @@
+"""One training loop for every row of the demo: fp32, torch.autocast, fxamp."""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fxamp.convert import convert
+from fxamp.counting.counts import Counter
+from fxamp.demo.tasks import Task
+from fxamp.review.report import report
+from fxamp.runtime.scaler import LossScaler
+
+COUNT_EVERY, COUNT_FROM = 50, 1
+"""Casts are counted in one step of fifty, from the second on: the counter sees every op, and that takes time."""
+FINAL = 0.1
+"""The share of the steps, the last ones, whose mean loss is the final loss."""
+WARMUP = 0.1
+"""The share of the steps in which the learning rate grows; then it falls to zero on a cosine."""
+WEIGHT_DECAY = 0.01
+TEST_BATCH = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """How a model is trained: by which engine ("autocast", "fxamp" or none), and in which dtype its GEMMs run."""
+
+    engine: str
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """mode.name == "fxamp fp16"."""
+        short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+        return f"{self.engine} {short}".strip()
+
+
+FP32 = Mode("", torch.float32)
+MIXED = tuple(Mode(engine, dtype) for dtype in (torch.bfloat16, torch.float16) for engine in ("autocast", "fxamp"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one run gave.
+
+    Attributes:
+        loss: mean training loss of the last tenth of the steps.
+        held_out_loss, accuracy: over the whole held-out set, in the precision that trained.
+        low, nodes: of the graph that trained; None where there is none.
+        casts: calls that convert one floating dtype to another, in a step (forward, loss, backward).
+        tensors_cast: tensors that they convert; a bucket of weights is one call.
+        skipped: steps that the scaler skipped.
+        milliseconds: of a step, the median; steps in which casts were counted are left out.
+        seconds: of the whole run, with conversion and test.
+    """
+
+    mode: Mode
+    seed: int
+    loss: float
+    held_out_loss: float
+    accuracy: float
+    low: int | None
+    nodes: int | None
+    casts: float
+    tensors_cast: float
+    skipped: int
+    milliseconds: float
+    seconds: float
+
+
+class Run:
+    """A model in training: the loop a user writes, with its engine's autocast region, conversion and scaler.
+
+    The seed decides the first weights and the batches; they are the same in every mode.
+    """
+
+    def __init__(self, task: Task, mode: Mode, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.task, self.mode, self.seed = task, mode, seed
+        self.model = task.model().to(task.device)
+        if mode.engine == "fxamp":
+            inputs, _ = next(task.batches(seed))
+            self.model = convert(self.model, mode.dtype, example_inputs=(inputs,))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=task.learning_rate, weight_decay=WEIGHT_DECAY)
+        self.scaler = scaler_of(mode, task.device)
+        self.counts: list[Counter] = []
+        self.skipped = 0
+
+    def __call__(self, on_step: Callable[[], Any] = lambda: None) -> Result:
+        """Train, then test. `on_step` is called after every step."""
+        start = time.perf_counter()
+        losses, times = [], []
+        for number, batch in enumerate(self.task.batches(self.seed)):
+            self.set_rate(number)
+            began = time.perf_counter()
+            if number % COUNT_EVERY == COUNT_FROM:
+                losses.append(self.counted_step(*batch))
+            else:
+                losses.append(self.step(*batch))
+                times.append(time.perf_counter() - began)
+            on_step()
+        low, nodes = self.nodes()
+        held_out_loss, accuracy = self.test(*self.task.held_out)
+        return Result(
+            mode=self.mode,
+            seed=self.seed,
+            loss=fmean(losses[-math.ceil(FINAL * len(losses)) :]),
+            held_out_loss=held_out_loss,
+            accuracy=accuracy,
+            low=low,
+            nodes=nodes,
+            casts=fmean(counter.counts.casts for counter in self.counts),
+            tensors_cast=fmean(counter.counts.tensors_cast for counter in self.counts),
+            skipped=self.skipped,
+            milliseconds=1e3 * median(times),
+            seconds=time.perf_counter() - start,
+        )
+
+    def step(self, inputs: Tensor, targets: Tensor) -> float:
+        """One step of training; returns its loss."""
+        self.model.train()
+        self.optimizer.zero_grad()
+        with self.precision():
+            loss = loss_of(self.model(inputs), targets)
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.scaler.step(self.optimizer)
+        scale = self.scaler.get_scale()
+        self.scaler.update()
+        self.skipped += self.scaler.get_scale() < scale
+        return loss.item()
+
+    def set_rate(self, number: int) -> None:
+        """The learning rate of a step; by its number, so that a skipped step moves nothing."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.task.learning_rate * rate(number / self.task.steps)
+
+    def counted_step(self, inputs: Tensor, targets: Tensor) -> float:
+        """The same step, its casts counted; the optimizer makes none."""
+        # Autograd in this thread: a thread of its own could still hold the counter when the interpreter ends.
+        with Counter() as counter, torch.autograd.set_multithreading_enabled(False):
+            loss = self.step(inputs, targets)
+        self.counts.append(counter)
+        return loss
+
+    @torch.no_grad()
+    def test(self, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
+        """Mean loss, and share of right answers."""
+        self.model.eval()
+        loss, right = 0.0, 0
+        for start in range(0, len(inputs), TEST_BATCH):
+            answers = targets[start : start + TEST_BATCH]
+            with self.precision():
+                logits = self.model(inputs[start : start + TEST_BATCH])
+                loss += loss_of(logits, answers).item() * answers.numel()
+            right += int((logits.argmax(-1) == answers).sum())
+        return loss / targets.numel(), right / targets.numel()
+
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        """The autocast region, for the engine that needs one."""
+        if self.mode.engine == "autocast":
+            return torch.autocast(self.task.device.type, self.mode.dtype)
+        return contextlib.nullcontext()
+
+    def nodes(self) -> tuple[int | None, int | None]:
+        """Nodes that run low, and all nodes, of the graphs that ran so far."""
+        if self.mode.engine != "fxamp":
+            return None, None
+        built = report(self.model)
+        return built.low_precision_nodes, built.total_nodes
+
+
+def scaler_of(mode: Mode, device: torch.device) -> torch.amp.GradScaler:
+    """The engine's own loss scaler; in bf16 and fp32, whose gradients do not underflow, one that does nothing."""
+    scaler = LossScaler if mode.engine == "fxamp" else torch.amp.GradScaler
+    return scaler(device=device.type, enabled=mode.dtype == torch.float16)
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy over all answers."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def rate(progress: float) -> float:
+    """Share of the peak learning rate: up on a line, then down to zero on a cosine.
+
+    rate(WARMUP) == 1.0
+    """
+    if progress < WARMUP:
+        return progress / WARMUP
+    return 0.5 + 0.5 * math.cos(math.pi * (progress - WARMUP) / (1 - WARMUP))
