@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -101,10 +102,27 @@ def measure(name: str, make: Callable[[], nn.Module], call: Call, capture: str =
     assert list(converted.state_dict()) == keys
     assert all(converted.get_parameter(path) is value for path, value in parameters.items())
     full = run(eager, call)
-    cast = run(auto, call, lambda: torch.autocast("cpu", dtype=LOW))
+    cast = run(auto, call, autocast)
     ours = run(converted, call)
     report = fxamp.report(converted)
     return Row(name, capture_of(converted), nodes_of(converted), report.casts, full, cast, ours, mine, converted)
+
+
+@contextlib.contextmanager
+def autocast() -> Iterator[None]:
+    """torch.autocast as a peer; without oneDNN on a CPU for which its low-precision LSTM has no kernel."""
+    with torch.autocast("cpu", dtype=LOW), torch.backends.mkldnn.flags(enabled=_onednn_has_low_lstm()):
+        yield
+
+
+@functools.cache
+def _onednn_has_low_lstm() -> bool:
+    try:
+        with torch.no_grad(), torch.autocast("cpu", dtype=LOW):
+            nn.LSTM(8, 8).eval()(torch.zeros(1, 1, 8))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
