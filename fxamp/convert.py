@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,14 +12,24 @@ from fxamp import ir
 from fxamp.backend import DynamoForward, trace_on_fakes
 from fxamp.capture.captured import Captured
 from fxamp.capture.inputs import CallSpec, check_call_fits, normalise_example, unknown_call
+from fxamp.capture.reads import Place
 from fxamp.capture.symbolic import capture_symbolic
 from fxamp.codegen import compile_graph
-from fxamp.converted import Engine, Variant, Workshop, engine_of, make_sibling, plain_view
+from fxamp.converted import Engine, Variant, Workshop, engine_of, make_sibling, plain_tree, plain_view
 from fxamp.errors import CaptureError, OpListError, OptionError
 from fxamp.fakes import Fakes
 from fxamp.lists import OpLists
+from fxamp.lists.environment import disabled_by
 from fxamp.numerics.pins import as_ranges, ranges_pins
-from fxamp.options import Options, check_model, check_options, device_of
+from fxamp.options import (
+    Options,
+    check_model,
+    check_options,
+    check_stored,
+    device_of,
+    differing,
+    say_what_is_inside,
+)
 from fxamp.passes.absorb import Absorb
 from fxamp.passes.base import Pass, run_passes
 from fxamp.passes.cast import InsertCasts
@@ -39,6 +48,7 @@ from fxamp.review.announce import announce
 from fxamp.review.code import call_title
 from fxamp.review.plan import as_plan, plan_pins
 from fxamp.storage import is_stored_low, logical_dtype, lower_parameters, speak_float32
+from fxamp.unconverted import leave
 
 log = logging.getLogger("fxamp")
 
@@ -68,7 +78,8 @@ def convert(
     cannot hold is an error here all the same.
 
     Args:
-        model: an nn.Module or fx.GraphModule. It still works and is not changed (O1).
+        model: an nn.Module or fx.GraphModule. It still works and is not changed (O1). A converted model is given
+            back as it is, or with other options converted anew from its plain forward.
         dtype: torch.float16, torch.bfloat16, "auto" (bfloat16 where the device has it natively), or None:
             torch.autocast's default for the device (CUDA float16, CPU bfloat16).
         example_inputs: the arguments of one call, a tuple of args or (args, kwargs); only shapes and dtypes are used.
@@ -92,26 +103,37 @@ def convert(
         OpListError: the lists contradict themselves.
     """
     check_model(model)
-    if engine_of(model) is not None:
-        return model
     options = check_options(
         device_of(model), dtype, opt_level, level, lists, overrides, pad_to, pad, capture, output_dtype
     )
-    options = dataclasses.replace(options, plan=as_plan(plan), ranges=as_ranges(ranges))
     _refuse_what_is_missing(boundaries=boundaries)
-    if os.environ.get("FXAMP_DISABLE", "").strip() not in ("", "0"):
-        log.info("FXAMP_DISABLE is set: the model is left as it is")
-        return model
-    if opt_level == "O0":
-        return model
+    if (disabled := disabled_by()) is not None:
+        return leave(model, disabled)
+    options = dataclasses.replace(options, plan=as_plan(plan), ranges=as_ranges(ranges))
     example = normalise_example(example_inputs)
+    known = engine_of(model)
+    if known is not None:
+        if not differing(model, known.options, options, names_dtype=dtype is not None):
+            if example is not None:
+                check_call_fits(model, model.forward, *example)
+                _first_graph(model, known, example)
+            return model
+        model = plain_view(model)
+    return leave(model, "opt_level='O0'") if opt_level == "O0" else convert_as(model, options, example)
+
+
+def convert_as(model: nn.Module, options: Options, example: tuple[Any, Any] | None) -> nn.Module:
+    """`convert` for checked options, whatever FXAMP_DISABLE says."""
+    opt_level = options.opt_level
+    say_what_is_inside(model)
     if example is not None:
         check_call_fits(model, model.forward, *example)
     engine = Engine(options, Workshop(build_variant, announce, keep_weights), DynamoForward(options, rewrite))
     sibling = make_sibling(model, engine)
     first = _first_graph(sibling, engine, example)
-    for variant in engine.all_variants():
-        check_overrides(variant.graph, options.overrides)
+    if graphs := [variant.graph for variant in engine.all_variants()]:
+        partial = [path for path, _ in model.named_modules()] if first is None else ()  # Dynamo may have stopped early
+        check_overrides(graphs, options.overrides, partial)
     if opt_level in ("O2", "O3"):
         if first is None:
             raise OptionError(f"opt_level={opt_level!r} lowers what the graph reads low: give example_inputs.")
@@ -119,6 +141,7 @@ def convert(
         lower_parameters(sibling, lowered, options.low, keep_masters=opt_level == "O2")
         speak_float32(sibling)
         engine.variants.clear()
+        engine.fingerprint = None
         _first_graph(sibling, engine, example)
     if engine.all_variants():
         announce(sibling)
@@ -135,14 +158,14 @@ def _first_graph(model: nn.Module, engine: Engine, example: tuple[Any, Any] | No
         except CaptureError as error:
             engine.fall_back(model, error)
     if example is not None:
-        engine.previews = trace_on_fakes(plain_view(model), *example, engine.options, rewrite)
+        engine.previews = trace_on_fakes(plain_tree(model), *example, engine.options, rewrite)
     return None
 
 
 def _preview(model: nn.Module, engine: Engine) -> Variant | None:
     """The graph as it would be for assumed types; None where the assumptions do not fit the model."""
     try:
-        preview = build_variant(plain_view(model), None, None, engine.options)
+        preview = build_variant(plain_tree(model), None, None, engine.options)
     except (CaptureError, OptionError, OpListError):
         raise
     except Exception as error:  # a preview never runs, so what is wrong with it must not stop the conversion
@@ -156,18 +179,26 @@ def _preview(model: nn.Module, engine: Engine) -> Variant | None:
 # --------------------------------------------------------------------------------------------- one variant
 
 
-def build_variant(plain: nn.Module, spec: CallSpec | None, inputs: list[Any] | None, options: Options) -> Variant:
+def build_variant(
+    plain: nn.Module,
+    spec: CallSpec | None,
+    inputs: list[Any] | None,
+    options: Options,
+    live: frozenset[Place] = frozenset(),
+) -> Variant:
     """Capture a model for one call and rewrite its graph.
 
     Args:
         plain: the model, of its own class.
         spec: structure of the call; None: a preview for a call with assumed types.
         inputs: the call's tensors and numbers; only their types are used.
+        live: numbers of modules that the graph reads at each call.
     """
+    check_stored(plain, options.low)
     if spec is None:
         spec = unknown_call(plain)
     fakes = Fakes(plain, logical_dtype)
-    captured = capture_symbolic(plain, spec, inputs, fakes, keep_whole=lambda name: name in options.lists)
+    captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in options.lists, live)
     before = captured.text()
     total = len(captured.graph.nodes)
     rewrite(captured, fakes if inputs is not None else None, options)

@@ -6,6 +6,7 @@ submodules with the original. It pickles and deep-copies as (the plain model, th
 same graphs, a loaded pickle captures them again at its first call.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -20,7 +21,9 @@ from torch import fx, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxamp.capture.captured import Captured
-from fxamp.capture.inputs import CallSpec, flatten_call
+from fxamp.capture.inputs import flatten_call
+from fxamp.capture.reads import Place
+from fxamp.capture.state import Cell, StateCheck, flag_cell
 from fxamp.codegen import CompiledForward
 from fxamp.errors import CaptureError, OptionError
 from fxamp.storage import copy_marks
@@ -41,6 +44,8 @@ class Variant:
         compiled: the rewritten graph as a function.
         total_nodes: of the captured graph, before any pass.
         is_preview: made without example inputs, from assumed types: never run, only shown.
+        again: the graph as it was captured, rewritten under other options; None where the model can be captured
+            again instead.
     """
 
     captured: Captured
@@ -48,20 +53,42 @@ class Variant:
     compiled: CompiledForward
     total_nodes: int
     is_preview: bool = False
+    again: Callable[[Any], "Variant"] | None = dataclasses.field(default=None, repr=False, compare=False)
+    checks: "weakref.WeakKeyDictionary[nn.Module, StateCheck]" = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary, repr=False
+    )
 
     @property
     def graph(self) -> fx.Graph:
         return self.captured.graph
 
     def holds(self, module: nn.Module, inputs: list[Any]) -> bool:
-        """Whether the graph is what the model's forward would do now.
+        """Whether the graph is what the model's forward would do now. Dynamo traces through here."""
+        if torch.compiler.is_compiling():
+            plain = [cell for cell in self.captured.state if cell.is_plain]
+            return self.fits(module, inputs) and all(_attribute(module, cell) == cell.frozen[1] for cell in plain)
+        return self._is_for(inputs) and self._state(module).holds()
 
-        Dynamo traces through here, so nothing is cached.
-        """
+    def fits(self, module: nn.Module, inputs: list[Any]) -> bool:
+        """Whether it was made for such inputs and these modes, whatever other Python state the model has."""
+        return self._is_for(inputs) and all(_training(module, path) is flag for path, flag in self.captured.training)
+
+    def _is_for(self, inputs: list[Any]) -> bool:
         example = self.captured.example
         if self.captured.decisions and example is not None and list(map(_shape, inputs)) != list(map(_shape, example)):
             return False
-        return all(_training(module, path) is flag for path, flag in self.captured.training)
+        return self.captured.grad_mode in (None, torch.is_grad_enabled())
+
+    def _state(self, module: nn.Module) -> StateCheck:
+        check = self.checks.get(module)
+        if check is None:
+            flags = (flag_cell(path, flag) for path, flag in self.captured.training)
+            check = self.checks[module] = StateCheck(module, (*flags, *self.captured.state))
+        return check
+
+    def changed_state(self, module: nn.Module) -> list[Cell]:
+        """What holds something else than when the graph was made."""
+        return self._state(module).changed()
 
 
 def _shape(value: Any) -> Any:
@@ -75,7 +102,13 @@ def _training(module: nn.Module, path: str) -> bool:
     return bool(module.training)
 
 
-Build = Callable[[nn.Module, CallSpec, list[Any], Any], Variant]
+def _attribute(module: nn.Module, cell: Cell) -> Any:
+    for name in cell.path.split(".") if cell.path else ():
+        module = module._modules[name]  # type: ignore[assignment]
+    return getattr(module, cell.name, None)
+
+
+Build = Callable[..., Variant]  # see fxamp.convert.build_variant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +138,8 @@ class Engine:
 
     # A model that decides on shapes gets a graph for each; past this many the sizes are not worth a graph each.
     max_variants = 16
+    # Graphs that differ in Python state alone, and changes of one piece of it that pass without a warning.
+    most_changes = 4
 
     def __init__(
         self,
@@ -116,10 +151,12 @@ class Engine:
         self.options = options
         self.workshop = workshop
         self.dynamo = dynamo
-        self.announced = 0
+        self.announced = -1  # so that a call which made no graph is told of too
         self.fallbacks: dict[str, None] = {}
         self.unfollowable: dict[Any, CaptureError] = {}
         self.is_frozen = is_frozen
+        self.live: frozenset[Place] = frozenset()  # numbers of modules that have changed between calls
+        self.changes: collections.Counter[str] = collections.Counter()
         self.variants: dict[Any, list[Variant]] = {}
         self.previews: list[Variant] = []
         self.structures: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDictionary()
@@ -162,6 +199,11 @@ class Engine:
         engine.structures[module] = structure
         return engine
 
+    def current(self, module: nn.Module) -> "Engine":
+        """The engine of the model as it is now: a fresh one where it has changed since its graphs were made."""
+        structure = self.structures.get(module)
+        return self if structure is None or structure.holds() else self._recheck(module)
+
     def fall_back(self, module: nn.Module, reason: CaptureError) -> None:
         """Leave calls that symbolic capture cannot follow to Dynamo, saying why the first time.
 
@@ -191,6 +233,8 @@ class Engine:
         count = sum(map(len, self.variants.values())) + len(self.dynamo.variants if self.dynamo else ())
         if count != self.announced and not torch.compiler.is_compiling():
             self.announced = count
+            if not count:
+                self.previews.clear()  # Dynamo gave up, whatever the preview promised
             self.workshop.announce(module)
 
     def capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
@@ -202,6 +246,7 @@ class Engine:
                 return variant
         if key in self.unfollowable:
             raise self.unfollowable[key]
+        self._follow_changes(module, [variant for variant in known if variant.fits(module, inputs)], known)
         if sum(map(len, self.variants.values())) >= self.max_variants:
             raise CaptureError(
                 f"{type(module).__qualname__} asked for more than {self.max_variants} graphs: its forward decides on "
@@ -212,7 +257,7 @@ class Engine:
             self.fingerprint = Structure(module).fingerprint
         try:
             with _disable_current_modes():  # torch.export calls a model under modes of its own
-                variant = self.workshop.build(plain_view(module), spec, inputs, self.options)
+                variant = self.workshop.build(plain_tree(module), spec, inputs, self.options, self.live)
         except CaptureError as error:
             self.unfollowable[key] = error
             raise
@@ -221,6 +266,33 @@ class Engine:
         known.append(variant)
         self.previews.clear()
         return variant
+
+    def _follow_changes(self, module: nn.Module, stale: list[Variant], known: list[Variant]) -> None:
+        """Python state that a graph was made with has changed: see that the next graph lasts longer.
+
+        A number becomes a value that is read at each call. A few graphs are kept for other state, which may come
+        back; the oldest makes room.
+        """
+        for variant in stale[-1:]:  # the newest graph tells what has changed since
+            changed = variant.changed_state(module)
+            places = {(cell.path or "", cell.name) for cell in changed if cell.is_number} - self.live
+            if places and len(places) == len(changed):
+                known.remove(variant)  # the next graph is for every value
+            self.live |= places
+            self.changes.update(cell.title for cell in changed if (cell.path or "", cell.name) not in places)
+        name = type(module).__qualname__
+        for title, count in self.changes.items():
+            if count > self.most_changes and title not in self.fallbacks:
+                self.fallbacks[title] = None
+                log.warning(
+                    "%s of %s has changed %d times between calls, and each time the model is captured again. Pass "
+                    "it to forward as an argument, or keep it in a buffer.",
+                    title,
+                    name,
+                    count,
+                )
+        if len(stale) > self.most_changes:
+            known.remove(next(variant for variant in stale if variant in known))
 
     def freeze(self, module: nn.Module) -> None:
         """Keep the low weights from call to call while gradients are off, in these graphs and in later ones."""
@@ -287,6 +359,39 @@ def plain_view(model: nn.Module) -> nn.Module:
     plain.__dict__.update(_own_state(model))
     plain.__dict__.pop(ENGINE, None)
     return plain  # type: ignore[no-any-return]
+
+
+def plain_tree(model: nn.Module) -> nn.Module:
+    """The plain view of a model and of every converted model inside it, on the same state."""
+    views: dict[int, nn.Module] = {}
+
+    def view(module: nn.Module) -> nn.Module:
+        if id(module) not in views:
+            views[id(module)] = plain = plain_view(module)
+            for name, child in module._modules.items():
+                if child is not None and nested(child, itself=True):
+                    plain._modules[name] = view(child)
+        return views[id(module)]
+
+    return view(model)
+
+
+def nested(model: nn.Module, itself: bool = False) -> list[str]:
+    """Paths of the converted models inside a model."""
+    modules = model.named_modules(remove_duplicate=False)
+    return [path for path, module in modules if ENGINE in module.__dict__ and (path or itself)]
+
+
+@contextlib.contextmanager
+def plain_inside(model: nn.Module, paths: list[str]) -> Iterator[None]:
+    """The converted models at `paths` run their plain forwards: what is around them converts those."""
+    inner = {id(module): module for module in map(model.get_submodule, paths)}
+    engines = [(module, module.__dict__.pop(ENGINE)) for module in inner.values() if ENGINE in module.__dict__]
+    try:
+        yield
+    finally:
+        for module, engine in engines:
+            module.__dict__[ENGINE] = engine
 
 
 def _own_state(model: nn.Module) -> dict[str, Any]:

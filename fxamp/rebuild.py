@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.converted import Engine, Variant, engine_of, plain_view
+from fxamp.converted import Engine, Variant, engine_of, plain_tree
 from fxamp.errors import OptionError
 
 
@@ -18,7 +18,7 @@ def rebuild(converted: nn.Module, **changes: Any) -> list[Variant]:
         rebuild(model, lists=OpLists.default().override(deny=["softmax"]))
 
     Raises:
-        OptionError: the model was not converted, or a graph was captured by Dynamo, which cannot be asked again.
+        OptionError: the model was not converted.
         Exception: what convert() raises for such options.
     """
     engine = engine_of(converted)
@@ -30,16 +30,17 @@ def rebuild(converted: nn.Module, **changes: Any) -> list[Variant]:
 def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **changes: Any) -> Variant:
     """One graph again; see `rebuild`."""
     captured = variant.captured
-    if captured.method == "dynamo":
-        raise OptionError(
-            "this graph was captured by Dynamo, which cannot be asked for it again. Convert the model once more with "
-            "the change, or with capture='symbolic'."
-        )
     options = dataclasses.replace(engine.options, **changes)
-    plain = plain_view(converted)
+    if variant.again is not None:
+        found = variant.again(options)
+        found.is_preview = variant.is_preview
+        found.captured.forget_values()
+        return found
+    plain = plain_tree(converted)
     inputs = None if variant.is_preview else [_with_data(value, plain) for value in captured.example or []]
     with _training_flags(plain, captured.training):
-        return engine.workshop.build(plain, None if variant.is_preview else captured.spec, inputs, options)  # type: ignore[arg-type]
+        spec = None if variant.is_preview else captured.spec
+        return engine.workshop.build(plain, spec, inputs, options, captured.live)
 
 
 def reference(converted: nn.Module, engine: Engine, variant: Variant) -> Variant:

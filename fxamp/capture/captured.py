@@ -9,6 +9,8 @@ from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.capture.inputs import CallSpec
+from fxamp.capture.reads import Place
+from fxamp.capture.state import Cell
 
 
 @dataclasses.dataclass
@@ -25,6 +27,9 @@ class Captured:
         constants: tensors that belong to no module, by the name that `get_attr` nodes use.
         example: the inputs the graph was captured with, None when it was captured without.
         method: which capture made it.
+        state: the Python state that was read; the graph is valid while it is as it was.
+        live: numbers of modules that the graph reads at each call.
+        grad_mode: what torch.is_grad_enabled() was where the model asked, None where it did not.
         output_tree: how the graph's flat outputs become what forward returns; None: they are that already.
     """
 
@@ -37,6 +42,9 @@ class Captured:
     example: list[Any] | None = None
     method: str = "symbolic"
     output_tree: pytree.TreeSpec | None = None
+    state: tuple[Cell, ...] = ()
+    live: frozenset[Place] = frozenset()
+    grad_mode: bool | None = None
 
     def text(self) -> str:
         """The graph as Python code."""

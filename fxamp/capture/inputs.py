@@ -161,6 +161,23 @@ def check_call_fits(
         ) from None
 
 
+def misfit(line: str, op: str, error: Exception, inputs: list[Any]) -> OptionError:
+    """The error of a call whose inputs make an operation of the model fail, as one that names them."""
+    given = ", ".join(map(_in_words, inputs))
+    text = str(error).strip().splitlines()
+    why = text[0].rstrip(". ") if text else type(error).__name__
+    return OptionError(
+        f"{line}: the model fails in {op} when it is called with ({given}): {why}. "
+        "Give inputs with which the unconverted model runs."
+    )
+
+
+def _in_words(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{dtype_name(value.dtype)} tensor of shape {tuple(value.shape)}"
+
+
 def unknown_call(model: nn.Module) -> CallSpec:
     """The spec to assume where no example inputs are known: each argument without a default is one tensor.
 

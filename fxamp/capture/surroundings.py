@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import _symbolic_trace
 from torch.nn.utils import rnn
 
+from fxamp.capture.locations import is_foreign
 from fxamp.capture.proxies import ValueProxy, WeightProxy
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
@@ -48,6 +49,27 @@ def training_reads(root: nn.Module, reads: dict[str, bool]) -> Iterator[None]:
         yield
     finally:
         del nn.Module.training
+
+
+@contextlib.contextmanager
+def grad_mode_reads(tracer: Any) -> Iterator[None]:
+    """`torch.is_grad_enabled()` in the model answers for the call that is captured, and is noted.
+
+    (The trace itself runs with gradients on, so that the model's own no_grad regions can be seen.)
+    """
+    original, outside = torch.is_grad_enabled, torch.is_grad_enabled()
+
+    def is_grad_enabled() -> bool:
+        if tracer.evaluating or not tracer._recording or is_foreign(sys._getframe(1).f_code.co_filename):
+            return original()
+        tracer.grad_mode = outside
+        return outside and original()
+
+    torch.is_grad_enabled = is_grad_enabled
+    try:
+        yield
+    finally:
+        torch.is_grad_enabled = original
 
 
 @contextlib.contextmanager

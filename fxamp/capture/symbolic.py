@@ -26,12 +26,15 @@ from fxamp.capture.captured import Captured
 from fxamp.capture.creations import Creations, traced_sizes
 from fxamp.capture.functions import whole_functions
 from fxamp.capture.guesses import GUESS, guess
-from fxamp.capture.inputs import CallSpec, flatten_output, unflatten_call
+from fxamp.capture.inputs import CallSpec, flatten_output, misfit, unflatten_call
 from fxamp.capture.leaves import has_hooks, is_leaf
 from fxamp.capture.locations import explained, unfollowable, user_line
 from fxamp.capture.proxies import ValueProxy, WeightProxy, is_static
+from fxamp.capture.reads import Place, Reads
+from fxamp.capture.state import Cell
 from fxamp.capture.surroundings import (
     asked_by_torch_check,
+    grad_mode_reads,
     honest_isinstance,
     idle_autocast,
     opened_wraps,
@@ -40,7 +43,7 @@ from fxamp.capture.surroundings import (
     unrepeatable_randomness,
 )
 from fxamp.capture.traces import untouched
-from fxamp.errors import CaptureError, FxampError, OptionError
+from fxamp.errors import CaptureError, FxampError
 from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign
 from fxamp.recompute import REGION, Region
 
@@ -51,6 +54,7 @@ def capture_symbolic(
     example: list[Any] | None,
     fakes: Fakes | None = None,
     keep_whole: Callable[[str], bool] = lambda name: False,
+    live: frozenset[Place] = frozenset(),
 ) -> Captured:
     """Trace `root.forward` for one call structure.
 
@@ -61,6 +65,7 @@ def capture_symbolic(
         fakes: makes and runs fake values; None: plain ones of `root`.
         keep_whole: whether a function given to torch.fx.wrap stays one node (one that the op lists name does);
             others are traced into where that is possible.
+        live: numbers of modules that are read at each call instead of being constants of the graph.
 
     Raises:
         CaptureError: control flow on values, an attribute set in forward, and what else a graph cannot hold.
@@ -69,15 +74,17 @@ def capture_symbolic(
     fakes = fakes or Fakes(root)
     try:
         with opened_wraps(keep_whole) as opened:
-            return _trace(root, spec, example, fakes)
+            return _trace(root, spec, example, fakes, live)
     except CaptureError:
         if not opened:
             raise
-    return _trace(root, spec, example, fakes)
+    return _trace(root, spec, example, fakes, live)
 
 
-def _trace(root: nn.Module, spec: CallSpec, example: list[Any] | None, fakes: Fakes) -> Captured:
-    tracer = SymbolicTracer(spec, example, fakes)
+def _trace(
+    root: nn.Module, spec: CallSpec, example: list[Any] | None, fakes: Fakes, live: frozenset[Place]
+) -> Captured:
+    tracer = SymbolicTracer(spec, example, fakes, live)
     try:
         graph = tracer.trace(root)
     except FxampError:
@@ -93,13 +100,18 @@ def _trace(root: nn.Module, spec: CallSpec, example: list[Any] | None, fakes: Fa
         constants=tracer.constants,
         output_tree=tracer.output_tree,
         example=example,
+        state=tracer.state,
+        live=live,
+        grad_mode=tracer.grad_mode,
     )
 
 
 class SymbolicTracer(fx.Tracer):
     """The tracer behind `capture_symbolic`; one instance traces once."""
 
-    def __init__(self, spec: CallSpec, example: list[Any] | None, fakes: Fakes) -> None:
+    def __init__(
+        self, spec: CallSpec, example: list[Any] | None, fakes: Fakes, live: frozenset[Place] = frozenset()
+    ) -> None:
         super().__init__(param_shapes_constant=True)
         self.spec = spec
         self.example = example
@@ -108,7 +120,12 @@ class SymbolicTracer(fx.Tracer):
         self.decisions: list[str] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.output_tree: pytree.TreeSpec | None = None
+        self.state: tuple[Cell, ...] = ()
+        self.grad_mode: bool | None = None
         self.evaluating = False
+        self._live = live
+        self._live_numbers: dict[Place, fx.Proxy] = {}
+        self._decided: set[Place] = set()
         self._tensor_paths: dict[int, str] = {}
         self._grad_node: fx.Node | None = None
         self._recording = False
@@ -121,8 +138,10 @@ class SymbolicTracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         self._tensor_paths = paths_of_tensors(root)
         self._device_type = next((p.device.type for p in root.parameters()), "cpu")
+        reads = Reads(root, lambda: self.evaluating or not self._recording, self._live_number)
         with (
             untouched(root),
+            grad_mode_reads(self),
             training_reads(root, self.training),
             unrepeatable_randomness(),
             torch.enable_grad(),
@@ -132,8 +151,11 @@ class SymbolicTracer(fx.Tracer):
             honest_isinstance(),
             traced_sizes(self),
             Creations(self),
+            reads.noted(),
         ):
-            return super().trace(root)
+            graph = super().trace(root)
+        self.state = reads.cells(self._decided)
+        return graph
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -274,9 +296,33 @@ class SymbolicTracer(fx.Tracer):
         value = proxy.node.meta.get("val", UNKNOWN)
         if isinstance(value, (bool, int, float, str)) or value is None:
             if not proxy.node.meta.get("static"):
-                self.decisions.append(user_line())
+                self._decide_on(proxy.node)
             return value
         raise self._unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))
+
+    def _decide_on(self, node: fx.Node) -> None:
+        """Note what the value of a node hangs on: numbers of modules, or the inputs' sizes."""
+        places = {proxy.node: place for place, proxy in self._live_numbers.items()}
+        waiting, seen = [node], {node}
+        while waiting:
+            given = waiting.pop()
+            if given in places:
+                self._decided.add(places[given])
+            elif not given.all_input_nodes:
+                self.decisions.append(user_line())
+            new = [inner for inner in given.all_input_nodes if inner not in seen]
+            waiting += new
+            seen.update(new)
+
+    def _live_number(self, place: Place, value: Any) -> fx.Proxy | None:
+        """The node that reads a number of a module at each call, None for what is a constant."""
+        if place not in self._live or type(value) not in (int, float):
+            return None
+        if place not in self._live_numbers:
+            node = self.create_node("get_attr", ".".join(filter(None, place)), (), {})
+            node.meta["val"] = value
+            self._live_numbers[place] = self.proxy(node)
+        return self._live_numbers[place]
 
     def _unfollowable(self, what: str, data: bool = False) -> CaptureError:
         return unfollowable(what, self.example is not None, data)
@@ -295,10 +341,7 @@ class SymbolicTracer(fx.Tracer):
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
             if is_a_limit(error) or is_foreign(node.target):
                 return UNKNOWN
-            raise OptionError(
-                f"{user_line()}: with the example_inputs the model fails in {_target_name(node)}: "
-                f"{str(error).splitlines()[0]}. Give example_inputs with which model(*example_inputs) runs."
-            ) from error
+            raise misfit(user_line(), _target_name(node), error, self.example) from None
 
     def _guess(self, node: fx.Node) -> Any:
         with self._evaluating():

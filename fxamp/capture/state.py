@@ -1,0 +1,303 @@
+"""Python state that a trace reads: attributes of modules and of their classes, globals and closures of their functions.
+
+A graph holds what was read as constants, so it is valid only while the state is as it was. Every read becomes a
+`Cell`; a `StateCheck` asks, at each call, whether all cells still hold what they held. The question is cheap where
+nothing has changed: one generated expression that compares identities. Only where an identity differs are values
+compared (`frozen`), so that an equal value written again, or the state of a copied model, is no change.
+"""
+
+import argparse
+import dataclasses
+import enum
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+MISSING = object()  # nothing has the name
+LIFTED = object()  # a number that the graph reads anew at each call: its type alone matters
+
+SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
+DEPTH, MOST = 4, 512  # containers in containers, and elements of one, that are looked at
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One place that was read.
+
+    Attributes:
+        name: the attribute, the global, or "" for the contents of a closure's cell.
+        frozen: a stand-in for what it held, see `frozen` below.
+        path: of the module that owns the attribute; None where `owner` does.
+        owner: a class's or a Python module's namespace, a closure's cell, or a module outside of the model's tree.
+        title: how a message names it ("self.encoder.beta").
+        names: the attributes that the model's functions read of objects.
+        kind: "_parameters" or "_buffers" for what is registered there: only its shape matters.
+    """
+
+    name: str
+    frozen: Any
+    path: str | None
+    owner: Any
+    title: str
+    names: frozenset[str]
+    kind: str = ""
+
+    def holder(self, root: nn.Module) -> Any:
+        """What is asked for `name`: a dictionary or a closure's cell."""
+        owner = self.owner if self.path is None else root.get_submodule(self.path)
+        if self.kind:
+            return owner.__dict__[self.kind]
+        return owner.__dict__ if isinstance(owner, (nn.Module, type)) else owner
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a number of one of the model's modules, which a graph can read anew at every call."""
+        return self.path is not None and not self.kind and self.frozen[0] in (int, float)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a number, a string or a flag of one of the model's modules."""
+        is_constant = self.frozen[0] in (bool, int, float, str) and self.frozen[-1] is not LIFTED
+        return self.path is not None and not self.kind and is_constant
+
+    def with_frozen(self, stand_in: tuple[Any, ...]) -> "Cell":
+        """The same place, holding something else."""
+        return dataclasses.replace(self, frozen=stand_in)
+
+    def standing_for(self, value: Any, scope: "Scope") -> tuple[Any, ...]:
+        """What `frozen` is to be equal to for the graph to be valid."""
+        if self.path is not None and isinstance(value, torch.Tensor):
+            return type_of_kept(value) if not self.kind else (value.shape,)  # read anew at each call
+        if self.frozen and self.frozen[-1] is LIFTED:
+            return (type(value), LIFTED)
+        return frozen(value, scope)
+
+
+def flag_cell(path: str, flag: bool) -> Cell:
+    """A module's training flag."""
+    return Cell("training", (bool, flag), path, None, f"self.{path}.training", frozenset())
+
+
+def type_of_kept(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What the graph takes for granted of a tensor that is a plain attribute of a module."""
+    return (tensor.dtype, tensor.shape, tensor.device)
+
+
+def read(holder: Any, name: str) -> Any:
+    """What a holder has now; MISSING for nothing."""
+    if isinstance(holder, types.CellType):
+        try:
+            return holder.cell_contents
+        except ValueError:
+            return MISSING
+    return holder.get(name, MISSING)
+
+
+# ----------------------------------------------------------------------------------------- values and copies
+
+
+class _Same:
+    """Equal to what holds the same object."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """What tells which parts of a value matter, and which modules of two models are the same.
+
+    Attributes:
+        names: attributes that the model's functions name.
+        paths: id of each module of the model -> its path.
+    """
+
+    names: frozenset[str]
+    paths: dict[int, str]
+
+
+def frozen(value: Any, scope: Scope, depth: int = DEPTH) -> tuple[Any, ...]:
+    """A comparable stand-in for a value: equal for an equal value, also for that of a copied model.
+
+    Containers stand for their elements and objects for those attributes that the model's functions name.
+    """
+    if isinstance(value, SCALARS):
+        return (type(value), value)
+    if isinstance(value, types.MethodType):
+        return (types.MethodType, value.__func__)
+    if isinstance(value, nn.Module) and id(value) in scope.paths:
+        return (nn.Module, scope.paths[id(value)])
+    parts = _parts(value, scope) if depth else None
+    if parts is None:
+        return (type(value), _Same(value))
+    return (type(value), *((name, frozen(part, scope, depth - 1)) for name, part in parts))
+
+
+def _parts(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
+    """The named parts of a container or an object, None for what is looked at as a whole."""
+    if isinstance(value, (*FUNCTIONS, torch.Tensor, nn.Module)):
+        return None
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, (dict, list, tuple, set, frozenset)) and len(value) > MOST:
+        return None
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    if isinstance(value, (set, frozenset)):
+        return [("elements", element) for element in sorted(value, key=repr)]
+    if is_library(type(value)):
+        return None
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind) if name in scope.names]
+    own = getattr(value, "__dict__", None)
+    if not slots and not isinstance(own, dict):
+        return None
+    named = sorted({*slots, *(scope.names & own.keys() if isinstance(own, dict) else ())})
+    return [(name, getattr(value, name, MISSING)) for name in named]
+
+
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fxamp", "numpy"}) - {"__main__"}
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+
+
+def is_library(kind: type) -> bool:
+    """Whether a class is Python's, torch's, numpy's or this package's, and no mere namespace."""
+    return _is_library_name(kind.__module__) and not issubclass(kind, _NAMESPACES)
+
+
+def is_library_module(module: types.ModuleType) -> bool:
+    """The same for a Python module."""
+    return _is_library_name(module.__name__)
+
+
+def _is_library_name(name: str) -> bool:
+    return str(name).partition(".")[0] in _LIBRARIES
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+# -------------------------------------------------------------------------------------------- at each call
+
+
+class StateCheck:
+    """Whether the cells of a graph hold what they held, for one model.
+
+    Args:
+        root: the model, or a copy of it.
+        cells: what the graph takes for granted.
+    """
+
+    def __init__(self, root: nn.Module, cells: tuple[Cell, ...]) -> None:
+        self._root = weakref.ref(root)
+        self._cells = cells
+        self._names = cells[-1].names if cells else frozenset()
+        self._is_as_before: Callable[[], bool] | None = None
+        self._known_change: tuple[Any, str, Any] | None = None
+
+    def holds(self) -> bool:
+        """Whether the graph may run."""
+        if self._is_as_before is not None:
+            try:
+                if self._is_as_before():
+                    return True
+            except Exception:  # an attribute is gone, or an element whose == is not a bool was exchanged
+                pass
+        if self._known_change is not None:
+            holder, name, value = self._known_change
+            if read(holder, name) is value:
+                return False
+        if self.changed():
+            return False
+        self._is_as_before = self._identities()
+        return True
+
+    def changed(self) -> list[Cell]:
+        """The cells that hold something else now."""
+        root = self._root()
+        assert root is not None
+        scope = Scope(self._names, paths_of(root))
+        return [cell for cell in self._cells if not self._is_unchanged(cell, root, scope)]
+
+    def _is_unchanged(self, cell: Cell, root: nn.Module, scope: Scope) -> bool:
+        try:
+            holder = cell.holder(root)
+        except (KeyError, AttributeError):  # the module is gone
+            return False
+        value = read(holder, cell.name)
+        if cell.standing_for(value, scope) == cell.frozen:
+            return True
+        if isinstance(value, SCALARS):
+            self._known_change = (holder, cell.name, value)
+        return False
+
+    def _identities(self) -> Callable[[], bool]:
+        """A function that compares what the cells hold with what they hold now, object by object."""
+        root = self._root()
+        assert root is not None
+        space: dict[str, Any] = {"kept": type_of_kept}
+        terms: list[str] = []
+        numbers: dict[int, str] = {}
+
+        def named(value: Any) -> str:
+            if id(value) not in numbers:
+                numbers[id(value)] = f"v{len(numbers)}"
+                space[numbers[id(value)]] = value
+            return numbers[id(value)]
+
+        def watch(value: Any, depth: int) -> None:
+            if depth == 0 or isinstance(value, (*SCALARS, types.MethodType)):
+                return
+            parts = _parts(value, Scope(names, {}))
+            if parts is None:
+                return
+            if isinstance(value, (dict, list, set)):
+                terms.append(f"{named(value)} == {named(value.copy())}")
+            elif not isinstance(value, (tuple, frozenset, functools.partial)):
+                for name, part in parts:
+                    if part is not MISSING:
+                        terms.append(f"{named(value)}.{name} is {named(part)}")
+            for _, part in parts:
+                watch(part, depth - 1)
+
+        names = self._names
+        for cell in self._cells:
+            holder = cell.holder(root)
+            value = read(holder, cell.name)
+            if cell.frozen[-1] is LIFTED:
+                terms.append(f"type({named(holder)}[{cell.name!r}]) is {named(type(value))}")
+            elif cell.path is not None and isinstance(value, torch.Tensor):
+                now = f"{named(holder)}[{cell.name!r}]"
+                same = f"{now}.shape == {named(value.shape)}" if cell.kind else f"kept({now}) == {named(cell.frozen)}"
+                terms.append(f"{now} is {named(value)} or {same}")
+            elif value is MISSING:
+                terms.append(f"{cell.name!r} not in {named(holder)}")
+            elif isinstance(holder, types.CellType):
+                terms.append(f"{named(holder)}.cell_contents is {named(value)}")
+            else:
+                terms.append(f"{named(holder)}[{cell.name!r}] is {named(value)}")
+            watch(value, DEPTH)
+        lines = [f"    if not ({term}): return False" for term in terms]
+        exec("\n".join(["def is_as_before():", *lines, "    return True"]), space)
+        made: Callable[[], bool] = space["is_as_before"]
+        return made
+
+
+def paths_of(root: nn.Module) -> dict[int, str]:
+    """id of each module -> its (first) path."""
+    return {id(module): path for path, module in root.named_modules()}
