@@ -10,12 +10,14 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.backend import DynamoForward, trace_on_fakes
+from fxamp.boundaries import AsWritten, calls_of_blocks, check_boundaries, make_tree
 from fxamp.capture.captured import Captured
 from fxamp.capture.inputs import CallSpec, check_call_fits, normalise_example, unknown_call
+from fxamp.capture.leaves import is_boundary
 from fxamp.capture.reads import Place
 from fxamp.capture.symbolic import capture_symbolic
 from fxamp.codegen import compile_graph
-from fxamp.converted import Engine, Variant, Workshop, engine_of, make_sibling, plain_tree, plain_view
+from fxamp.converted import Engine, Variant, Workshop, engine_of, make_sibling, mark_block, plain_tree, plain_view
 from fxamp.errors import CaptureError, OpListError, OptionError
 from fxamp.fakes import Fakes
 from fxamp.lists import OpLists
@@ -93,6 +95,9 @@ def convert(
         plan: a saved plan (path, or fxamp.review.plan.Plan): each node runs as it did; a warning says what no longer
             matches.
         ranges: what fxamp.profile measured: nodes whose values low precision would not hold run in float32.
+        boundaries: module classes, paths, globs, or "blocks" (repeated blocks): each such submodule is converted by
+            itself and stays a module that is called: FSDP2 per block, checkpointing and hooks go on working, and
+            equal blocks are converted once. Values cross a boundary in float32. O1 only.
         capture: "symbolic" (an own tracer), "dynamo" (torch.compile's front end, which follows Python control flow),
             or "auto": symbolic where it can follow, else dynamo, and one INFO line says why.
         output_dtype: float32 outputs come back in this dtype; None: as computed.
@@ -106,7 +111,6 @@ def convert(
     options = check_options(
         device_of(model), dtype, opt_level, level, lists, overrides, pad_to, pad, capture, output_dtype
     )
-    _refuse_what_is_missing(boundaries=boundaries)
     if (disabled := disabled_by()) is not None:
         return leave(model, disabled)
     options = dataclasses.replace(options, plan=as_plan(plan), ranges=as_ranges(ranges))
@@ -119,16 +123,23 @@ def convert(
                 _first_graph(model, known, example)
             return model
         model = plain_view(model)
-    return leave(model, "opt_level='O0'") if opt_level == "O0" else convert_as(model, options, example)
+    if opt_level == "O0":
+        return leave(model, "opt_level='O0'")
+    return convert_as(model, options, example, check_boundaries(model, boundaries, options))
 
 
-def convert_as(model: nn.Module, options: Options, example: tuple[Any, Any] | None) -> nn.Module:
+def convert_as(
+    model: nn.Module, options: Options, example: tuple[Any, Any] | None, boundaries: tuple[str, ...] = ()
+) -> nn.Module:
     """`convert` for checked options, whatever FXAMP_DISABLE says."""
     opt_level = options.opt_level
     say_what_is_inside(model)
     if example is not None:
         check_call_fits(model, model.forward, *example)
-    engine = Engine(options, Workshop(build_variant, announce, keep_weights), DynamoForward(options, rewrite))
+    workshop = Workshop(build_variant, announce, keep_weights)
+    if boundaries:
+        return _convert_blocks(model, options, example, boundaries, workshop)
+    engine = Engine(options, workshop, DynamoForward(options, rewrite))
     sibling = make_sibling(model, engine)
     first = _first_graph(sibling, engine, example)
     if graphs := [variant.graph for variant in engine.all_variants()]:
@@ -145,6 +156,29 @@ def convert_as(model: nn.Module, options: Options, example: tuple[Any, Any] | No
         _first_graph(sibling, engine, example)
     if engine.all_variants():
         announce(sibling)
+    return sibling
+
+
+def _convert_blocks(
+    model: nn.Module, options: Options, example: tuple[Any, Any] | None, paths: tuple[str, ...], workshop: Workshop
+) -> nn.Module:
+    """`convert` with boundaries: each block, and what is around them."""
+    outer = Engine(options, workshop, AsWritten())
+    sibling = make_tree(model, outer, paths, lambda own: Engine(own, workshop, DynamoForward(own, rewrite)))
+    first = _first_graph(sibling, outer, example)
+    if example is None or first is None:
+        for path, inner in outer.blocks.items():
+            if not inner.all_variants():
+                _first_graph(sibling.get_submodule(path), inner, None)
+    else:
+        for path, args, kwargs in calls_of_blocks(first, device_of(model)):
+            block = sibling.get_submodule(path)
+            if (engine := engine_of(block)) is not None:
+                _first_graph(block, engine, (args, kwargs))
+    check_overrides(
+        [each.graph for each in outer.graphs()], options.overrides, [path for path, _ in model.named_modules()]
+    )
+    announce(sibling)
     return sibling
 
 
@@ -172,6 +206,8 @@ def _preview(model: nn.Module, engine: Engine) -> Variant | None:
         name = type(model).__qualname__
         log.info("no preview of %s from assumed types (%s); its first call makes its graph", name, error)
         return None
+    if engine.is_boundary:
+        mark_block(preview, engine.paths)
     engine.previews = [preview]
     return preview
 
@@ -304,14 +340,9 @@ def _note_storage(captured: Captured) -> None:
             node.meta["stored_low"] = is_stored_low(ir.attribute(captured.root, node.target))
         elif node.op == "call_module":
             module = captured.root.get_submodule(str(node.target))
+            node.meta["boundary"] = is_boundary(module)
             node.meta["weights"] = any(True for _ in module.parameters())
             node.meta["inplace"] = bool(getattr(module, "inplace", False))
-
-
-def _refuse_what_is_missing(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value not in (None, ()):
-            raise OptionError(f"{name}= is not available in this version. Leave it out.")
 
 
 def _lowered_paths(graph: fx.Graph, opt_level: str, model: nn.Module) -> list[str]:

@@ -22,16 +22,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxamp.capture.captured import Captured
 from fxamp.capture.inputs import flatten_call
+from fxamp.capture.leaves import is_boundary
 from fxamp.capture.reads import Place
 from fxamp.capture.state import Cell, StateCheck, flag_cell
 from fxamp.codegen import CompiledForward
 from fxamp.errors import CaptureError, OptionError
+from fxamp.ir import BLOCK_PATH, ENGINE
 from fxamp.storage import copy_marks
 from fxamp.structure import Structure
 
 log = logging.getLogger("fxamp")
-
-ENGINE = "_fxamp_engine"
 
 
 @dataclasses.dataclass
@@ -43,6 +43,7 @@ class Variant:
         before: text of the captured graph, as code.
         compiled: the rewritten graph as a function.
         total_nodes: of the captured graph, before any pass.
+        where: the block of the model it is for, "" for the model itself.
         is_preview: made without example inputs, from assumed types: never run, only shown.
         again: the graph as it was captured, rewritten under other options; None where the model can be captured
             again instead.
@@ -53,6 +54,7 @@ class Variant:
     compiled: CompiledForward
     total_nodes: int
     is_preview: bool = False
+    where: str = ""
     again: Callable[[Any], "Variant"] | None = dataclasses.field(default=None, repr=False, compare=False)
     checks: "weakref.WeakKeyDictionary[nn.Module, StateCheck]" = dataclasses.field(
         default_factory=weakref.WeakKeyDictionary, repr=False
@@ -151,6 +153,9 @@ class Engine:
         self.options = options
         self.workshop = workshop
         self.dynamo = dynamo
+        self.blocks: dict[str, Engine] = {}  # boundaries inside this model, by path
+        self.is_boundary = False
+        self.paths: tuple[str, ...] = ()  # of a boundary and those equal to it, in the model they belong to
         self.announced = -1  # so that a call which made no graph is told of too
         self.fallbacks: dict[str, None] = {}
         self.unfollowable: dict[Any, CaptureError] = {}
@@ -163,7 +168,8 @@ class Engine:
         self.fingerprint: Any = None
 
     def __reduce__(self) -> Any:
-        return Engine, (self.options, self.workshop, self.dynamo, self.is_frozen)
+        boundaries = {"blocks": self.blocks, "is_boundary": self.is_boundary, "paths": self.paths}
+        return Engine, (self.options, self.workshop, self.dynamo, self.is_frozen), boundaries
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Engine":
         return self  # graphs read everything by path, so copies of the model can share them
@@ -186,7 +192,11 @@ class Engine:
         except CaptureError as error:
             self.fall_back(module, error)
             return self._call_dynamo(module, args, kwargs)
-        return _run(variant, module, inputs)
+        if not self.blocks:
+            return _run(variant, module, inputs)
+        result = _run(variant, module, inputs)
+        self.tell(module)  # of graphs that the blocks have made
+        return result
 
     def _recheck(self, module: nn.Module) -> "Engine":
         """The engine for a model that is new here, or whose modules or hooks have changed: itself, or a fresh one."""
@@ -194,6 +204,7 @@ class Engine:
         if self.fingerprint is not None and structure.fingerprint != self.fingerprint:
             log.info("%s has changed since it was captured: it is captured again", type(module).__qualname__)
             engine = Engine(self.options, self.workshop, copy.deepcopy(self.dynamo), self.is_frozen)
+            engine.blocks, engine.is_boundary, engine.paths = self.blocks, self.is_boundary, self.paths
             module.__dict__[ENGINE] = engine
         engine.fingerprint = structure.fingerprint
         engine.structures[module] = structure
@@ -216,7 +227,8 @@ class Engine:
         if text not in self.fallbacks:
             level = logging.DEBUG if self.fallbacks else logging.INFO
             name = type(module).__qualname__
-            log.log(level, "%s: captured by Dynamo, because symbolic capture cannot follow it: %s", name, text)
+            instead = "runs as written around its blocks" if self.blocks else "captured by Dynamo"
+            log.log(level, "%s: %s, because symbolic capture cannot follow it: %s", name, instead, text)
             self.fallbacks[text] = None
 
     def _call_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,8 +242,8 @@ class Engine:
 
     def tell(self, module: nn.Module) -> None:
         """Announce graphs that are new since the last time."""
-        count = sum(map(len, self.variants.values())) + len(self.dynamo.variants if self.dynamo else ())
-        if count != self.announced and not torch.compiler.is_compiling():
+        count = sum(not variant.is_preview for variant in self.graphs())
+        if count != self.announced and not self.is_boundary and not torch.compiler.is_compiling():
             self.announced = count
             if not count:
                 self.previews.clear()  # Dynamo gave up, whatever the preview promised
@@ -263,6 +275,8 @@ class Engine:
             raise
         if self.is_frozen:
             self.workshop.keep_weights(variant, module)
+        if self.is_boundary:
+            mark_block(variant, self.paths)
         known.append(variant)
         self.previews.clear()
         return variant
@@ -297,6 +311,8 @@ class Engine:
     def freeze(self, module: nn.Module) -> None:
         """Keep the low weights from call to call while gradients are off, in these graphs and in later ones."""
         self.is_frozen = True
+        for path, inner in self.blocks.items():
+            inner.freeze(module.get_submodule(path))
         for variant in [variant for known in self.variants.values() for variant in known] or self.previews:
             self.workshop.keep_weights(variant, module)
 
@@ -304,6 +320,18 @@ class Engine:
         """Every graph there is: those that run, or the preview before the first call."""
         own = [variant for known in self.variants.values() for variant in known]
         return [*own, *(self.dynamo.variants if self.dynamo else ())] or self.previews
+
+    def graphs(self) -> list[Variant]:
+        """These, and those of the blocks that are converted by themselves; one of equal blocks stands for all."""
+        inner = {id(engine): engine for engine in self.blocks.values()}
+        return [*self.all_variants(), *(variant for engine in inner.values() for variant in engine.graphs())]
+
+
+def mark_block(variant: Variant, paths: tuple[str, ...]) -> None:
+    """Note on a graph, and on its nodes, which block of the model it is for."""
+    variant.where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} like it"
+    for node in variant.graph.nodes:
+        node.meta[BLOCK_PATH] = paths[0]
 
 
 def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -341,7 +369,7 @@ def make_sibling(model: nn.Module, engine: Engine) -> nn.Module:
             "Convert the model before that is done, or give the class that forward."
         )
     sibling: Any = object.__new__(_sibling_class(type(model)))
-    sibling.__dict__.update(_own_state(model))
+    sibling.__dict__.update(own_state(model))
     sibling.__dict__[ENGINE] = engine
     return sibling  # type: ignore[no-any-return]
 
@@ -356,7 +384,7 @@ def plain_view(model: nn.Module) -> nn.Module:
     """The model without its engine: an instance of the user's own class on the same state."""
     base = getattr(type(model), "_fxamp_base", type(model))
     plain = object.__new__(base)
-    plain.__dict__.update(_own_state(model))
+    plain.__dict__.update(own_state(model))
     plain.__dict__.pop(ENGINE, None)
     return plain  # type: ignore[no-any-return]
 
@@ -369,7 +397,7 @@ def plain_tree(model: nn.Module) -> nn.Module:
         if id(module) not in views:
             views[id(module)] = plain = plain_view(module)
             for name, child in module._modules.items():
-                if child is not None and nested(child, itself=True):
+                if child is not None and not is_boundary(child) and nested(child, itself=True):
                     plain._modules[name] = view(child)
         return views[id(module)]
 
@@ -377,9 +405,11 @@ def plain_tree(model: nn.Module) -> nn.Module:
 
 
 def nested(model: nn.Module, itself: bool = False) -> list[str]:
-    """Paths of the converted models inside a model."""
-    modules = model.named_modules(remove_duplicate=False)
-    return [path for path, module in modules if ENGINE in module.__dict__ and (path or itself)]
+    """Paths of the converted models inside a model, but for its boundaries and what they hold."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    borders = tuple(f"{path}." for path, module in modules.items() if path and is_boundary(module))
+    inside = [path for path, module in modules.items() if ENGINE in module.__dict__ and (path or itself)]
+    return [path for path in inside if not f"{path}.".startswith(borders)]
 
 
 @contextlib.contextmanager
@@ -394,7 +424,7 @@ def plain_inside(model: nn.Module, paths: list[str]) -> Iterator[None]:
             module.__dict__[ENGINE] = engine
 
 
-def _own_state(model: nn.Module) -> dict[str, Any]:
+def own_state(model: nn.Module) -> dict[str, Any]:
     """A copy of `__dict__`: own children and hooks, the same parameters and buffers."""
     state = dict(model.__dict__)
     for name, value in state.items():

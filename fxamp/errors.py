@@ -39,9 +39,10 @@ class CheckpointError(FxampError, RuntimeError):
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """A hint that ends an error message.
 
-    nearest("linaer", ["linear"]) == " Did you mean 'linear'?"
+    nearest("linaer", ["linear"]) == nearest("LINEAR", ["linear"]) == " Did you mean 'linear'?"
 
     Returns "" when nothing is close.
     """
-    close = difflib.get_close_matches(name, list(allowed), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    spellings = {known.lower(): known for known in allowed}
+    close = difflib.get_close_matches(name.lower(), spellings, n=1)
+    return f" Did you mean {spellings[close[0]]!r}?" if close else ""

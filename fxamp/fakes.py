@@ -1,6 +1,7 @@
 """Run single graph nodes on fake tensors: types and shapes without data, time or side effects."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,7 +9,11 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from fxamp.ir import ENGINE
+
 UNKNOWN = object()
+
+_log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class Fakes:
@@ -48,6 +53,10 @@ class Fakes:
         return found[0]
 
     def _plain(self, value: torch.Tensor) -> FakeTensor:
+        if is_sharded(value):  # stands for what the unit that owns it gathers
+            with self._mode:
+                whole = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+            return whole.requires_grad_(value.requires_grad)  # type: ignore[return-value]
         return self._mode.from_tensor(value, static_shapes=True)
 
     def _foreign(self, value: FakeTensor) -> FakeTensor:
@@ -77,8 +86,26 @@ class Fakes:
         if path not in self._modules:
             state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             self._modules[path] = {name: self.of(value) for name, value in state.items()}
-        with _swapped(module, self._modules[path]):
+        with _swapped(module, self._modules[path]), as_written(module):
             return module.forward(*args, **kwargs)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one rank's part of a DTensor."""
+    return type(tensor).__name__ == "DTensor"
+
+
+@contextlib.contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """Converted models in a model, itself too, run the forwards that the user wrote."""
+    engines = [(module, module.__dict__[ENGINE]) for module in model.modules() if ENGINE in module.__dict__]
+    for module, _ in engines:
+        del module.__dict__[ENGINE]
+    try:
+        yield
+    finally:
+        for module, engine in engines:
+            module.__dict__[ENGINE] = engine
 
 
 def size_of(extent: int | torch.SymInt) -> int:
@@ -112,7 +139,8 @@ def _swapped(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator[None
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """No torch-function overrides, no autocast, no random state moved."""
+    """No torch-function overrides, no autocast, no random state moved, and no log of what a meta kernel refuses."""
+    was, _log.disabled = _log.disabled, True
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     for kind in kinds:
         torch.set_autocast_enabled(kind, False)
@@ -122,6 +150,7 @@ def quietly() -> Iterator[None]:
     finally:
         for kind in kinds:
             torch.set_autocast_enabled(kind, True)
+        _log.disabled = was
 
 
 def is_a_limit(error: Exception) -> bool:

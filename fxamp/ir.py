@@ -21,7 +21,13 @@ MARK = "fxamp"
 WEIGHT = "fxamp_weight"
 # Set by a capture on a conversion whose dtype was read from another value.
 RELATIVE = "fxamp_relative"
+# Set by a capture on a conversion to float32 that torch.autocast would make, see fxamp.capture.promotion.
+PROMOTED = "fxamp_promoted"
 WEIGHT_PATH = "fxamp_weight_path"
+# Set on the nodes of a block that is converted by itself: the block's path in the model.
+BLOCK_PATH = "fxamp_block_path"
+# The attribute under which a converted model keeps what runs its forward.
+ENGINE = "_fxamp_engine"
 
 Colour = Literal["allow", "infer", "deny", "clear", "unlisted"]
 Precision = Literal["low", "high", "none"]
@@ -356,11 +362,10 @@ def source_line(node: fx.Node) -> str:
 
 def module_path(node: fx.Node) -> str:
     """Dotted path of the innermost module whose forward made the node, "" for the root."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    innermost = list(stack.values())[-1]
-    return str(innermost[0]) if isinstance(innermost, tuple) else ""
+    stack, block = node.meta.get("nn_module_stack"), str(node.meta.get(BLOCK_PATH, ""))
+    innermost = list(stack.values())[-1] if stack else ""
+    inside = str(innermost[0]) if isinstance(innermost, tuple) else ""
+    return ".".join(filter(None, (block, inside)))
 
 
 def canonical_text(graph: fx.Graph) -> str:

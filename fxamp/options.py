@@ -1,18 +1,22 @@
 """The arguments of convert(): what they may be, checked before anything is touched."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxamp.converted import engine_of
-from fxamp.dtypes import resolve_dtype
+from fxamp.converted import engine_of, nested
+from fxamp.dtypes import dtype_name, resolve_dtype
 from fxamp.errors import OptionError, nearest
 from fxamp.ir import Colour
 from fxamp.lists import OpLists
 from fxamp.passes.rules import LEVELS, Level
+from fxamp.storage import is_stored_low
+
+log = logging.getLogger("fxamp")
 
 OPT_LEVELS = ("O0", "O1", "O2", "O3")
 CAPTURES = ("auto", "symbolic", "dynamo")
@@ -60,6 +64,24 @@ def check_model(model: Any) -> None:
             raise OptionError(
                 f"convert() was called inside torch.autocast({kind!r}). Call it outside: a converted model needs no "
                 "autocast."
+            )
+
+
+def say_what_is_inside(model: nn.Module) -> None:
+    """Tell of submodules that were converted before: their plain forwards become parts of this model's."""
+    if paths := nested(model):
+        text = "%s holds converted models (%s): in it they run as parts of it, with its options"
+        log.info(text, type(model).__qualname__, ", ".join(paths))
+
+
+def check_stored(model: nn.Module, low: torch.dtype) -> None:
+    """Raise an OptionError for parameters that a conversion (O2, O3) lowered, and that have another low dtype now."""
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_stored_low(tensor) and tensor.dtype != low:
+            raise OptionError(
+                f"{path} was lowered by opt_level O2 or O3 and is {dtype_name(tensor.dtype)} now, and "
+                f"{type(model).__qualname__} is to run in {dtype_name(low)}. Convert with "
+                f"dtype=torch.{dtype_name(tensor.dtype)}, or build the model anew."
             )
 
 
@@ -111,8 +133,55 @@ def check_options(
     )
 
 
+def differing(model: nn.Module, known: Options, asked: Options, names_dtype: bool) -> tuple[str, ...]:
+    """The options in which a converted model differs from what convert() is asked for now.
+
+    None of them where all that is asked for is the defaults: `convert(model)` of a converted model means that model.
+
+    Args:
+        names_dtype: whether the dtype was asked for; else it is the device's default.
+
+    Raises:
+        OptionError: they differ, and the model's parameters are low already (O2, O3).
+    """
+    names = tuple(field.name for field in dataclasses.fields(Options) if not _same(field.name, known, asked))
+    if not names:
+        return ()
+    name = type(model).__qualname__
+    defaults = check_options(device_of(model))
+    if not names_dtype and all(_same(field.name, asked, defaults) for field in dataclasses.fields(Options)):
+        kept = ", ".join(f"{_ARGUMENTS.get(field, field)}={_shown(known, field)}" for field in names)
+        log.info("%s is converted already, with %s, and stays as it is", name, kept)
+        return ()
+    changes = ", ".join(
+        f"{_ARGUMENTS.get(field, field)}={_shown(asked, field)} instead of {_shown(known, field)}" for field in names
+    )
+    if known.opt_level in ("O2", "O3"):
+        raise OptionError(
+            f"{name} is converted already, and cannot be converted again with {changes}: "
+            f"opt_level={known.opt_level!r} has lowered its parameters. Convert a model that was built anew "
+            "(its state_dict() is float32 and loads there)."
+        )
+    log.info("%s is converted again, with %s", name, changes)
+    return names
+
+
+_ARGUMENTS = {"low": "dtype"}
+"""Options whose argument of convert() has another name."""
+
+
+def _same(field: str, one: Options, other: Options) -> bool:
+    mine, theirs = getattr(one, field), getattr(other, field)
+    return mine is theirs or (field != "ranges" and bool(mine == theirs))
+
+
+def _shown(options: Options, field: str) -> str:
+    value = getattr(options, field)
+    return repr(value) if isinstance(value, (str, int, torch.dtype, type(None), dict)) else type(value).__name__
+
+
 def _choose(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise OptionError(
             f"{name}={value!r} is not allowed. Allowed: {', '.join(allowed)}.{nearest(str(value), allowed)}"
         )

@@ -4,13 +4,20 @@ Each keeps its exact float32 numbers as a master (see `fxamp.runtime.masters`) u
 `state_dict` and `load_state_dict` of the converted model speak float32.
 """
 
+import logging
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fxamp.dtypes import dtype_name
+from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.masters import MASTER, master_of, set_master
+
+log = logging.getLogger("fxamp")
 
 _LOGICAL = "_fxamp_logical_dtype"
 
@@ -30,6 +37,7 @@ def lower_parameters(model: nn.Module, names: Iterable[str], low: torch.dtype, k
 
     The Parameter objects stay the same, so an optimizer that holds them still does. Tied tensors are lowered once.
     """
+    watch_plain_steps()
     tensors = dict(_named_tensors(model))
     for name in names:
         tensor = tensors.get(name)
@@ -76,3 +84,44 @@ def copy_marks(source: nn.Module, twin: nn.Module) -> None:
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+# ------------------------------------------------------------------------------------- optimizers without masters
+
+_groups_seen: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()
+_hooks: list[Any] = []
+_said_all_low: list[bool] = []
+
+
+def watch_plain_steps() -> None:
+    """Look at every optimizer's first step from now on: one that updates lowered parameters itself is warned about.
+
+    Registered where parameters are lowered: a process that never does so has no hook.
+    """
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_check_masters))
+
+
+def _check_masters(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or _groups_seen.get(optimizer) == len(optimizer.param_groups):
+        return
+    _groups_seen[optimizer] = len(optimizer.param_groups)
+    if isinstance(optimizer, MasterWeightOptimizer):
+        return
+    lowered = [p for group in optimizer.param_groups for p in group["params"] if is_stored_low(p) and p.requires_grad]
+    if not lowered:
+        return
+    is_o2 = any(hasattr(parameter, MASTER) for parameter in lowered)
+    if not is_o2 and _said_all_low:
+        return
+    if not is_o2:
+        _said_all_low.append(True)
+    log.warning(
+        "%s updates %d parameters that opt_level=%r stores in %s, and keeps no float32 masters of them: updates below "
+        "their rounding are lost. Wrap it: fxamp.MasterWeightOptimizer(optimizer), or with masters='kahan' or "
+        "'stochastic' for less memory.",
+        type(optimizer).__name__,
+        len(lowered),
+        "O2" if is_o2 else "O3",
+        dtype_name(lowered[0].dtype),
+    )

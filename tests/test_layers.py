@@ -27,13 +27,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recompute": GRAPH,
     "storage": GROUND | {"runtime"},
     "structure": GROUND | {"capture"},
+    "unconverted": GROUND | {"lists"},
     "converted": GRAPH | {"capture", "codegen", "storage", "structure"},
     "rebuild": GRAPH | {"converted"},
-    "numerics": GRAPH | {"converted", "capture", "codegen", "rebuild", "runtime", "whole"},
-    "review": GRAPH | {"converted", "capture", "data", "rebuild", "numerics", "whole"},
+    "numerics": GRAPH | {"converted", "capture", "codegen", "rebuild", "runtime", "unconverted", "whole"},
+    "review": GRAPH | {"converted", "capture", "data", "rebuild", "numerics", "storage", "unconverted", "whole"},
 }
 # Rooms that put things together may import anything below them.
-ABOVE = {"options", "backend", "convert", "instruments", "cli", "cli_measure", "targets", "demo", "counting"}
+ABOVE = {"options", "boundaries", "backend", "convert", "instruments", "cli", "cli_measure", "targets", "demo", "counting"}
 # The apex interface calls convert() when it is used, not when it is imported.
 LATE = {("runtime", "convert")}
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxamp.dtypes import dtype_name
+from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import CaptureError, OptionError
 
 _CONSTANTS = (type(None), bool, str, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
@@ -166,9 +166,24 @@ def misfit(line: str, op: str, error: Exception, inputs: list[Any]) -> OptionErr
     given = ", ".join(map(_in_words, inputs))
     text = str(error).strip().splitlines()
     why = text[0].rstrip(". ") if text else type(error).__name__
+    low = [value for value in inputs if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES]
+    remedy = f", such as x.float() in the place of {_in_words(low[0])}" if low else ""
     return OptionError(
         f"{line}: the model fails in {op} when it is called with ({given}): {why}. "
-        "Give inputs with which the unconverted model runs."
+        f"Give inputs with which the unconverted model runs{remedy}."
+    )
+
+
+def refused_low_inputs(model: nn.Module, flat: list[Any], error: Exception) -> OptionError | None:
+    """What to say where mixed dtypes stopped a call with low inputs of a float32 model; None for another error."""
+    low = [value for value in flat if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES]
+    is_float32 = any(weight.dtype == torch.float32 for weight in model.parameters())
+    if not low or not is_float32 or "type" not in str(error):
+        return None
+    name = type(model).__qualname__
+    return OptionError(
+        f"{name} was called with a {_in_words(low[0])}, and its parameters are float32. Dynamo, which captures it, "
+        "refuses the two together, where torch.autocast casts: pass x.float() in its place."
     )
 
 

@@ -6,6 +6,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fxamp.capture.recurrent import is_recurrent
+from fxamp.ir import ENGINE
 
 # Modules that keep state between calls or read `self.training` themselves; subclasses too (timm's
 # BatchNormAct2d traced into would move `num_batches_tracked` at trace time).
@@ -26,9 +27,14 @@ _HOOKS = (
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module is called as a whole: it keeps state, or hooks on it must fire."""
-    if has_hooks(module):
+    if has_hooks(module) or is_boundary(module):
         return True
     return isinstance(module, (*_STATEFUL, *_OPAQUE)) and not is_recurrent(module)
+
+
+def is_boundary(module: nn.Module) -> bool:
+    """Whether the module is converted by itself, and stays whole in the graph around it."""
+    return bool(getattr(module.__dict__.get(ENGINE), "is_boundary", False))
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.fakes import is_sharded
+
 MISSING = object()  # nothing has the name
 LIFTED = object()  # a number that the graph reads anew at each call: its type alone matters
 
@@ -74,7 +76,7 @@ class Cell:
     def standing_for(self, value: Any, scope: "Scope") -> tuple[Any, ...]:
         """What `frozen` is to be equal to for the graph to be valid."""
         if self.path is not None and isinstance(value, torch.Tensor):
-            return type_of_kept(value) if not self.kind else (value.shape,)  # read anew at each call
+            return shape_of(value) if self.kind else type_of_kept(value)  # read anew at each call
         if self.frozen and self.frozen[-1] is LIFTED:
             return (type(value), LIFTED)
         return frozen(value, scope)
@@ -83,6 +85,11 @@ class Cell:
 def flag_cell(path: str, flag: bool) -> Cell:
     """A module's training flag."""
     return Cell("training", (bool, flag), path, None, f"self.{path}.training", frozenset())
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What the graph takes for granted of a parameter or a buffer."""
+    return (tensor.shape, is_sharded(tensor))
 
 
 def type_of_kept(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -250,7 +257,7 @@ class StateCheck:
         """A function that compares what the cells hold with what they hold now, object by object."""
         root = self._root()
         assert root is not None
-        space: dict[str, Any] = {"kept": type_of_kept}
+        space: dict[str, Any] = {"shape_of": shape_of, "type_of_kept": type_of_kept}
         terms: list[str] = []
         numbers: dict[int, str] = {}
 
@@ -283,8 +290,8 @@ class StateCheck:
                 terms.append(f"type({named(holder)}[{cell.name!r}]) is {named(type(value))}")
             elif cell.path is not None and isinstance(value, torch.Tensor):
                 now = f"{named(holder)}[{cell.name!r}]"
-                same = f"{now}.shape == {named(value.shape)}" if cell.kind else f"kept({now}) == {named(cell.frozen)}"
-                terms.append(f"{now} is {named(value)} or {same}")
+                about = "shape_of" if cell.kind else "type_of_kept"
+                terms.append(f"{now} is {named(value)} or {about}({now}) == {named(cell.frozen)}")
             elif value is MISSING:
                 terms.append(f"{cell.name!r} not in {named(holder)}")
             elif isinstance(holder, types.CellType):

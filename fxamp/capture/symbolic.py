@@ -29,6 +29,7 @@ from fxamp.capture.guesses import GUESS, guess
 from fxamp.capture.inputs import CallSpec, flatten_output, misfit, unflatten_call
 from fxamp.capture.leaves import has_hooks, is_leaf
 from fxamp.capture.locations import explained, unfollowable, user_line
+from fxamp.capture.promotion import Promotion, low_operands, widen
 from fxamp.capture.proxies import ValueProxy, WeightProxy, is_static
 from fxamp.capture.reads import Place, Reads
 from fxamp.capture.state import Cell
@@ -43,8 +44,8 @@ from fxamp.capture.surroundings import (
     unrepeatable_randomness,
 )
 from fxamp.capture.traces import untouched
-from fxamp.errors import CaptureError, FxampError
-from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign
+from fxamp.errors import CaptureError, FxampError, ShardedParameterError
+from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign, is_sharded
 from fxamp.recompute import REGION, Region
 
 
@@ -136,6 +137,7 @@ class SymbolicTracer(fx.Tracer):
     # ------------------------------------------------------------------------------------------ one trace
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        self._promotion = Promotion(root, self._value_of)
         self._tensor_paths = paths_of_tensors(root)
         self._device_type = next((p.device.type for p in root.parameters()), "cpu")
         reads = Reads(root, lambda: self.evaluating or not self._recording, self._live_number)
@@ -167,6 +169,7 @@ class SymbolicTracer(fx.Tracer):
             node = self.create_node("placeholder", f"input_{position}", (), {})
             if self.example is not None:
                 node.meta["val"] = self._fake(self.example[position])
+                self._promotion.after(node)
             inputs.append(self.proxy(node))
         args, kwargs = unflatten_call(self.spec, inputs)
         root = self.root
@@ -217,6 +220,11 @@ class SymbolicTracer(fx.Tracer):
         if path is None:
             return attr_val
         if path not in parameter_proxy_cache:
+            if is_sharded(attr_val):
+                raise ShardedParameterError(
+                    f"{user_line()}: {path} is sharded, and its forward runs outside of the unit that gathers it. "
+                    "Name the modules that fully_shard is given: fxamp.convert(model, boundaries=...), then shard."
+                )
             node = self.create_node("get_attr", path, (), {})
             node.meta["val"] = self._fake(attr_val)
             parameter_proxy_cache[path] = WeightProxy(node, self, attr_val)
@@ -265,9 +273,12 @@ class SymbolicTracer(fx.Tracer):
             node.meta["autocast"] = "off"
         if kind == "call_module":
             node.meta["inplace"] = bool(getattr(self.root.get_submodule(str(target)), "inplace", False))
+        if self.example is not None:
+            self._promotion.before(node)
         value = self._evaluate(node)
         if value is not UNKNOWN:
             node.meta["val"] = value
+            self._promotion.after(node)
         elif self.example is not None:
             node.meta[GUESS] = self._guess(node)
         return proxy
@@ -336,12 +347,18 @@ class SymbolicTracer(fx.Tracer):
         if self.example is None or any("val" not in given.meta for given in node.all_input_nodes):
             return UNKNOWN
         try:
-            with self._evaluating():
-                return self.fakes.run(node, lambda given: given.meta["val"])
+            return self._value_of(node)
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
+            if operands := low_operands(node):  # an op that does not promote: torch.autocast takes the widest dtype
+                widen(node, operands, self._value_of)
+                return self._evaluate(node)
             if is_a_limit(error) or is_foreign(node.target):
                 return UNKNOWN
             raise misfit(user_line(), _target_name(node), error, self.example) from None
+
+    def _value_of(self, node: fx.Node) -> Any:
+        with self._evaluating():
+            return self.fakes.run(node, lambda given: given.meta["val"])
 
     def _guess(self, node: fx.Node) -> Any:
         with self._evaluating():

@@ -26,6 +26,7 @@ class InsertCasts(Pass):
     2. A cast stands directly behind the value, or behind the write it must see; a weight's before its first use.
     3. Only float32 tensors are cast; a mask with numbers beyond the low range is clamped to it first.
     4. Outputs come back in `output_dtype`.
+    5. A value that was widened for this reader (see fxamp.capture.promotion) is read as it was before.
     """
 
     ensures: ClassVar = (operands_agree, casts_minimal, writes_land)
@@ -42,11 +43,16 @@ class InsertCasts(Pass):
         regions = grad_regions(graph)
         made: dict[tuple[object, ...], fx.Node] = {}
         for reader, read, dtype in wanted:
+            if (narrow := _narrow_source(read.value, dtype)) is not None:
+                _replace_argument(reader, read, narrow)
+                continue
             region = regions[reader] if _is_cast_at_reader(read.value, aliases) else 0
             key = (read.value, dtype, aliases.epoch(read.value, reader), region)
             if key not in made:
                 made[key] = _make_cast(graph, read.value, reader, dtype, aliases, self.policy.low)
             _replace_argument(reader, read, made[key])
+        for node in [node for node in graph.nodes if ir.PROMOTED in node.meta and not node.users]:
+            graph.erase_node(node)
         return bool(wanted)
 
     def _edges(self, graph: fx.Graph) -> list[tuple[fx.Node, Read, torch.dtype]]:
@@ -71,6 +77,14 @@ class InsertCasts(Pass):
 
     def _dtype_of(self, value: fx.Node) -> torch.dtype:
         return self.policy.low if ir.mark(value).precision == "low" else torch.float32
+
+
+def _narrow_source(value: fx.Node, dtype: torch.dtype) -> fx.Node | None:
+    """What a widened value was widened from, where that has the dtype it is wanted in; None for any other value."""
+    if ir.PROMOTED not in value.meta:
+        return None
+    (source,) = value.all_input_nodes
+    return source if any(found.dtype == dtype for found in ir.tensors_in(ir.mark(source).type)) else None
 
 
 def _make_cast(

@@ -1,7 +1,7 @@
 """Colours that the user gives to module paths, globs and node names."""
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
@@ -38,14 +38,21 @@ def protected_part(node: fx.Node, protected: tuple[str, ...]) -> str | None:
     return next((name for name in protected if name in parts), None)
 
 
-def check_overrides(graph: fx.Graph, overrides: Mapping[str, Colour]) -> None:
-    """Raise an OptionError for an override that matches no node of the graph."""
-    matched = {override_for(node, overrides) for node in graph.nodes}
-    known = sorted({name for node in graph.nodes for name in (node.name, *module_paths(node))})
+def check_overrides(
+    graphs: fx.Graph | Sequence[fx.Graph], overrides: Mapping[str, Colour], modules: Collection[str] = ()
+) -> None:
+    """Raise an OptionError for an override that matches no node of any graph.
+
+    Args:
+        modules: paths of the model's modules, where the graphs may not be all there are.
+    """
+    nodes = [node for graph in ((graphs,) if isinstance(graphs, fx.Graph) else graphs) for node in graph.nodes]
+    matched = {override_for(node, overrides) for node in nodes}
+    known = {name for node in nodes for name in (node.name, *module_paths(node))}
     for key in overrides:
-        if key in matched or any(key in (n.name, *module_paths(n)) for n in graph.nodes):
+        if key in matched or key in known or any(fnmatch.fnmatchcase(path, key) for path in modules):
             continue
         raise OptionError(
-            f"overrides: {key!r} matches no module and no node.{nearest(key, known)} "
+            f"overrides: {key!r} matches no module and no node.{nearest(key, sorted(known))} "
             "Keys are module paths ('encoder.layer.3'), globs ('*.head') or node names (see fxamp.report)."
         )

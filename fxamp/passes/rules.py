@@ -96,6 +96,8 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
         _fix_source(ruling, node)
     elif node in ruling.chosen and colour == "deny":
         ruling.fixed[node] = Verdict("high", ruling.chosen[node])
+    elif node.meta.get("boundary"):
+        ruling.fix(node, "high", "boundary", "it is converted by itself (boundaries=): values cross in float32")
     elif (problem := _untouchable(ruling, node)) is not None:
         ruling.fix(node, "high", "type", problem)
     elif is_conversion(node):
@@ -230,7 +232,9 @@ def _fix_conversion(ruling: Ruling, node: fx.Node) -> None:
 
 
 def _fix_conversion_to_float32(ruling: Ruling, node: fx.Node, sources: set[torch.dtype | None]) -> None:
-    if node in ruling.chosen and ruling.colours[node] == "allow":
+    if ir.PROMOTED in node.meta:
+        _fix_promotion(ruling, node)
+    elif node in ruling.chosen and ruling.colours[node] == "allow":
         text = f"makes float32; that its readers need not be is by {ruling.chosen[node].text}"
         ruling.fix(node, "high", "conversion", text)
     elif torch.float32 in sources or sources & {*_LOW_DTYPES}:
@@ -241,4 +245,16 @@ def _fix_conversion_to_float32(ruling: Ruling, node: fx.Node, sources: set[torch
         ruling.fix(node, "high", "conversion", "makes float32 of float64")
     else:
         ruling.fix(node, "high", "conversion", "makes float32 of a mask or of bytes; they are exact in any dtype")
+        ruling.born.add(node)
+
+
+def _fix_promotion(ruling: Ruling, node: fx.Node) -> None:
+    """A low value that stands beside float32 ones: widening is exact, and so is rounding it back."""
+    (source,) = node.all_input_nodes
+    dtype = next((found.dtype for found in ir.tensors_in(ir.mark(source).type)), None)
+    text = f"{source.name} is low by the user's own choice, and is read here as torch.autocast reads it"
+    ruling.fix(node, "high", "conversion", text, source)
+    if dtype == torch.bfloat16 and ruling.policy.low == torch.float16:
+        ruling.tainted.add(node)  # it may hold numbers beyond float16's range
+    else:
         ruling.born.add(node)

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from fxamp import ir
+from fxamp.dtypes import LOW_DTYPES
 from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign, size_of
 from fxamp.ir import TensorType, ValueType
 from fxamp.lists import TRAITS
@@ -50,7 +51,17 @@ class InferTypes(Pass):
                 node.meta["val"] = value
         if "val" in node.meta:
             return type_of(node.meta["val"])
+        if node.op == "placeholder" and not ir.is_weight(node):
+            return self._assumed(node)
         return infer_dtype(node)
+
+    def _assumed(self, node: fx.Node) -> ValueType:
+        """An input's type without an example: an index's, or float32, or what all of the model's weights are."""
+        assumed = infer_dtype(node)
+        stored = (given.meta.get("val") for given in node.graph.nodes if given.op == "get_attr")
+        dtypes = {value.dtype for value in stored if isinstance(value, torch.Tensor) and value.is_floating_point()}
+        is_low = len(dtypes) == 1 and dtypes <= {*LOW_DTYPES} and assumed == TensorType(torch.float32)
+        return TensorType(*dtypes) if is_low else assumed
 
     def _can_run(self, node: fx.Node) -> bool:
         is_call = node.op in ("call_function", "call_method", "call_module")
@@ -116,6 +127,8 @@ _INDEX_ARGUMENTS = {"embedding": 0, "embedding_bag": 0, "one_hot": 0}
 def infer_dtype(node: fx.Node) -> ValueType:
     """The dtype a node's value has in an fp32 run, from its op and its inputs' dtypes alone."""
     op = ir.mark(node).op
+    if node.meta.get("boundary"):
+        return TensorType(torch.float32)
     if node.op == "placeholder":
         return TensorType(torch.int64 if _is_used_as_index(node) else torch.float32)
     if node.op == "output":

@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.dtypes import dtype_name
+from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import InvariantError
 from fxamp.fakes import UNKNOWN, Fakes
 from fxamp.passes.alias import find_aliases
@@ -42,7 +42,7 @@ def operands_agree(graph: fx.Graph) -> None:
 
 
 def _check_operand(node: fx.Node, value: fx.Node, mode: str) -> None:
-    found, own = ir.mark(value).precision, ir.mark(node).precision
+    found, own = _found(value), ir.mark(node).precision
     expected = {"with": own, "high": "high", "low": "low"}.get(mode, found)
     if "none" in (found, expected) or node.op == "output":
         return
@@ -50,6 +50,12 @@ def _check_operand(node: fx.Node, value: fx.Node, mode: str) -> None:
         raise InvariantError(
             f"{node.name} ({ir.mark(node).op}) is {own} but reads {value.name} {found}, not {expected}"
         )
+
+
+def _found(value: fx.Node) -> str:
+    """The precision of a value; what the user's own conversion made low is low, though it computes in float32."""
+    dtypes = {found.dtype for found in ir.tensors_in(ir.mark(value).type)}
+    return "low" if dtypes and dtypes <= {*LOW_DTYPES} else ir.mark(value).precision
 
 
 def casts_minimal(graph: fx.Graph) -> None:

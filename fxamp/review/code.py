@@ -29,7 +29,8 @@ def texts(variants: Sequence[Variant]) -> tuple[str, str]:
 
 def graph_title(variant: Variant) -> str:
     """What calls the graph is for: "symbolic, forward(float32 tensor of 2 dimensions), training"."""
-    return call_title(variant.captured) + (", preview" if variant.is_preview else "")
+    where = f"{variant.where}: " if variant.where else ""
+    return where + call_title(variant.captured) + (", preview" if variant.is_preview else "")
 
 
 def call_title(captured: Any) -> str:

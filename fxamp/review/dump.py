@@ -35,8 +35,8 @@ def dump(converted: nn.Module, directory: str | Path) -> Path:
     Raises:
         OptionError: the model was not converted, or the folder cannot be written.
     """
-    engine, target = require_engine(converted), Path(directory)
-    built, variants = report(converted), engine.all_variants()
+    target, built = Path(directory), report(converted)
+    variants = [] if built.left else require_engine(converted).graphs()
     before, after = texts(variants)
     with _complete_or_not(target) as folder:
         _write(folder / "before.txt", before)

@@ -151,7 +151,8 @@ def _type(root: Row, lists: OpLists) -> Iterator[Remedy]:
     if "not known" in root.reason:
         yield Remedy("pass example_inputs to fxamp.convert, or call the model once: types are then known")
     elif "inside the module" in root.reason:
-        yield Remedy(f"nothing but another module: `{root.op}` reads its weights itself")
+        text = f"nothing but another module: `{root.op}` reads its weights itself"
+        yield Remedy(f"{text}. One that is whole because of hooks is converted by itself with boundaries=")
     else:
         yield Remedy("nothing: only float32 values change dtype")
 
@@ -174,6 +175,10 @@ def _integers(root: Row, lists: OpLists) -> Iterator[Remedy]:
 
 def _rows(root: Row, lists: OpLists) -> Iterator[Remedy]:
     yield _override(root, "allow", "picks low rows; the gradients of equal rows are then added in low precision")
+
+
+def _boundary(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    yield Remedy(f"leave {root.name} out of boundaries=: its forward is then a part of this graph")
 
 
 _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
@@ -199,8 +204,9 @@ _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
     "user dtype": _user_dtype,
     "ranges": _measured,
     "plan": _planned,
+    "boundary": _boundary,
 }
 _DECISIVE = frozenset(("upstream", "aliasing"))
 """Kinds that decide by themselves: what their reason names is not what to change."""
-_FINAL = frozenset(("type",))
+_FINAL = frozenset(("type", "boundary"))
 """Roots that no override can get past."""

@@ -13,12 +13,14 @@ from fxamp.converted import Engine, Variant, engine_of
 from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError
 from fxamp.lists import EnvironmentChange
-from fxamp.review.advice import advice_of, outside_of
+from fxamp.review.advice import advice_of, low_already, outside_of
 from fxamp.review.code import graph_title
 from fxamp.review.gemms import ALIGNMENT, Gemm, gemms_of
 from fxamp.review.regions import Region, regions_of
 from fxamp.review.rows import Row, rows_of
 from fxamp.review.table import report_table
+from fxamp.review.uncaptured import is_nothing_captured, uncaptured
+from fxamp.unconverted import why_left
 
 if TYPE_CHECKING:
     from fxamp.review.what_if import Suggestion
@@ -121,6 +123,7 @@ class Report:
         environment: active variables and their effect.
         advice: what would make the model faster, in sentences.
         is_preview: made from assumed types, before the first call.
+        left: why convert() was asked to leave the model as it is ("FXAMP_DISABLE=1"), "" for a converted one.
     """
 
     model: str
@@ -144,6 +147,7 @@ class Report:
     environment: tuple[Variable, ...]
     advice: tuple[str, ...]
     is_preview: bool
+    left: str = ""
     _options: Any = dataclasses.field(default=None, repr=False, compare=False)
     _model: nn.Module | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -171,6 +175,8 @@ class Report:
 
         Converted 405/4897 nodes to float16 precision using 2 cast(s) to float16 (excluding 55 weight casts)
         """
+        if self.left:
+            return f"Not converted: {self.left}, so {self.model} runs as it is written"
         nodes, casts = f"{self.low_precision_nodes}/{self.total_nodes} nodes", f"{self.casts_to_low} cast(s)"
         return (
             f"Converted {nodes} to {self.low_dtype} precision using {casts} to {self.low_dtype} "
@@ -221,11 +227,28 @@ def report(converted: nn.Module) -> Report:
     Before the first call of a model that was converted without example inputs it is a preview: types are
     assumed, and shapes are not known.
 
+    Of a model that convert() was asked to leave as it is (FXAMP_DISABLE, opt_level="O0") it says that and is empty.
+
     Raises:
         OptionError: the model was not converted.
     """
+    left = why_left(converted) if engine_of(converted) is None else None
+    if left is not None:
+        return _report_of_left(converted, left)
     engine = require_engine(converted)
-    return build_report(engine.all_variants(), engine.options, converted)
+    built = build_report(engine.graphs(), engine.options, converted)
+    _, outside = uncaptured(engine, converted)
+    if is_nothing_captured(engine):
+        return dataclasses.replace(built, outside=(outside,), advice=(), is_preview=False)
+    return dataclasses.replace(built, outside=(outside, *built.outside)) if outside else built
+
+
+def _report_of_left(model: nn.Module, reason: str) -> Report:
+    counts = dict.fromkeys((field.name for field in dataclasses.fields(Report) if field.type in (int, "int")), 0)
+    empty = dict.fromkeys((field.name for field in dataclasses.fields(Report) if "tuple" in str(field.type)), ())
+    sizes: dict[str, Any] = {"cast_bytes": 0, "weight_cast_bytes": 0}
+    name = type(model).__qualname__
+    return Report(name, "float32", **counts, **empty, **sizes, is_preview=False, left=reason)  # type: ignore[arg-type]
 
 
 def require_engine(converted: Any) -> Engine:
@@ -233,10 +256,9 @@ def require_engine(converted: Any) -> Engine:
     engine = engine_of(converted)
     if engine is None:
         raise OptionError(
-            f"this {type(converted).__qualname__} was not converted: fxamp.convert(model) returns the "
-            "converted model (with FXAMP_DISABLE set, or opt_level='O0', it returns the model as it is)."
+            f"this {type(converted).__qualname__} was not converted: fxamp.convert(model) returns the converted model."
         )
-    return engine
+    return engine.current(converted)
 
 
 def build_report(variants: Iterable[Variant], options: Any, model: nn.Module) -> Report:
@@ -272,7 +294,7 @@ def build_report(variants: Iterable[Variant], options: Any, model: nn.Module) ->
         titles=tuple(map(graph_title, variants)),
         outside=tuple(outside),
         environment=tuple(_variables(options.lists.environment, rows)),
-        advice=tuple(advice_of(rows, gemms, regions, low_nodes, options)),
+        advice=(low,) if (low := low_already(model)) else tuple(advice_of(rows, gemms, regions, low_nodes, options)),
         is_preview=not variants or any(variant.is_preview for variant in variants),
         _options=options,
         _model=model,

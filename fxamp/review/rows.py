@@ -103,5 +103,5 @@ def _innermost(node: fx.Node) -> tuple[str, str]:
     entry = list(stack.values())[-1] if stack else ("", None)
     if not isinstance(entry, tuple):
         return "", ""
-    path, owner = str(entry[0]), entry[1]
-    return path, owner if isinstance(owner, str) else getattr(owner, "__name__", "")
+    owner = entry[1]
+    return ir.module_path(node), owner if isinstance(owner, str) else getattr(owner, "__name__", "")

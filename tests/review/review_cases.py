@@ -160,6 +160,10 @@ CASES = (
     Case("aliasing", written, "mul_", "high", ("aliasing", "parameter"), "in place"),
     Case("type", lambda m, x: m.b(m.a(x)), "b", "high", ("type",), "inside the module", model=Hooked),
     Case(
+        *("boundary", lambda m, x: m.b(m.a(x)), "b", "high", ("boundary",), "converted by itself"),
+        {"boundaries": "b"},
+    ),
+    Case(
         "user dtype", lambda m, x: m.a(x).softmax(-1, dtype=torch.float32), "softmax", "high", ("user dtype",), "dtype"
     ),
     Case("creation", lambda m, x: m.a(x) * torch.ones(8), "ones", "high", ("creation",), "default"),

@@ -10,7 +10,8 @@ from review_cases import FP16, Language, Two, tokens
 import fxamp
 from fxamp.cli import main
 from fxamp.errors import OptionError
-from fxamp.review.plan import diff_plans, load_plan, plan_of
+from fxamp.review.plan import load_plan, plan_of
+from fxamp.review.plan_diff import diff_plans
 from fxamp.review.report import report
 from fxamp.review.what_if import what_if
 
@@ -70,7 +71,11 @@ def test_a_plan_of_another_model_says_what_differs(tmp_path):
 def test_a_plan_is_a_line_for_a_node(tmp_path):
     path = report(convert()).save_plan(tmp_path / "plan.json")
     lines = [line.strip().rstrip(",") for line in path.read_text().splitlines()]
-    assert '"blocks.1.qkv:linear#0": "low"' in lines
+    line = next(line for line in lines if line.startswith('"blocks.1.qkv:linear#0": '))
+    assert line == (
+        '"blocks.1.qkv:linear#0": "low | q, k, v = self.qkv(self.norm(x)).chunk(3, -1) | '
+        'layer_norm@norm, parameter, parameter | 2x8x48"'
+    )
     assert load_plan(path) == plan_of(report(convert()))
 
 
@@ -117,8 +122,8 @@ def test_what_is_no_plan_is_refused(content, said, tmp_path):
 
 def test_a_wrong_precision_is_named(tmp_path):
     path = report(convert()).save_plan(tmp_path / "plan.json")
-    path.write_text(path.read_text().replace('"head:linear#0": "low"', '"head:linear#0": "lwo"'))
-    with pytest.raises(OptionError, match=r"head:linear#0 is 'lwo'\. Allowed: low, high"):
+    path.write_text(path.read_text().replace('"head:linear#0": "low |', '"head:linear#0": "lwo |'))
+    with pytest.raises(OptionError, match=r"head:linear#0 is 'lwo \|.*'\. Allowed: low, high"):
         load_plan(path)
 
 

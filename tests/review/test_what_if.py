@@ -57,14 +57,6 @@ def test_suggestions_are_tried_and_ranked(language):
     assert best.launches == report(language).launches - after.launches
 
 
-def test_graphs_of_dynamo_are_refused():
-    converted = fxamp.convert(Two(lambda m, x: m.a(x).exp()), FP16, (X,), capture="dynamo")
-    with pytest.raises(OptionError, match="Dynamo's cannot be"):
-        report(converted).suggest()
-    with pytest.raises(OptionError, match="captured by Dynamo, which cannot be asked"):
-        what_if(converted, infer="exp")
-
-
 def test_nothing_to_gain_gives_no_suggestion():
     assert report(fxamp.convert(Two(lambda m, x: m.b(m.a(x).relu())), FP16, (X,))).suggest() == []
 

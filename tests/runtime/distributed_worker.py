@@ -171,6 +171,69 @@ def clipped_in_one_process(values, make):
     return list(model.parameters())
 
 
+class Blocks(torch.nn.Module):
+    """A stem, three blocks and a head; `ties` reads a weight of a block outside of it."""
+
+    def __init__(self, ties=False):
+        super().__init__()
+        self.stem = torch.nn.Linear(8, 16)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16)) for _ in range(3)
+        )
+        self.head = torch.nn.Linear(16, 8)
+        self.ties = ties
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        if self.ties:
+            x = torch.nn.functional.linear(x, self.blocks[0][0].weight[:16])
+        return self.head(x)
+
+
+def converted_blocks_fully_sharded(at_root):
+    """Converted block by block, sharded unit by unit: as one process in mixed precision, within float32's rounding."""
+    import fxamp
+
+    runs = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = fxamp.convert(Blocks(), torch.bfloat16, boundaries="blocks")
+        if sharded:
+            for block in model.blocks:
+                fully_shard(block)
+            if at_root:
+                fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        torch.manual_seed(5)
+        inputs = torch.randn(4, 8)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        report = fxamp.report(model)
+        assert report.captures == ("symbolic",) * 2 and len(report.gemms) == 4, report.captures
+        assert all(row.precision == "low" for row in report.rows if row.op == "linear"), report
+        runs.append([getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()])
+    for one, other in zip(*runs, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-12, atol=2**-14)
+
+
+def sharded_weight_outside_of_its_unit():
+    import fxamp
+
+    model = fxamp.convert(Blocks(ties=True), torch.bfloat16, boundaries="blocks")
+    for block in model.blocks:
+        fully_shard(block)
+    try:
+        model(torch.randn(4, 8))
+    except fxamp.ShardedParameterError as error:
+        assert "blocks.0.0.weight is sharded" in str(error) and "boundaries=" in str(error), error
+    else:
+        raise AssertionError("no error")
+
+
 def momentum(parameters):
     return torch.optim.SGD(parameters, 0.5, momentum=0.9)
 
@@ -192,6 +255,9 @@ CHECKS = {
     "fsdp": lambda: fully_sharded(momentum, torch.float32),
     "fsdp_fused": lambda: fully_sharded(fused_adam, torch.float32),
     "fsdp_masters": lambda: fully_sharded(momentum, torch.bfloat16),
+    "fsdp_blocks": lambda: converted_blocks_fully_sharded(at_root=False),
+    "fsdp_blocks_and_root": lambda: converted_blocks_fully_sharded(at_root=True),
+    "fsdp_outside": sharded_weight_outside_of_its_unit,
     "fsdp_fused_masters": lambda: fully_sharded(fused_adam, torch.bfloat16),
 }
 

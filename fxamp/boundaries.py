@@ -1,0 +1,223 @@
+"""Convert chosen submodules one by one, and leave them callable: FSDP2 units, checkpointed blocks, modules with hooks.
+
+The converted model is then a tree: its own modules above the boundaries are shallow copies, each boundary is a
+converted model of its own, and everything below is the user's. In the graph around them a boundary is one
+`call_module`. Values cross it in float32.
+"""
+
+import contextlib
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxamp import ir
+from fxamp.converted import Engine, Variant, make_sibling, own_state
+from fxamp.errors import OptionError, nearest
+from fxamp.ir import Colour
+from fxamp.options import Options
+from fxamp.structure import Structure
+
+BLOCKS = "blocks"
+
+
+class AsWritten:
+    """The forward around boundaries where no graph can hold it: it runs as the user wrote it, in float32."""
+
+    variants: tuple[Variant, ...] = ()
+    weights: frozenset[str] = frozenset()
+
+    def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return base.forward(module, *args, **kwargs)
+
+
+def check_boundaries(model: nn.Module, boundaries: Any, options: Options) -> tuple[str, ...]:
+    """The paths that `boundaries=` names.
+
+    Args:
+        boundaries: module classes, paths, globs, or "blocks" for the repeated blocks of the model; one or several.
+            A list of modules stands for what it holds.
+
+    Raises:
+        OptionError: something that names no submodule, or an option that does not go with boundaries.
+    """
+    if boundaries is None or boundaries == ():
+        return ()
+    asked = (boundaries,) if isinstance(boundaries, (str, type)) else boundaries
+    if not isinstance(asked, Iterable):
+        raise OptionError(f"boundaries={boundaries!r} is not allowed. Give module classes, paths, globs or 'blocks'.")
+    if options.opt_level != "O1":
+        raise OptionError(f"boundaries= goes with opt_level='O1' only, not with {options.opt_level!r}.")
+    if options.plan is not None or options.ranges is not None:
+        raise OptionError("boundaries= does not go with plan= or ranges=: those were made for one graph.")
+    found = dict.fromkeys(path for each in asked for path in _paths(model, each))
+    return tuple(sorted(found, key=lambda path: path.count(".")))
+
+
+def _paths(model: nn.Module, asked: Any) -> list[str]:
+    modules = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
+    if asked == BLOCKS and (BLOCKS not in modules or _is_container(modules[BLOCKS])):
+        found = _repeated(model)
+        if not found:
+            raise OptionError(
+                f"boundaries='blocks': {type(model).__qualname__} repeats no block. Name classes or paths."
+            )
+    elif isinstance(asked, str):
+        found = [path for path in modules if fnmatch.fnmatchcase(path, asked)]
+        if not found:
+            raise OptionError(f"boundaries: {asked!r} matches no submodule.{nearest(asked, modules)}")
+    elif isinstance(asked, type) and issubclass(asked, nn.Module):
+        found = [path for path, module in modules.items() if isinstance(module, asked)]
+        if not found:
+            classes = {type(module).__qualname__ for module in modules.values()}
+            raise OptionError(
+                f"boundaries: the model has no submodule of class {asked.__qualname__}."
+                f"{nearest(asked.__qualname__, classes)}"
+            )
+    else:
+        raise OptionError(f"boundaries: {asked!r} is not allowed. Give module classes, paths, globs or 'blocks'.")
+    return [each for path in found for each in _called(modules, path)]
+
+
+def _called(modules: Mapping[str, nn.Module], path: str) -> list[str]:
+    """The path, or for a container, which is never called itself, those of what it holds."""
+    if not _is_container(modules[path]):
+        return [path]
+    return [each for name in modules[path]._modules for each in _called(modules, f"{path}.{name}")]
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _repeated(model: nn.Module) -> list[str]:
+    """The outermost children of lists and sequences of which two or more have one class, and parts."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if any(path == known or path.startswith(known + ".") for known in found):
+            continue
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        kinds = [type(child) for child in module]
+        found += [
+            f"{path}.{name}".lstrip(".")
+            for name, child in module._modules.items()
+            if child is not None
+            and kinds.count(type(child)) > 1
+            and child._modules
+            and any(True for _ in child.parameters())
+        ]
+    return found
+
+
+def make_tree(
+    model: nn.Module, engine: Engine, paths: tuple[str, ...], build: Callable[[Options], Engine]
+) -> nn.Module:
+    """A sibling of the model with converted siblings of its submodules at `paths`; the model is not changed.
+
+    Args:
+        engine: of the forward around them.
+        build: makes an engine; called once for equal blocks.
+    """
+    sibling = make_sibling(model, engine)
+    copies: dict[int, nn.Module] = {}
+    shared: dict[Any, Engine] = {}
+    for path in paths:
+        owner = sibling
+        *above, name = path.split(".")
+        for part in above:
+            owner = _replaced(owner, part, copies, _shallow_copy)
+        _replaced(owner, name, copies, lambda block, path=path: _converted(block, path, engine, shared, build))  # type: ignore[misc]
+    return sibling
+
+
+def _replaced(
+    owner: nn.Module, name: str, copies: dict[int, nn.Module], make: Callable[[nn.Module], nn.Module]
+) -> nn.Module:
+    """The copy of a child, in the child's place; a module that stands in two places has one copy."""
+    child = owner._modules[name]
+    assert child is not None
+    if id(child) not in copies:
+        copies[id(child)] = made = make(child)
+        copies[id(made)] = made
+    owner._modules[name] = copies[id(child)]
+    return copies[id(child)]
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    twin: nn.Module = object.__new__(type(module))
+    twin.__dict__.update(own_state(module))
+    return twin
+
+
+def _converted(
+    block: nn.Module, path: str, outer: Engine, shared: dict[Any, Engine], build: Callable[[Options], Engine]
+) -> nn.Module:
+    overrides = _inner_overrides(block, path, outer.options.overrides)
+    key = (*_likeness(block), tuple(sorted(overrides.items())))
+    if key not in shared:
+        shared[key] = build(dataclasses.replace(outer.options, overrides=overrides))
+        shared[key].is_boundary = True
+    shared[key].paths += (path,)
+    outer.blocks[path] = shared[key]
+    return make_sibling(block, shared[key])
+
+
+def _likeness(block: nn.Module) -> tuple[Any, ...]:
+    """Equal for blocks of one structure: classes, shapes, training and gradient flags, numbers and names."""
+    plain = [
+        (path, name, type(value), value)
+        for path, module in block.named_modules()
+        for name, value in sorted(module.__dict__.items())
+        if isinstance(value, (bool, int, float, str, torch.dtype))
+    ]
+    shapes = [
+        (name, tensor.shape, tensor.requires_grad)
+        for name, tensor in (*block.named_parameters(), *block.named_buffers())
+    ]
+    return type(block), Structure(block).fingerprint, tuple(plain), tuple(shapes)
+
+
+def _inner_overrides(block: nn.Module, path: str, overrides: Mapping[str, Colour]) -> dict[str, Colour]:
+    """The overrides of the whole model that concern a block, by paths inside it."""
+    found: dict[str, Colour] = {}
+    for key, colour in overrides.items():
+        if fnmatch.fnmatchcase(path, key):
+            found["*"] = colour
+        for inner, _ in block.named_modules():
+            if inner and fnmatch.fnmatchcase(f"{path}.{inner}", key):
+                found[inner] = colour
+    return found
+
+
+def calls_of_blocks(variant: Variant, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Path, arguments and keywords of each boundary that a graph calls, tensors as empty ones of their types.
+
+    Calls with values whose types are not known are left out.
+    """
+    for node in variant.graph.nodes:
+        if node.op == "call_module" and node.meta.get("boundary"):
+            with contextlib.suppress(LookupError):
+                args = tuple(_as_called(each, device) for each in node.args)
+                yield str(node.target), args, {name: _as_called(each, device) for name, each in node.kwargs.items()}
+
+
+def _as_called(argument: Any, device: torch.device) -> Any:
+    if isinstance(argument, fx.Node):
+        return _empty(ir.mark(argument).type, device)
+    if isinstance(argument, (list, tuple)) and type(argument) is not torch.Size:
+        return (list if isinstance(argument, list) else tuple)(_as_called(each, device) for each in argument)
+    if isinstance(argument, dict):
+        return {name: _as_called(each, device) for name, each in argument.items()}
+    return argument
+
+
+def _empty(kind: Any, device: torch.device) -> Any:
+    if isinstance(kind, tuple):
+        return tuple(_empty(each, device) for each in kind)
+    if kind is None or kind.dtype is None or kind.shape is None:
+        raise LookupError("a value whose type is not known crosses a boundary")
+    return torch.empty(kind.shape, dtype=kind.dtype, device=device).requires_grad_(kind.requires_grad)

@@ -1,0 +1,118 @@
+"""Low values from outside beside float32 weights, read as torch.autocast reads them.
+
+    linear(x, w)                         # x is float16, w float32: eager torch refuses, torch.autocast casts both
+    linear(x.to(torch.float32), w)       # in the graph; which of the two runs low is for the passes to decide
+
+The widened value is exact, so rounding it back to the dtype it came from is too.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxamp import ir
+from fxamp.dtypes import LOW_DTYPES
+from fxamp.fakes import Fakes
+from fxamp.lists import OpLists
+
+# Norms that torch.autocast runs in float32 on CUDA, where they take no mixed operands.
+_NORMS = frozenset({"layer_norm", "group_norm"})
+_CONVERSIONS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
+_KEPT = ("source", "nn_module_stack", "autocast", "stack_trace")
+
+Run = Callable[[fx.Node], Any]
+
+
+class Promotion:
+    """What is widened in one graph, node by node as the graph is made.
+
+    1. A GEMM, a convolution, attention and a norm get operands of one dtype.
+    2. A deny op reads the model's own low inputs in float32, where the model's weights are float32.
+    3. What the user converted (`x.half()`) is read by other ops as it is, and nothing is done in a region without
+       autocast.
+
+    Args:
+        root: resolves modules.
+        run: gives the fake value of a node.
+    """
+
+    def __init__(self, root: nn.Module, run: Run) -> None:
+        self.root = root
+        self.run = run
+        self._is_float32 = any(weight.dtype == torch.float32 for weight in root.parameters())
+        self._from_outside: set[fx.Node] = set()
+
+    def before(self, node: fx.Node) -> bool:
+        """Widen what the node reads; tells whether anything was."""
+        operands = self._wanted(node)
+        widen(node, operands, self.run)
+        return bool(operands)
+
+    def after(self, node: fx.Node) -> None:
+        """Remember low values that came in from outside, or follow from such."""
+        if not _is_low(node) or ir.is_weight(node):
+            return
+        if node.op == "placeholder":
+            self._from_outside.add(node)
+        elif any(given in self._from_outside for given in node.all_input_nodes):
+            if ir.canonical_op(node, self.root) not in _CONVERSIONS:
+                self._from_outside.add(node)
+
+    def _wanted(self, node: fx.Node) -> list[fx.Node]:
+        if node.op not in ("call_function", "call_method") or node.meta.get("autocast") == "off":
+            return []
+        op = ir.canonical_op(node, self.root)
+        colour = OpLists.default().colour(op)
+        if colour == "allow" or op in _NORMS:
+            return low_operands(node)
+        if colour != "deny" or not self._is_float32 or op in _CONVERSIONS:
+            return []
+        written = ir.mutated(node)
+        return [given for given in node.all_input_nodes if given in self._from_outside and given not in written]
+
+
+def low_operands(node: fx.Node) -> list[fx.Node]:
+    """The float16 and bfloat16 operands of a node whose floating operands have several dtypes; none it writes into."""
+    floats = {given: _dtype(given) for given in node.all_input_nodes if _dtype(given) in (*LOW_DTYPES, torch.float32)}
+    if len(set(floats.values())) < 2 or node.meta.get("autocast") == "off":
+        return []
+    written = ir.mutated(node)
+    return [given for given in floats if _is_low(given) and given not in written]
+
+
+def widen(node: fx.Node, operands: Sequence[fx.Node], run: Run) -> None:
+    """Let a node read these operands in float32."""
+    for given in operands:
+        with node.graph.inserting_before(node):
+            cast = node.graph.call_method("to", (given, torch.float32))
+        cast.meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
+        cast.meta[ir.PROMOTED] = True
+        cast.meta["val"] = run(cast)
+        node.replace_input_with(given, cast)
+
+
+def promote(graph: fx.Graph, root: nn.Module, fakes: Fakes) -> None:
+    """Widen wherever it is wanted in a whole graph, and bring the values below up to date.
+
+    Args:
+        root: whose weights the graph reads.
+    """
+    promotion = Promotion(root, lambda node: fakes.run(node, lambda given: given.meta["val"]))
+    stale: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if promotion.before(node) or any(given in stale for given in node.all_input_nodes):
+            stale.add(node)
+            if node.op != "output":
+                node.meta["val"] = promotion.run(node)
+        promotion.after(node)
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _is_low(node: fx.Node) -> bool:
+    return _dtype(node) in LOW_DTYPES

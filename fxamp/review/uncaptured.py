@@ -1,0 +1,76 @@
+"""What Dynamo left outside of every graph: weights that no graph reads."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from fxamp import ir
+from fxamp.converted import Engine, Variant
+
+_NAMED = 3
+"""Weights that are named."""
+_WHY = (
+    "Dynamo gives up a whole frame with a graph break inside a loop, and runs it as it is written. "
+    "TORCH_LOGS=graph_breaks names the line: move it out of the loop, or convert the submodules that the loop calls "
+    "(model.block = fxamp.convert(model.block))"
+)
+
+
+def uncaptured(engine: Engine, model: nn.Module) -> tuple[float, str]:
+    """The share of the matrix weights that no graph reads, and what to know about them ("" where there are none).
+
+    Only of models that Dynamo has been asked to capture, or that run as written around their blocks; a symbolic graph
+    holds all of forward.
+    """
+    if engine.blocks:
+        return _around_blocks(engine, model)
+    if not getattr(engine.dynamo, "calls", 0):
+        return 0.0, ""
+    read = engine.dynamo.weights.union(*map(_weights_read, engine.all_variants()))
+    sizes = {name: weight.numel() for name, weight in _matrices(model)}
+    left = [name for name in sizes if name not in read]
+    share = sum(sizes[name] for name in left) / max(1, sum(sizes.values()))
+    if not left:
+        return 0.0, ""
+    return share, f"{share:.0%} of the weights are read by no graph and run as they are ({_named(left)}): {_WHY}."
+
+
+def _around_blocks(engine: Engine, model: nn.Module) -> tuple[float, str]:
+    if engine.all_variants() or not engine.fallbacks:
+        return 0.0, ""
+    sizes = {name: weight.numel() for name, weight in _matrices(model)}
+    left = [name for name in sizes if not name.startswith(tuple(f"{path}." for path in engine.blocks))]
+    share = sum(sizes[name] for name in left) / max(1, sum(sizes.values()))
+    return (
+        share,
+        f"{share:.0%} of the weights are outside of every block ({_named(left)}), in a forward that runs as "
+        + (f"it is written: {next(iter(engine.fallbacks))}"),
+    )
+
+
+def _named(left: list[str]) -> str:
+    return ", ".join(left[:_NAMED]) + (f" and {len(left) - _NAMED} more" if len(left) > _NAMED else "")
+
+
+def is_nothing_captured(engine: Engine) -> bool:
+    """Whether Dynamo was asked to capture a call, and made no graph of it."""
+    return bool(getattr(engine.dynamo, "calls", 0)) and not engine.all_variants()
+
+
+def _weights_read(variant: Variant) -> set[str]:
+    if variant.is_preview:
+        return set()
+    nodes = list(variant.graph.nodes)
+    whole = [str(node.target) for node in nodes if node.op == "call_module"]
+    below = {f"{path}.{name}" for path in whole for name in _names_below(variant, path)}
+    return below | {str(node.meta.get(ir.WEIGHT_PATH, node.target)) for node in nodes if ir.is_weight(node)}
+
+
+def _names_below(variant: Variant, path: str) -> Iterator[str]:
+    yield from (name for name, _ in variant.captured.root.get_submodule(path).named_parameters())
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The weights that GEMMs read, of tied ones the first; all parameters where there are none."""
+    named = list(model.named_parameters())
+    yield from [(name, weight) for name, weight in named if weight.dim() > 1] or named

@@ -1,0 +1,90 @@
+"""What Dynamo leaves outside of every graph is said, once, and counted."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+
+X = torch.linspace(-1, 1, 16).reshape(2, 8)
+
+
+class Loop(nn.Module):
+    """Dynamo gives up this frame: a graph break stands inside its loop."""
+
+    def __init__(self, make=lambda: nn.Linear(8, 8)) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+            torch._dynamo.graph_break()
+            if x.sum().item() > 1e9:
+                x = x * 2
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x).relu()
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+        self.loop = Loop()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loop(self.head(x))
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def warnings_of(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("example_inputs", [None, (X,)])
+def test_a_model_of_which_nothing_was_captured_says_so_once(example_inputs, caplog):
+    model = Loop()
+    converted = fxamp.convert(model, dtype="bf16", example_inputs=example_inputs)
+    assert warnings_of(caplog) == []
+    for _ in range(3):
+        assert torch.equal(converted(X), model(X))
+    (said,) = warnings_of(caplog)
+    assert said.startswith("nothing of Loop was converted: 100% of the weights are read by no graph")
+    assert "parts.0.weight" in said and "graph break inside a loop" in said and "convert the submodules" in said
+    report = fxamp.report(converted)
+    assert not report.is_preview and len(report.outside) == 1 and "100% of the weights" in report.outside[0]
+    assert "call the model once" not in str(report) and "preview" not in str(report)
+
+
+def test_modules_that_share_a_graph_are_all_inside(caplog):
+    converted = fxamp.convert(Loop(Block), dtype="bf16")
+    converted(X)
+    assert fxamp.report(converted).outside == () and warnings_of(caplog) == []
+
+
+def test_a_part_that_was_not_captured_is_counted(caplog):
+    converted = fxamp.convert(Around(), dtype="bf16")
+    converted(X)
+    (outside,) = fxamp.report(converted).outside
+    assert outside.startswith("75% of the weights are read by no graph and run as they are (loop.parts.0.weight")
+    assert warnings_of(caplog) == []
+
+
+def test_a_symbolic_model_has_nothing_outside():
+    converted = fxamp.convert(Block(), dtype="bf16")
+    converted(X)
+    assert fxamp.report(converted).outside == ()

@@ -1,0 +1,241 @@
+"""Blocks that are converted one by one and stay modules that are called."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fxamp
+from fxamp.converted import engine_of
+from fxamp.errors import CaptureError, OptionError
+
+LOW = torch.bfloat16
+X = torch.linspace(-1, 1, 24).reshape(3, 8)
+
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, number=0):
+        super().__init__()
+        self.norm, self.mixer, self.number = nn.LayerNorm(16), Mixer(), number
+
+    def forward(self, x, scale=None):
+        x = x + self.mixer(self.norm(x))
+        return x if scale is None else x * scale
+
+
+class Net(nn.Module):
+    """Blocks between a stem and a head; `branches` asks for a decision on data that no graph can hold."""
+
+    def __init__(self, depth=3, branches=False, checkpointed=False, numbered=False):
+        super().__init__()
+        self.stem = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(Block(number if numbered else 0) for number in range(depth))
+        self.head = nn.Linear(16, 4)
+        self.branches, self.checkpointed = branches, checkpointed
+
+    def forward(self, x):
+        x = self.stem(x)
+        if self.branches and x.sum() > 1e6:
+            x = x * 2
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x, scale=x.new_ones(16))
+        return self.head(x)
+
+
+def pair(boundaries="blocks", example=None, **how):
+    torch.manual_seed(0)
+    model = Net(**how)
+    return model, fxamp.convert(model, LOW, boundaries=boundaries, example_inputs=example)
+
+
+def distance(model, converted, x=X):
+    expected = model(x)
+    return float(((converted(x) - expected).abs().max() / expected.abs().max()).detach())
+
+
+@pytest.mark.parametrize(
+    "boundaries", ["blocks", "blocks.?", Block, (Block, nn.ModuleList), ["blocks.0", "blocks.1", "blocks.2"]]
+)
+@pytest.mark.parametrize("example", [None, (X,)])
+def test_every_block_is_converted_and_equal_blocks_once(boundaries, example):
+    model, converted = pair(boundaries, example)
+    assert distance(model, converted) < 0.02
+    inner = engine_of(converted).blocks
+    assert list(inner) == ["blocks.0", "blocks.1", "blocks.2"] and len(set(map(id, inner.values()))) == 1
+    report = fxamp.report(converted)
+    assert report.captures == ("symbolic", "symbolic") and report.titles[1].startswith("blocks.0 and 2 like it: ")
+    low = {row.module for row in report.rows if row.op == "linear" and row.precision == "low"}
+    assert low == {"stem", "head", "blocks.0.mixer.up", "blocks.0.mixer.down"}
+
+
+def test_the_model_is_the_same_to_its_user():
+    model, converted = pair()
+    assert type(converted.blocks[1]).__name__ == "Block" and isinstance(converted.blocks[1], Block)
+    assert list(converted.state_dict()) == list(model.state_dict())
+    assert all(one is other for one, other in zip(converted.parameters(), model.parameters(), strict=True))
+    assert engine_of(model.blocks[0]) is None and type(model.blocks[0]) is Block
+    assert converted.blocks is not model.blocks
+
+
+def test_gradients_reach_every_parameter():
+    model, converted = pair()
+    gradients = []
+    for net in (model, converted):
+        model.zero_grad()
+        net(X).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for mine, theirs in zip(*gradients, strict=True):
+        assert (mine - theirs).abs().max() <= 0.05 * theirs.abs().max()
+
+
+def test_a_block_can_be_called_and_runs_low():
+    model, converted = pair()
+    x = torch.randn(2, 16)
+    with torch.no_grad():
+        mine, theirs = converted.blocks[1](x), model.blocks[1](x)
+    assert 0 < (mine - theirs).abs().max() < 0.05
+
+
+def test_hooks_on_blocks_fire_before_and_after_conversion():
+    torch.manual_seed(0)
+    model, seen = Net(), []
+    model.blocks[0].register_forward_hook(lambda module, args, result: seen.append("before"))
+    converted = fxamp.convert(model, LOW, boundaries=Block)
+    converted.blocks[2].register_forward_hook(lambda module, args, result: seen.append("after"))
+    converted(X)
+    assert seen == ["before", "after"]
+    assert all(row.precision == "low" for row in fxamp.report(converted).rows if row.op == "linear")
+
+
+def test_checkpointed_blocks_are_run_again_in_backward():
+    model, converted = pair(checkpointed=True)
+    runs = []
+    for block in converted.blocks:
+        block.register_forward_pre_hook(lambda *given: runs.append(1))
+    assert distance(model, converted) < 0.02
+    runs.clear()
+    converted(X).sum().backward()
+    assert len(runs) == 6
+
+
+def test_around_blocks_that_no_graph_can_hold_the_model_runs_as_written(caplog):
+    with caplog.at_level("INFO", "fxamp"):
+        model, converted = pair(branches=True)
+        assert distance(model, converted) < 0.02
+    assert any("runs as written around its blocks" in record.getMessage() for record in caplog.records)
+    report = fxamp.report(converted)
+    assert report.captures == ("symbolic",)
+    assert "stem.weight" in report.outside[0] and "head.weight" in report.outside[0]
+
+
+def test_blocks_that_differ_have_graphs_of_their_own():
+    _, converted = pair(numbered=True)
+    assert len(set(map(id, engine_of(converted).blocks.values()))) == 3
+
+
+def test_a_block_that_changes_leaves_its_likes_alone():
+    model, converted = pair()
+    converted(X)
+    model.blocks[1].mixer.up = converted.blocks[1].mixer.up = nn.Linear(16, 32)  # shared: the block's parts are
+    model.blocks[2].norm.eps = 5.0
+    assert distance(model, converted) < 0.02
+
+
+def test_nested_boundaries():
+    model, converted = pair((Block, Mixer))
+    assert distance(model, converted) < 0.02
+    assert engine_of(converted.blocks[0].mixer) is not None
+    assert len(engine_of(converted).graphs()) == 3
+
+
+def test_copies_and_pickles():
+    model, converted = pair()
+    converted(X)
+    twin = copy.deepcopy(converted)
+    assert torch.equal(twin(X), converted(X))
+    with torch.no_grad():
+        twin.blocks[0].mixer.up.weight.zero_()
+    assert not torch.equal(twin(X), converted(X)) and distance(model, converted) < 0.02
+    loaded = pickle.loads(pickle.dumps(converted))
+    assert torch.equal(loaded(X), converted(X)) and engine_of(loaded.blocks[0]) is not None
+    buffer = io.BytesIO()
+    torch.save(converted, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=False)(X), converted(X))
+
+
+def test_train_eval_and_freeze():
+    _, converted = pair()
+    assert not converted.eval().blocks[0].training and not converted.blocks[0].mixer.up.training
+    with torch.no_grad():
+        before = converted(X)
+        converted.freeze()
+        assert torch.equal(converted(X), before)
+        assert "kept_cast" in engine_of(converted.blocks[0]).all_variants()[0].compiled.source
+
+
+def test_a_module_in_two_places_is_one_module():
+    class Shared(Net):
+        def __init__(self):
+            super().__init__(depth=2)
+            self.blocks[1] = self.blocks[0]
+
+    model = Shared()
+    converted = fxamp.convert(model, LOW, boundaries="blocks")
+    assert converted.blocks[0] is converted.blocks[1] and distance(model, converted) < 0.02
+
+
+def test_overrides_reach_into_blocks():
+    model = Net()
+    converted = fxamp.convert(
+        model, LOW, boundaries="blocks", example_inputs=(X,), overrides={"blocks.1.mixer.*": "deny"}
+    )
+    assert len(set(map(id, engine_of(converted).blocks.values()))) == 2
+    high = {row.module for row in fxamp.report(converted).rows if row.op == "linear" and row.precision == "high"}
+    assert high == {"blocks.1.mixer.up", "blocks.1.mixer.down"}
+
+
+def test_compile_around_boundaries():
+    model, converted = pair(example=(X,))
+    converted(X)
+    compiled = torch.compile(converted, backend="eager")
+    assert torch.equal(compiled(X), converted(X)) and distance(model, compiled) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "options", "message"),
+    [
+        ("block", {}, r"boundaries: 'block' matches no submodule. Did you mean 'blocks'"),
+        ("blocks.7", {}, r"'blocks.7' matches no submodule"),
+        (nn.Conv2d, {}, r"the model has no submodule of class Conv2d"),
+        (3, {}, r"boundaries=3 is not allowed"),
+        ([3], {}, r"boundaries: 3 is not allowed"),
+        (["blocks"], {"model": nn.Sequential(nn.Linear(8, 8))}, r"Sequential repeats no block"),
+        ("blocks.0", {"opt_level": "O2"}, r"goes with opt_level='O1' only"),
+        (["blocks"], {"model": Net(depth=1)}, r"Net repeats no block"),
+    ],
+)
+def test_a_wrong_boundary_is_named(boundaries, options, message):
+    model = options.pop("model", None) or Net()
+    with pytest.raises(OptionError, match=message):
+        fxamp.convert(model, LOW, boundaries=boundaries, **options)
+    assert "blocks" not in dict(model.named_children()) or type(model.blocks[0]) is Block
+
+
+def test_symbolic_capture_around_blocks_names_the_line():
+    with pytest.raises(CaptureError, match=r"test_boundaries\.py:\d+: Python's bool"):
+        fxamp.convert(Net(branches=True), LOW, boundaries="blocks", example_inputs=(X,), capture="symbolic")
