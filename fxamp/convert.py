@@ -30,6 +30,7 @@ from fxamp.options import (
     check_stored,
     device_of,
     differing,
+    module_of,
     say_what_is_inside,
 )
 from fxamp.passes.absorb import Absorb
@@ -80,7 +81,8 @@ def convert(
     cannot hold is an error here all the same.
 
     Args:
-        model: an nn.Module or fx.GraphModule. It still works and is not changed (O1). A converted model is given
+        model: an nn.Module, an fx.GraphModule, or a torch.export.ExportedProgram. It still works and is not changed
+            (O1). A converted model is given
             back as it is, or with other options converted anew from its plain forward.
         dtype: torch.float16, torch.bfloat16, "auto" (bfloat16 where the device has it natively), or None:
             torch.autocast's default for the device (CUDA float16, CPU bfloat16).
@@ -107,6 +109,7 @@ def convert(
         CaptureError: the model cannot be captured; the message names the line.
         OpListError: the lists contradict themselves.
     """
+    model = module_of(model)
     check_model(model)
     options = check_options(
         device_of(model), dtype, opt_level, level, lists, overrides, pad_to, pad, capture, output_dtype

@@ -65,8 +65,8 @@ class Variant:
         return self.captured.graph
 
     def holds(self, module: nn.Module, inputs: list[Any]) -> bool:
-        """Whether the graph is what the model's forward would do now. Dynamo traces through here."""
-        if torch.compiler.is_compiling():
+        """Whether the graph is what the model's forward would do now. Dynamo and torch.jit.trace come through here."""
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             plain = [cell for cell in self.captured.state if cell.is_plain]
             return self.fits(module, inputs) and all(_attribute(module, cell) == cell.frozen[1] for cell in plain)
         return self._is_for(inputs) and self._state(module).holds()

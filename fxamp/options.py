@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,12 @@ class Options:
     output_dtype: torch.dtype | None
     plan: Any = None
     ranges: Any = None
+
+
+def module_of(model: Any) -> Any:
+    """The module that an exported program (torch.export) holds; anything else as it is."""
+    is_program = "torch.export" in sys.modules and isinstance(model, torch.export.ExportedProgram)
+    return model.module() if is_program else model
 
 
 def check_model(model: Any) -> None:

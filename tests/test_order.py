@@ -440,14 +440,38 @@ def test_torch_export_gives_plain_casts():
     assert set(program.state_dict) == set(converted.state_dict())
 
 
-def test_onnx_export_gives_cast_nodes(tmp_path):
-    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
-    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_onnx_export_gives_cast_nodes(tmp_path, dynamo):
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
     converted = fxamp.convert(Net().eval(), dtype=torch.float16, capture="symbolic", example_inputs=(X,))
     path = tmp_path / "net.onnx"
-    torch.onnx.export(converted, (X,), path, dynamo=True)
-    graph = onnx.load(path).graph
-    assert "Cast" in {node.op_type for node in graph.node}
+    torch.onnx.export(converted, (X,), path, dynamo=dynamo)
+    exported = onnx.load(path)
+    kinds = {node.op_type for node in exported.graph.node}
+    assert "Cast" in kinds and kinds <= {"Cast", "Gemm", "Relu", "BatchNormalization", "MatMul", "Add", "Identity"}
+    (found,) = ReferenceEvaluator(exported).run(None, {exported.graph.input[0].name: X.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), converted(X).detach(), rtol=2**-8, atol=2**-8)
+
+
+def test_torch_jit_trace_gives_plain_casts():
+    converted = bf16(Net().eval(), X)
+    traced = torch.jit.trace(converted, (X,))
+    assert "PythonOp" not in str(traced.graph)
+    assert torch.equal(traced(X), converted(X))
+
+
+def test_an_exported_program_is_converted():
+    torch.manual_seed(0)
+    model = Net().eval()
+    program = torch.export.export(model, (X,))
+    converted = bf16(program, X)
+    report = fxamp.report(converted)
+    assert {row.op: row.precision for row in report.rows if row.op in ("linear", "batch_norm")}["linear"] == "low"
+    assert "aten" not in {row.op.partition(".")[0] for row in report.rows}
+    torch.testing.assert_close(converted(X), model(X), rtol=0.02, atol=0.02)
+    assert set(converted.state_dict()) == set(model.state_dict())
 
 
 def test_graphs_are_shared_by_copies_and_states_are_not():

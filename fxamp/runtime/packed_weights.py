@@ -20,8 +20,8 @@ _PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter, FakeTensor})
 def packed_cast(dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Fresh copies of `weights` in `dtype`, with their strides; gradients flow back in the weights' dtype.
 
-    One `_foreach_copy_` each way. Plain `.to` where that would not do: while torch.compile or torch.export trace
-    (Inductor fuses plain casts), under functorch transforms and forward-mode AD, and for tensor subclasses.
+    One `_foreach_copy_` each way. Plain `.to` where that would not do: while torch.compile, torch.export or
+    torch.jit trace (Inductor fuses plain casts), under functorch transforms and forward-mode AD, and for tensor subclasses.
 
     Args:
         dtype: of the copies.
@@ -38,6 +38,7 @@ def _must_be_plain(weights: tuple[torch.Tensor, ...]) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch.compiler.is_exporting()
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace, and the ONNX exporter built on it
         or forward_ad._current_level >= 0
         or torch._C._are_functorch_transforms_active()
         or not _PLAIN_TENSORS.issuperset(map(type, weights))
