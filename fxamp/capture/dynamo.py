@@ -58,6 +58,7 @@ def adopt(
             node.meta[ir.WEIGHT] = kind
             node.meta[ir.WEIGHT_PATH] = weight_path(node)
     _mark_autocast_regions(graph)
+    _mark_transforms(graph)
     return Captured(
         root=root,
         graph=graph,
@@ -129,6 +130,24 @@ def _mark_autocast_regions(graph: fx.Graph) -> None:
             node.meta["autocast"] = "off"
     if open_regions:
         raise CaptureError("an autocast region is entered and not left in the same graph (a graph break inside it)")
+
+
+def _mark_transforms(graph: fx.Graph) -> None:
+    """Nodes inside a torch.func transform (grad, vmap) are marked: their values have a level of their own.
+
+    A cast would have to stand on the right side of every change of level, and such values are not to be looked at
+    from outside.
+    """
+    depth = 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        depth += name.endswith("_increment_nesting")
+        if name.endswith("_nesting"):
+            fx.node.has_side_effect(node.target)  # torch itself notes it of some of them
+        if depth:
+            node.meta["transformed"] = True
+            node.meta["val"] = None
+        depth -= name.endswith("_decrement_nesting")
 
 
 def fake_mode_of(graph: fx.Graph) -> Any:

@@ -152,6 +152,10 @@ def _deny_reason(policy: Policy, op: str) -> str:
 def _untouchable(ruling: Ruling, node: fx.Node) -> str | None:
     """Why a node cannot take part: its types, its kernels, or weights inside a module."""
     op, own = ir.mark(node).op, list(ir.tensors_in(ir.mark(node).type))
+    if node.meta.get("transformed"):
+        return "it stands inside a torch.func transform (grad, vmap), whose levels a cast must not cross"
+    if any(_differentiates(user, node) for user in node.users):
+        return "autograd.grad differentiates with respect to it, and a cast of it would be another tensor"
     for given in node.all_input_nodes:
         for found in ir.tensors_in(ir.mark(given).type):
             if found.dtype is None:
@@ -169,6 +173,13 @@ def _untouchable(ruling: Ruling, node: fx.Node) -> str | None:
     if ruling.policy.device == "cpu" and op in TRAITS["no_low_kernel_cpu"]:
         return f"the CPU has no {dtype_name(ruling.policy.low)} kernel for it"
     return None
+
+
+def _differentiates(user: fx.Node, node: fx.Node) -> bool:
+    if user.target == "requires_grad_":
+        return any(_differentiates(reader, user) or _differentiates(reader, node) for reader in user.users)
+    inputs = ir.argument_of(user, 1, "inputs") if user.target is torch.autograd.grad else None
+    return node in ir.nodes_in(inputs)
 
 
 def _is_float(dtype: torch.dtype) -> bool:

@@ -1,0 +1,90 @@
+"""Transforms and autograd.grad inside forward: no cast crosses a level, or stands between a value and its gradient."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import fxamp
+
+LOW = torch.bfloat16
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.f, self.h, self.function = nn.Linear(8, 8), nn.Linear(8, 1), function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def per_sample(net, x):
+    return torch.vmap(lambda row: torch.tanh(net.f(row)))(x)
+
+
+def gradient(net, x):
+    return net.f(x) + torch.func.grad(lambda v: net.h(torch.tanh(v)).sum())(x)
+
+
+def jacobian(net, x):
+    return net.f(x) + torch.vmap(torch.func.jacrev(lambda row: torch.tanh(net.f(row))))(x).sum(1)
+
+
+def force(net, x):
+    x = x.detach().requires_grad_(True)
+    energy = net.h(torch.tanh(net.f(x))).sum()
+    return energy, torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def force_by_statement(net, x):
+    x = x.detach() * 1.0
+    x.requires_grad_()
+    energy = net.h(torch.tanh(net.f(x))).sum()
+    return energy, torch.autograd.grad(energy, [x], create_graph=True)[0]
+
+
+def gradient_of_an_inner_value(net, x):
+    y = net.f(x)
+    z = y.detach()
+    z.requires_grad_()
+    return y * torch.autograd.grad(net.h(torch.tanh(z)).sum(), z)[0]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+FUNCTIONS = (per_sample, gradient, jacobian, force, force_by_statement, gradient_of_an_inner_value)
+OF_TORCH_FUNC = FUNCTIONS[:3]
+
+
+@pytest.mark.parametrize("capture", ["auto", "symbolic"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_values_and_parameter_gradients_are_those_of_fp32(function, capture):
+    if function in OF_TORCH_FUNC and capture == "symbolic":
+        with pytest.raises(fxamp.CaptureError, match=r"test_transforms\.py:\d+"):
+            fxamp.convert(Net(function), LOW, capture=capture, example_inputs=(X,))
+        return
+    model = Net(function)
+    converted = fxamp.convert(model, LOW, capture=capture)
+    found = []
+    for net in (model, converted):
+        model.zero_grad()
+        outputs = pytree.tree_leaves(net(X.clone()))
+        sum((value * value).sum() for value in outputs).backward()
+        found.append([*outputs, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1])
+    for theirs, mine in zip(*found, strict=True):
+        assert (mine - theirs).abs().max() <= 0.02 * max(1.0, float(theirs.detach().abs().max()))
+
+
+def test_what_stands_inside_a_transform_is_named():
+    converted = fxamp.convert(Net(gradient), LOW)
+    converted(X)
+    rows = {row.name: row for row in fxamp.report(converted).rows}
+    assert "inside a torch.func transform" in rows["linear"].reason or "inside a torch.func" in rows["linear_1"].reason
+    assert {row.precision for row in rows.values() if row.op == "linear"} == {"low", "high"}
