@@ -13,13 +13,22 @@ from fxamp.passes.ruling import Ruling, is_bounded
 _RANGES = frozenset({"arange", "linspace", "logspace", "range"})
 # Their integer operand selects and does not become a number.
 _SELECTIONS = frozenset("embedding embedding_bag one_hot getitem index_select gather where masked_fill".split())
+_PRODUCTS = frozenset({"mul", "div"})
 # Every integer of these is exact in bfloat16 (8 bits of mantissa).
 _SHORT_INTEGERS = frozenset({torch.uint8, torch.int8, torch.bool})
 
 
 def mark_integers(ruling: Ruling) -> None:
-    """Float values made of integers stay exact until a GEMM, a deny or a bounded op."""
+    """Float values made of integers stay exact until a GEMM, a deny or a bounded op, or a product with a rounded value.
+
+    (A hidden state times a mask of integers is no integer: what a GEMM or a norm made was rounded before.)
+    """
+    rounded: set[fx.Node] = set()
     for node in ruling.graph.nodes:
+        if is_bounded(node) or ruling.colours.get(node) == "allow" or ruling.first_source(node, rounded) is not None:
+            rounded.add(node)
+        if ir.mark(node).op in _PRODUCTS and ruling.first_source(node, rounded) is not None:
+            continue
         if not node.op.startswith("call") or not (ir.holds_float32(node) or ir.mutated(node)):
             continue
         if _makes_floats_of_integers(ruling, node):

@@ -186,6 +186,21 @@ def test_what_is_made_of_integers(numbers, wanted):
     assert_precision(setting, {"matmul": wanted})
 
 
+def test_a_hidden_state_times_a_mask_of_integers_is_no_integer():
+    def model(x, w, ids):
+        return (F.linear(x, w) * ids.to(x.dtype)) @ w
+
+    setting = decided(model, X, W, torch.arange(64).view(8, 8) % 2)
+    assert_precision(setting, {"linear": "low", "mul": "high not low-born", "matmul": "low"})
+
+
+def test_an_angle_made_of_positions_and_trained_frequencies_stays_exact():
+    def model(x, w, ids):
+        return F.linear(x, w) @ (ids.float() * w)
+
+    assert_precision(decided(model, X, W, torch.arange(64).view(8, 8)), {"mul": "high integers", "matmul": "high"})
+
+
 def test_an_image_of_bytes_goes_low_into_the_first_convolution():
     def model(image, w):
         return F.conv2d(image.float() / 255, w)
