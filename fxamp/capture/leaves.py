@@ -14,7 +14,7 @@ _STATEFUL = (_NormBase, _DropoutNd, nn.RNNBase, nn.RNNCellBase)
 # Python control flow on values that no example can decide.
 _OPAQUE = (nn.AdaptiveLogSoftmaxWithLoss,)
 
-# Hooks that only compute a weight from parameters: they are traced with the forward they stand before.
+# Hooks that only compute a weight from parameters are traced with the forward they stand before.
 _TRACED_HOOKS = (WeightNorm,)
 
 _HOOKS = (
@@ -39,7 +39,13 @@ def is_boundary(module: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether anybody registered a forward or backward hook on the module that a graph could not hold."""
-    return any(not isinstance(hook, _TRACED_HOOKS) for hooks in hook_dictionaries(module) for hook in hooks.values())
+    return any(not _is_traced(hook) for hooks in hook_dictionaries(module) for hook in hooks.values())
+
+
+def _is_traced(hook: object) -> bool:
+    """Whether a hook is a part of the model's own forward: an old weight_norm, or one that transformers sets to collect
+    hidden states for the forward that is running."""
+    return isinstance(hook, _TRACED_HOOKS) or str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def recomputed_weights(module: nn.Module) -> list[str]:

@@ -46,9 +46,9 @@ class Cell:
     name: str
     frozen: Any
     path: str | None
-    owner: Any
+    owner: Any = dataclasses.field(repr=False)
     title: str
-    names: frozenset[str]
+    names: frozenset[str] = dataclasses.field(repr=False)
     kind: str = ""
 
     def holder(self, root: nn.Module) -> Any:

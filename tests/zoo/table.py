@@ -3,15 +3,18 @@
 import argparse
 import importlib
 import os
+import sys
 import time
 import warnings
 
 import torch
 from tabulate import tabulate
 
+from fxamp.counting import results
 from tests.zoo import hugging_face, measure
 from tests.zoo.test_zoo import HAND_WRITTEN
 
+ERRORS = ("outputs", "gradients", "evaluated", "buffers")
 HEADER = "model, capture, nodes, casts, low GEMMs, autocast's, outputs, gradients, eval, buffers, s".split(", ")
 
 
@@ -20,13 +23,26 @@ def line(row: measure.Row, seconds: float) -> list[str]:
     shares = [f"{run.low}/{run.gemms}" for run in (row.ours, row.auto)]
     return [
         row.name, row.capture, str(row.nodes), str(row.casts), *shares,
-        *(_errors(row, what) for what in ("outputs", "gradients", "evaluated", "buffers")), f"{seconds:.1f}",
+        *(_errors(row, what) for what in ERRORS), f"{seconds:.1f}",
     ]  # fmt: skip
 
 
 def _errors(row: measure.Row, what: str) -> str:
     ours, theirs = row.error(row.ours, what), row.error(row.auto, what)
     return f"{ours:.1e} / {theirs:.1e}{' !' if ours > 2 * theirs + 1e-6 else ''}"
+
+
+def facts(row: measure.Row) -> dict[str, object]:
+    """The same as numbers: distances from fp32 (ours, autocast's), shares of low GEMMs."""
+    errors = {what: [row.error(row.ours, what), row.error(row.auto, what)] for what in ERRORS}
+    return {
+        "name": row.name,
+        "errors": errors,
+        "low_share": row.ours.share,
+        "autocast_low_share": row.auto.share,
+        "low": row.ours.low,
+        "losses": row.ours.losses,
+    }
 
 
 def measured(name: str) -> measure.Row:
@@ -44,18 +60,25 @@ def main() -> None:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(prog="tools/zoo", description=__doc__)
     parser.add_argument("names", nargs="*", help="models; those of transformers as hf:bert")
-    names = parser.parse_args().names or [*HAND_WRITTEN, *(f"hf:{name}" for name in hugging_face.ARCHITECTURES)]
-    rows, failures = [], []
+    results.add_save(parser, "zoo")
+    given = parser.parse_args()
+    names = given.names or [*HAND_WRITTEN, *(f"hf:{name}" for name in hugging_face.ARCHITECTURES)]
+    begun, rows, numbers, failures = time.time(), [], [], []
     for name in names:
         start = time.time()
         try:
-            rows.append(line(measured(name), time.time() - start))
+            row = measured(name)
+            rows.append(line(row, time.time() - start))
+            numbers.append(facts(row))
         except Exception as error:  # one model that fails must not hide the others
             text = str(error).splitlines()[0][:100] if str(error) else ""
             failures.append(f"{name}: {type(error).__name__}: {text}")
     print(tabulate(rows, headers=HEADER, disable_numparse=True, tablefmt="github"))
     for failure in failures:
         print(f"FAILED {failure}")
+    if given.save:
+        data = {"rows": numbers, "failures": failures, "headers": HEADER, "cells": rows}
+        results.save(results.make("tools/zoo", sys.argv[1:], data, time.time() - begun), given.save)
 
 
 if __name__ == "__main__":

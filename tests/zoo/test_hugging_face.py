@@ -59,6 +59,27 @@ def test_level_strict_is_as_near_as_autocast(name):
         assert row.error(row.ours, what) <= 2 * row.error(row.auto, what)
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_hidden_states_that_hooks_collect_come_back(name):
+    """transformers sets hooks at the first call that asks for hidden states, and leaves them there."""
+    import fxamp
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = hugging_face.make(name).eval()
+    converted = fxamp.convert(model, dtype=torch.bfloat16)
+    args, kwargs = hugging_face.call(name)
+    with torch.no_grad():
+        for asked in (False, True, True, False):
+            model.config.output_hidden_states = asked
+            mine, theirs = converted(*args, **kwargs).to_tuple(), model(*args, **kwargs).to_tuple()
+            assert len(mine) == len(theirs)
+            assert [len(m) for m in mine if isinstance(m, tuple)] == [len(t) for t in theirs if isinstance(t, tuple)]
+            for own, other in zip(measure.tensors(mine), measure.tensors(theirs), strict=True):
+                torch.testing.assert_close(own, other, rtol=0.05, atol=0.05)
+    assert not fxamp.report(converted).outside
+
+
 def test_generate_and_save_pretrained(tmp_path):
     import fxamp
 
