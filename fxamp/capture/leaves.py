@@ -39,10 +39,10 @@ def is_boundary(module: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether anybody registered a forward or backward hook on the module that a graph could not hold."""
-    return any(not _is_traced(hook) for hooks in hook_dictionaries(module) for hook in hooks.values())
+    return any(not is_traced_hook(hook) for hooks in hook_dictionaries(module) for hook in hooks.values())
 
 
-def _is_traced(hook: object) -> bool:
+def is_traced_hook(hook: object) -> bool:
     """Whether a hook is a part of the model's own forward: an old weight_norm, or one that transformers sets to collect
     hidden states for the forward that is running."""
     return isinstance(hook, _TRACED_HOOKS) or str(getattr(hook, "__module__", "")).startswith("transformers.")

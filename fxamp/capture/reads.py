@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.functions_of import codes_of, functions_in
+from fxamp.capture.hooks import hook_writes
 from fxamp.capture.leaves import recomputed_weights
 from fxamp.capture.locations import is_foreign
 from fxamp.capture.state import (
@@ -24,7 +26,7 @@ from fxamp.capture.state import (
     paths_of,
     read,
 )
-from fxamp.errors import CaptureError
+from fxamp.errors import CaptureError, OptionError
 
 # What nn.Module itself keeps in an instance; Structure looks after parameters, modules and hooks.
 _OWN = frozenset({*nn.Module().__dict__, "__dict__", "__class__", "_fxamp_engine"})
@@ -57,7 +59,9 @@ class Reads:
         """Note reads while the model's forward runs.
 
         Raises:
-            CaptureError: forward changed a container that it had read, which a graph would not do again.
+            CaptureError: forward changed a container that it had read, which a graph would not do again, or read what a
+            hook may write.
+        OptionError: a hook sets an attribute of the original model that forward reads.
         """
 
         def getattribute(module: nn.Module, name: str) -> Any:
@@ -76,6 +80,7 @@ class Reads:
         try:
             yield
             changed = [container for container, saved in self._containers if not _is_as(container, saved)]
+            self._check_hooks()
         finally:
             del nn.Module.__getattribute__
             for container, saved in self._containers:
@@ -86,13 +91,32 @@ class Reads:
                 "value instead, or write a buffer in place (self.buffer.copy_(value))."
             )
 
+    def _check_hooks(self) -> None:
+        """Raise where forward reads what a hook may write: hooks run at each call, and a graph has read it before."""
+        hooks = list(hook_writes(self._root))
+        for (_, name), (owner, value) in self._found.items() if hooks else ():
+            path = self._paths.get(id(owner)) if isinstance(owner, nn.Module) else None
+            title = _title(owner, path, name)
+            for hook in hooks:
+                if owner is self._root and hook.sets(name) and hook.is_bound_to(self._root):
+                    raise OptionError(
+                        f"a hook on {hook.path!r} sets {title} of the model it was made for, and the converted model, "
+                        f"whose forward reads it, is another object. Let the hook write into a container "
+                        f"({title}s['key'] = ...), or register it again on the converted model."
+                    )
+                if hook.touch(owner, name, value):
+                    raise CaptureError(
+                        f"forward reads {title}, and a hook on {hook.path!r} may write it while forward runs, which a "
+                        "graph that was captured before cannot see. Return the value from the module that makes it."
+                    )
+
     def cells(self, decided: set[Place]) -> tuple[Cell, ...]:
         """What was read, as it was.
 
         Args:
             decided: places whose number Python's control flow used, though it is a value of the graph.
         """
-        codes = [code for function in self._functions.values() for code in _codes(function.__code__)]
+        codes = [code for function in self._functions.values() for code in codes_of(function.__code__)]
         names = frozenset(name for code in codes for name in (*code.co_names, *_strings(code)))
         scope = Scope(names, self._paths)
         found = []
@@ -144,11 +168,11 @@ class Reads:
 
     def _function(self, value: Any) -> None:
         """Look at what a function of the user's, and those that it can call by name, can read from outside."""
-        for function in _functions_in(value):
+        for function in functions_in(value):
             if id(function) in self._functions or is_foreign(function.__code__.co_filename):
                 continue
             self._functions[id(function)] = function
-            for code in _codes(function.__code__):
+            for code in codes_of(function.__code__):
                 for name in code.co_names:
                     self._global(function.__globals__, name, code.co_names)
             for cell in function.__closure__ or ():
@@ -176,32 +200,6 @@ class Reads:
                 path = self._paths.get(id(owner)) if isinstance(owner, nn.Module) else None
                 return f"{_title(owner, path, name)} ({type(container).__qualname__})"
         return f"a {type(container).__qualname__}"
-
-
-def _functions_in(value: Any) -> list[types.FunctionType]:
-    """The Python functions behind a method, a property, a partial or a decorated function."""
-    found: list[types.FunctionType] = []
-    while value is not None:
-        if isinstance(value, property):
-            value = value.fget
-        elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
-            value = value.__func__
-        elif isinstance(value, types.FunctionType):
-            found.append(value)
-            value = getattr(value, "__wrapped__", None)
-        elif type(value).__name__ in ("partial", "partialmethod"):
-            value = value.func
-        else:
-            value = None
-    return found
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code and that of the functions written inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
 
 
 def _strings(code: types.CodeType) -> list[str]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fxamp
 from fxamp.converted import engine_of
-from fxamp.errors import CaptureError
+from fxamp.errors import CaptureError, OptionError
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
 SCALE = 2.0
@@ -311,3 +311,47 @@ def test_a_change_is_seen_under_compile():
         model.beta = converted.beta = beta
         converted(X)  # compiled code cannot capture anew
         assert agrees(model, compiled)
+
+
+class Extractor(nn.Module):
+    """The usual feature extractor: a hook keeps a layer's result, and forward returns it."""
+
+    def __init__(self, save):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.features = {"a": torch.zeros(4, 8)}
+        self.last = torch.zeros(4, 8)
+        self.net[0].register_forward_hook(save(self))
+
+    def keep(self, module, args, result):
+        self.features["a"] = result
+
+    def assign(self, module, args, result):
+        self.last = result
+
+    def forward(self, x):
+        return self.net(x), self.features["a"], self.last
+
+
+def in_a_closure(net):
+    features = net.features
+    return lambda module, args, result: features.__setitem__("a", result)
+
+
+@pytest.mark.parametrize("save", [lambda net: net.keep, in_a_closure])
+def test_what_a_hook_writes_is_never_stale(save):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    converted = fxamp.convert(Extractor(save), torch.bfloat16)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        result, feature, _ = converted(x)
+        torch.testing.assert_close(feature, converted.net[0].forward(x), rtol=0.02, atol=0.02)
+        assert result.dtype == torch.float32
+    with pytest.raises(CaptureError, match=r"forward reads self\.features, and a hook on 'net\.0' may write it"):
+        fxamp.convert(Extractor(save), torch.bfloat16, example_inputs=(X,), capture="symbolic")
+
+
+def test_a_hook_that_sets_an_attribute_of_the_original_model_is_refused():
+    with pytest.raises(OptionError, match=r"a hook on 'net\.0' sets self\.last of the model it was made for"):
+        fxamp.convert(Extractor(lambda net: net.assign), torch.bfloat16)

@@ -1,0 +1,31 @@
+"""The Python functions and code behind methods, properties, partials and decorated functions."""
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+
+def functions_in(value: Any) -> list[types.FunctionType]:
+    """The Python functions behind a method, a property, a partial or a decorated function."""
+    found: list[types.FunctionType] = []
+    while value is not None:
+        if isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            value = value.__func__
+        elif isinstance(value, types.FunctionType):
+            found.append(value)
+            value = getattr(value, "__wrapped__", None)
+        elif type(value).__name__ in ("partial", "partialmethod"):
+            value = value.func
+        else:
+            value = None
+    return found
+
+
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code and that of the functions written inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_of(constant)

@@ -1,0 +1,69 @@
+"""Hooks that a graph leaves to run at each call, and what they may write that forward reads."""
+
+import dis
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from fxamp.capture.functions_of import codes_of, functions_in
+from fxamp.capture.leaves import hook_dictionaries, is_traced_hook
+
+_STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "STORE_DEREF"})
+
+
+class HookWrites:
+    """What one hook can write to.
+
+    Attributes:
+        path: of the module that the hook is on.
+    """
+
+    def __init__(self, path: str, hook: Any) -> None:
+        self.path = path
+        self._stored: set[str] = set()
+        self._reached: dict[int, Any] = {}
+        owner = getattr(hook, "__self__", None)
+        self._owner = owner
+        for function in functions_in(hook):
+            for code in codes_of(function.__code__):
+                self._stored |= {str(i.argval) for i in dis.get_instructions(code) if i.opname in _STORES}
+                for name in code.co_names:
+                    if name in function.__globals__:
+                        self._reach(function.__globals__[name])
+                    if owner is not None and name in getattr(owner, "__dict__", {}):
+                        self._reach(owner.__dict__[name])
+            for cell in function.__closure__ or ():
+                self._reach(cell.cell_contents)
+
+    def _reach(self, value: Any) -> None:
+        if isinstance(value, (list, dict, set)) or (
+            hasattr(value, "__dict__") and not isinstance(value, (type, types.FunctionType, types.ModuleType))
+        ):
+            self._reached[id(value)] = value
+
+    def is_bound_to(self, model: nn.Module) -> bool:
+        """Whether the hook is a method of the model that `model` is a view of: another object, with the same parts."""
+        mine, theirs = getattr(self._owner, "_modules", None), model._modules
+        return (
+            type(self._owner) is type(model) and bool(theirs) and all(mine[n] is m for n, m in theirs.items() if mine)
+        )
+
+    def sets(self, name: str) -> bool:
+        """Whether the hook assigns to attributes of that name."""
+        return name in self._stored
+
+    def touch(self, owner: Any, name: str, value: Any) -> bool:
+        """Whether the hook may write the attribute `name` of `owner`, or into the `value` that it holds."""
+        is_owner = owner is self._owner or id(owner) in self._reached
+        is_container = id(value) in self._reached and not isinstance(value, nn.Module)
+        return (is_owner and name in self._stored) or is_container
+
+
+def hook_writes(root: nn.Module) -> Iterator[HookWrites]:
+    """For every hook that stays a hook, what it can write to."""
+    for path, module in root.named_modules():
+        if path:
+            for hooks in hook_dictionaries(module):
+                yield from (HookWrites(path, hook) for hook in hooks.values() if not is_traced_hook(hook))
