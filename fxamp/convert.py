@@ -13,7 +13,7 @@ from fxamp.backend import DynamoForward, trace_on_fakes
 from fxamp.boundaries import AsWritten, calls_of_blocks, check_boundaries, make_tree
 from fxamp.capture.captured import Captured
 from fxamp.capture.inputs import CallSpec, check_call_fits, normalise_example, unknown_call
-from fxamp.capture.leaves import is_boundary
+from fxamp.capture.leaves import has_hooks, is_boundary
 from fxamp.capture.reads import Place
 from fxamp.capture.symbolic import capture_symbolic
 from fxamp.codegen import compile_graph
@@ -25,6 +25,7 @@ from fxamp.lists.environment import disabled_by
 from fxamp.numerics.pins import as_ranges, ranges_pins
 from fxamp.options import (
     Options,
+    check_blocks,
     check_model,
     check_options,
     check_stored,
@@ -120,7 +121,9 @@ def convert(
     example = normalise_example(example_inputs)
     known = engine_of(model)
     if known is not None:
-        if not differing(model, known.options, options, names_dtype=dtype is not None):
+        changed = differing(model, known.options, options, names_dtype=dtype is not None)
+        check_blocks(model, known, check_boundaries(model, boundaries, options), changed)
+        if not changed:
             if example is not None:
                 check_call_fits(model, model.forward, *example)
                 _first_graph(model, known, example)
@@ -344,6 +347,7 @@ def _note_storage(captured: Captured) -> None:
         elif node.op == "call_module":
             module = captured.root.get_submodule(str(node.target))
             node.meta["boundary"] = is_boundary(module)
+            node.meta["hooked"] = has_hooks(module)
             node.meta["weights"] = any(True for _ in module.parameters())
             node.meta["inplace"] = bool(getattr(module, "inplace", False))
 

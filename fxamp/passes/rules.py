@@ -169,7 +169,8 @@ def _untouchable(ruling: Ruling, node: fx.Node) -> str | None:
     if op == "view" and any(isinstance(argument, torch.dtype) for argument in (*node.args, *node.kwargs.values())):
         return "it reads the bits of a float32 value"
     if node.op == "call_module" and op not in ("batch_norm", "dropout") and node.meta.get("weights", True):
-        return "its weights are read inside the module, where they stay float32"
+        whole = "hooks on it keep it whole: " if node.meta.get("hooked") else ""
+        return whole + "its weights are read inside the module, where they stay float32"
     if ruling.policy.device == "cpu" and op in TRAITS["no_low_kernel_cpu"]:
         return f"the CPU has no {dtype_name(ruling.policy.low)} kernel for it"
     return None

@@ -151,8 +151,10 @@ def _type(root: Row, lists: OpLists) -> Iterator[Remedy]:
     if "not known" in root.reason:
         yield Remedy("pass example_inputs to fxamp.convert, or call the model once: types are then known")
     elif "inside the module" in root.reason:
-        text = f"nothing but another module: `{root.op}` reads its weights itself"
-        yield Remedy(f"{text}. One that is whole because of hooks is converted by itself with boundaries=")
+        if "hooks" in root.reason:
+            yield Remedy(f"convert(..., boundaries=[{root.module!r}]) converts it by itself, and its hooks go on firing")
+        else:
+            yield Remedy(f"nothing but another module: `{root.op}` reads its weights itself")
     else:
         yield Remedy("nothing: only float32 values change dtype")
 

@@ -70,3 +70,26 @@ def test_an_unknown_name_gets_the_nearest(language, name, hint):
 def test_a_model_without_example_inputs_can_be_asked_too():
     converted = fxamp.convert(Two(lambda m, x: m.a(x).exp()), FP16)
     assert what_if(converted, infer="exp").low_precision_nodes == report(converted).low_precision_nodes + 1
+
+
+@pytest.mark.parametrize("name", ["F.gelu", "nn.GELU", "GELU", "aten.gelu"])
+def test_an_op_may_be_named_as_torch_names_it(language, name):
+    assert what_if(language, deny=[name]).summary() == what_if(language, deny=["gelu"]).summary()
+    assert what_if(language, deny=[name]).summary() != report(language).summary()
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "layernorm"])
+def test_a_module_class_means_its_nodes(language, name):
+    after = what_if(language, deny=[name])
+    assert {row.precision for row in after.rows if row.op == "layer_norm"} == {"high"}
+
+
+def test_a_source_line_means_its_nodes(language):
+    line = next(row.line for row in report(language).rows if row.op == "gelu")
+    after = what_if(language, deny=line)
+    assert {row.precision for row in after.rows if row.line == line and not row.role} == {"high"}
+
+
+def test_a_module_is_no_name(language):
+    with pytest.raises(OptionError, match=r"Linear is no name\. Give a string: a node, a module path"):
+        fxamp.explain(language, torch.nn.Linear(2, 2))
