@@ -243,6 +243,8 @@ class Engine:
     def tell(self, module: nn.Module) -> None:
         """Announce graphs that are new since the last time."""
         count = sum(not variant.is_preview for variant in self.graphs())
+        if not count and torch._C._len_torch_dispatch_stack():
+            return  # Dynamo steps aside for the mode; the next call may make graphs
         if count != self.announced and not self.is_boundary and not torch.compiler.is_compiling():
             self.announced = count
             if not count:
@@ -385,7 +387,8 @@ def plain_view(model: nn.Module) -> nn.Module:
     base = getattr(type(model), "_fxamp_base", type(model))
     plain = object.__new__(base)
     plain.__dict__.update(own_state(model))
-    plain.__dict__.pop(ENGINE, None)
+    if plain.__dict__.pop(ENGINE, None) is not None:
+        plain.__dict__.pop("forward", None)  # set since (Accelerate does): it wraps the converted forward
     return plain  # type: ignore[no-any-return]
 
 

@@ -455,6 +455,25 @@ def test_onnx_export_gives_cast_nodes(tmp_path, dynamo):
     torch.testing.assert_close(torch.from_numpy(found), converted(X).detach(), rtol=2**-8, atol=2**-8)
 
 
+def test_a_forward_that_is_wrapped_after_conversion():
+    """As Accelerate's prepare() does: the wrapper runs, and what it wraps is the converted forward."""
+    torch.manual_seed(0)
+    model, calls = Net().eval(), []
+    converted = bf16(model)
+    inner = converted.forward
+
+    def forward(x):
+        calls.append(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            return inner(x)
+
+    converted.forward = forward
+    torch.testing.assert_close(converted(X), model(X), rtol=0.02, atol=0.02)
+    twin = copy.deepcopy(converted)
+    assert torch.equal(converted(X), twin(X)) and calls
+    assert set(fxamp.report(converted).captures) == {"symbolic"}
+
+
 def test_torch_jit_trace_gives_plain_casts():
     converted = bf16(Net().eval(), X)
     traced = torch.jit.trace(converted, (X,))
