@@ -1,12 +1,16 @@
 """Tables of counts: every model in every way, and the ratios to autocast."""
 
 import argparse
+import dataclasses
 import math
+import sys
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
 from tabulate import tabulate
 
+from fxamp.counting import results
 from fxamp.counting.counts import Counts
 from fxamp.counting.run import WAYS, count
 from fxamp.counting.zoo import MODELS
@@ -93,16 +97,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cuda: fake tensors; cpu: it runs")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; always so on the CPU")
-    given = parser.parse_args(arguments)
+    results.add_save(parser, "count")
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    given = parser.parse_args(typed)
     unknown = [name for name in given.models if name not in MODELS]
     unknown += [way for way in given.ways.split(",") if way not in WAYS]
     if unknown:
         parser.error(f"{unknown[0]!r} is neither a model nor a way")
     models, ways = given.models or list(MODELS), given.ways.split(",")
     is_tiny = given.tiny or given.device == "cpu"
+    start = time.perf_counter()
     table = count_all(models, ways, getattr(torch, given.dtype), given.device, is_tiny)
     where = "fake CUDA tensors" if given.device == "cuda" else "CPU tensors, really run"
     sizes = "tiny" if is_tiny else "published"
     print(f"torch {torch.__version__}, {given.dtype}, {where}, {sizes} sizes\n\n{counts_text(table)}")
     if "autocast" in ways:
         print(f"\n{ratios_text(table)}")
+    if given.save:
+        data = {name: {way: dataclasses.asdict(counts) for way, counts in row.items()} for name, row in table.items()}
+        results.save(results.make("tools/count", typed, data, time.perf_counter() - start), given.save)

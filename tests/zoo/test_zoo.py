@@ -16,11 +16,13 @@ HAND_WRITTEN = (
 NOTHING = 1e-6
 
 
-def check(row: measure.Row) -> None:
-    """What every model owes."""
+def check(row: measure.Row, further: float = 2) -> None:
+    """What every model owes; `further` from fp32 than autocast is too far."""
     for what in ("outputs", "gradients", "evaluated", "buffers"):
         ours, theirs = row.error(row.ours, what), row.error(row.auto, what)
-        assert ours <= 2 * theirs + NOTHING, f"{row.name}: {what} are {ours:.2e} from fp32, autocast's {theirs:.2e}"
+        assert ours <= further * theirs + NOTHING, (
+            f"{row.name}: {what} are {ours:.2e} from fp32, autocast's {theirs:.2e}"
+        )
     assert row.ours.share >= row.auto.share, f"{row.ours.low}/{row.ours.gemms}, {row.auto.low}/{row.auto.gemms}"
     assert row.ours.low > 0
     assert all(map(math.isfinite, row.ours.losses))

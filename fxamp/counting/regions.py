@@ -1,0 +1,191 @@
+"""Tables in the documentation, made from result files: `tools/tables`.
+
+<!-- table: count -->
+... is replaced by what docs/results/count.json says ...
+<!-- end -->
+"""
+
+import argparse
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from fxamp.counting import ranks, results, scale
+from fxamp.counting.counts import Counts
+from fxamp.counting.speed import judge
+from fxamp.counting.speed import table as speed_table
+from fxamp.counting.table import MEASURES, TRANSFORMERS, ratio, worse_than_autocast
+from fxamp.errors import OptionError, nearest
+
+PAGES = ("README.md", "docs/scale.md", "docs/models.md", "docs/speed.md")
+REGION = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Record = dict[str, Any]
+
+
+def rewrite(text: str, folder: Path) -> str:
+    """The page with every region as its result file says.
+
+    Raises:
+        OptionError: a region names no table.
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{region(match[2], folder)}\n\n{match[3]}"
+
+    return REGION.sub(replaced, text)
+
+
+def region(name: str, folder: Path) -> str:
+    """What stands between the marks of a table."""
+    if name not in TABLES:
+        raise OptionError(f"<!-- table: {name} --> is no table.{nearest(name, TABLES)} Known: {', '.join(TABLES)}.")
+    file, command, render = TABLES[name]
+    record = results.load(folder / f"{file}.json")
+    if record is None:
+        return f"Not measured yet: `{command}`."
+    return f"{render(record['data'])}\n\n{source(record)}"
+
+
+def source(record: Record) -> str:
+    """The command, the machine and the versions of a result, in one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"`{record['command']}` ({record['machine']}; {versions})"
+
+
+def _markdown(rows: Sequence[Sequence[Any]], headers: Sequence[str]) -> str:
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def _prose(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+# ------------------------------------------------------------------------------------------------------ tables
+
+COUNTED_WAYS = ("O1 strict", "O1 balanced", "O2", "half")
+
+
+def count(data: Any) -> str:
+    """Ratios to autocast, and where fxamp is worse."""
+    table = {model: {way: Counts(**counts) for way, counts in row.items()} for model, row in data.items()}
+    ways = [way for way in COUNTED_WAYS if way in next(iter(table.values()))]
+    rows = [[label, *(f"{ratio(table, key, way):.3f}" for way in ways)] for label, key in MEASURES.items()]
+    if set(table) & set(TRANSFORMERS):
+        shares = (f"{ratio(table, 'nbytes', way, TRANSFORMERS):.3f}" for way in ways)
+        rows.append(["bytes moved, transformers", *shares])
+    headers = [
+        f"against autocast, {len(table)} models",
+        *(f"{way}, the limit" if way == "half" else way for way in ways),
+    ]
+    worse = []
+    for way in ways:
+        lines = (
+            [] if way == "half" else [line for line in worse_than_autocast(table, way) if not line.endswith("1.000")]
+        )
+        worse += [f"{way}: {', '.join(line.replace(':', '') for line in lines)}."] if lines else []
+    losses = f"Worse than autocast, {' '.join(worse)}" if worse else "No model is worse than autocast in any of these."
+    losses = _prose(losses)
+    return f"{_markdown(rows, headers)}\n\n{losses}"
+
+
+def train(data: Any) -> str:
+    """One table for each task."""
+    parts = []
+    for task, runs in data.items():
+        baseline = [run for run in runs if run["mode"] == "fp32"]
+        rows = [[
+            "fp32", " / ".join(str(run["seed"]) for run in baseline),
+            " / ".join(f"{run['loss']:.4f}" for run in baseline),
+            " / ".join(f"{run['accuracy']:.2%}" for run in baseline), "0", "0", "0",
+        ]]  # fmt: skip
+        rows += [
+            [run["mode"], str(run["seed"]), f"{run['loss']:.4f}", f"{run['accuracy']:.2%}", f"{run['casts']:g}",
+             f"{run['tensors_cast']:g}", str(run["skipped"])]
+            for run in runs if run["mode"] != "fp32"
+        ]  # fmt: skip
+        parts.append(_markdown(rows, [task, "seed", "final loss", "test accuracy", "casts", "tensors", "skipped"]))
+    return "\n\n".join(parts)
+
+
+def zoo_summary(data: Any) -> str:
+    """How many models keep to autocast's distance from fp32, and the others with their numbers."""
+    rows, failures = data["rows"], data["failures"]
+    others = [row for row in rows if far(row) or row["low_share"] < row["autocast_low_share"]]
+    words = (
+        f"{len(rows)} of {len(rows) + len(failures)} models convert and train; {len(rows) - len(others)} of them stay"
+    )
+    words += " within twice autocast's own distance from fp32 and run at least its share of GEMMs low."
+    cells = [
+        [row["name"], ", ".join(far(row)) or "-", f"{row['low_share']:.0%} / {row['autocast_low_share']:.0%}"]
+        for row in others
+    ]
+    failed = [f"Failed: {failure}." for failure in failures]
+    headers = ("the others", "further from fp32 (ours / autocast's)", "low GEMMs, ours / autocast's")
+    return "\n\n".join([_prose(words), *([_markdown(cells, headers)] if cells else []), *failed])
+
+
+def far(row: Record) -> list[str]:
+    """The distances of a row that are more than twice autocast's, in words."""
+    return [f"{what} {pair[0]:.1e} / {pair[1]:.1e}" for what, pair in row["errors"].items() if is_far(*pair)]
+
+
+def is_far(ours: float, theirs: float) -> bool:
+    """Whether a distance from fp32 is more than twice autocast's; two roundings differ by less than 1e-6."""
+    return ours > 2 * theirs + 1e-6
+
+
+def zoo_rows(data: Any) -> str:
+    """Every row of tools/zoo."""
+    return _markdown(data["cells"], data["headers"])
+
+
+def speed_goals(data: Any) -> str:
+    """Goals and the fastest ways; the rows are on a page of their own."""
+    rows = list(data["rows"].values())
+    verdicts = [(goal.text, goal.found or "-", goal.verdict) for goal in judge.goals(rows)]
+    return _markdown(verdicts, ("goal", "found", ""))
+
+
+def speed_rows(data: Any) -> str:
+    """Every row of tools/gpu_speed, and the goals."""
+    return speed_table.markdown(data["rows"].values(), data["tiny"])
+
+
+# Name of a region -> result file, command that makes it, what it prints.
+TABLES: dict[str, tuple[str, str, Callable[[Any], str]]] = {
+    "train": ("train", "tools/train --save", train),
+    "count": ("count", "tools/count --save", count),
+    "zoo": ("zoo", "tools/zoo --save", zoo_summary),
+    "zoo-rows": ("zoo", "tools/zoo --save", zoo_rows),
+    "scale": ("scale", "tools/scale --save", scale.tables),
+    "memory": ("ranks", "tools/ranks --save", ranks.memory_table),
+    "traffic": ("ranks", "tools/ranks --save", ranks.traffic_table),
+    "speed": ("gpu_speed", "tools/gpu_speed", speed_goals),
+    "speed-rows": ("gpu_speed", "tools/gpu_speed", speed_rows),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; with --check returns 1 where a page is not what it should be."""
+    parser = argparse.ArgumentParser(prog="tables", description="Rewrite the marked tables of README.md and docs/*.md.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page would change")
+    parser.add_argument("--root", type=Path, default=Path("."), help="folder of the pages; default: this one")
+    given = parser.parse_args(arguments)
+    stale = []
+    for page in (given.root / name for name in PAGES):
+        if not page.exists():
+            continue
+        old = page.read_text()
+        new = rewrite(old, given.root / results.FOLDER)
+        if new != old:
+            stale.append(str(page))
+            if not given.check:
+                page.write_text(new)
+    print(f"{'would change' if given.check else 'changed'}: {', '.join(stale) or 'nothing'}", file=sys.stderr)
+    return 1 if given.check and stale else 0

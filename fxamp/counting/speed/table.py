@@ -1,0 +1,64 @@
+"""The speed suite's rows as a markdown table."""
+
+from collections.abc import Callable, Iterable
+
+from tabulate import tabulate
+
+from fxamp.counting.speed.judge import Row, gaps_to_half, goals, limit_of, speedup
+from fxamp.counting.speed.modes import MODES
+from fxamp.counting.speed.workloads import FAMILIES, SIZES
+
+
+def _number(key: str, digits: int = 2) -> Callable[[Row], str]:
+    return lambda row: f"{row[key]:.{digits}f}" if row.get(key) is not None else "-"
+
+
+def _share(key: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[key] / row['busy_ms']:.0%}" if row.get("busy_ms") else "-"
+
+
+def _ratio(row: Row) -> str:
+    ratio = speedup(row)
+    return "-" if ratio is None else f"{ratio:.3f}"
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "model": lambda row: row["model"],
+    "batch": lambda row: str(row.get("batch", row["size"])),
+    "mode": lambda row: row["mode"],
+    "ms": _number("ms"),
+    "x autocast": _ratio,
+    "host ms": _number("host_ms"),
+    "a second": lambda row: f"{row['throughput']:,.0f} {row['unit']}" if row.get("throughput") else "-",
+    "peak GB": lambda row: f"{row['peak_gb']:.2f}" if row.get("peak_gb") else "-",
+    "kernels": lambda row: str(row.get("launches", "-")),
+    "casts": _share("copy_ms"),
+    "GEMM": _share("gemm_ms"),
+    "counted GB": _number("counted_gb", 1),
+    "limited by": lambda row: limit_of(row) if row["status"] == "ok" else row["status"],
+    "note": lambda row: row.get("note", ""),
+}
+LEGEND = """\
+ms: a whole step (forward, loss, backward, scaler, AdamW), median of bursts, modes in turns, by CUDA events. x autocast:
+autocast's time in the same turns, divided by this. host ms: until the host had issued it. peak GB: of this mode alone
+(parameters, gradients, optimizer, activations). casts, GEMM: share of the device's time in kernels that copy and in
+GEMMs, convolutions, attention and RNNs, by name. counted GB: read and written by the ops of forward, loss, backward."""
+
+
+def markdown(rows: Iterable[Row], is_dry: bool = False) -> str:
+    """Rows in the order of the suite, goals (of a dry run none), and what is left to pure half."""
+    rows = sorted(rows, key=_place)
+    cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
+    parts = [tabulate(cells, headers=list(COLUMNS), tablefmt="github", disable_numparse=True), LEGEND]
+    if is_dry:
+        return "\n\n".join(parts)
+    verdicts = [(goal.text, goal.found, goal.verdict) for goal in goals(rows)]
+    parts.append(tabulate(verdicts, headers=("goal", "found", ""), tablefmt="github", disable_numparse=True))
+    gaps = [f"{ratio:.3f} ({name})" for ratio, name in gaps_to_half(rows)[:3]]
+    if gaps:
+        parts.append(f"Biggest gaps between fxamp's fastest step without a compiler and pure half: {', '.join(gaps)}.")
+    return "\n\n".join(parts)
+
+
+def _place(row: Row) -> tuple[int, int, int]:
+    return list(FAMILIES).index(row["model"]), SIZES.index(row["size"]), list(MODES).index(row["mode"])
