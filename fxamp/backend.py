@@ -4,24 +4,31 @@ Graph breaks, guards, recompiles and modes are Dynamo's business; each graph it 
 passes as a symbolic one.
 """
 
+import contextlib
 import copy
+import dataclasses
 import inspect
 import logging
 import sys
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fxamp import ir
+from fxamp.capture.captured import Captured
 from fxamp.capture.dynamo import adopt, fake_mode_of, is_dynamic
+from fxamp.capture.inputs import refused_low_inputs
+from fxamp.capture.promotion import promote
 from fxamp.capture.surroundings import idle_autocast
 from fxamp.codegen import CompiledForward
-from fxamp.converted import Variant, plain_view
+from fxamp.converted import Variant, nested, plain_inside, plain_tree
 from fxamp.errors import OptionError, nearest
 from fxamp.fakes import Fakes
 from fxamp.options import Options, check_options, device_of
@@ -29,6 +36,7 @@ from fxamp.options import Options, check_options, device_of
 log = logging.getLogger("fxamp")
 
 Rewrite = Callable[..., None]
+Watch = Callable[[Variant, list[Any]], Any]
 _OPTION_NAMES = ("dtype", "level", "lists", "overrides", "pad_to", "pad", "output_dtype", "inner")
 
 
@@ -68,40 +76,106 @@ def rewrite_dynamo_graph(
     rewrite: Rewrite,
     fuses_casts: bool = False,
     protected: frozenset[str] = frozenset(),
+    weights: nn.Module | None = None,
+    keeps_model: bool = True,
 ) -> Variant:
     """One of Dynamo's graphs through the passes.
 
     Args:
         root: the model its weights belong to, by path.
         protected: source lines whose nodes stand in a region without autocast.
+        weights: whose tensors Dynamo hands to the graph, by the same paths: the model, or a copy of it on fakes.
+        keeps_model: whether the graph keeps its model alive; not where Dynamo's caches keep the graph for ever.
     """
     captured = adopt(module, example_inputs, module, protected)
-    captured.root = _Roots(module, root) if root is not module else module
+    _name_from_root(captured, weights or root)
+    if (mode := fake_mode_of(captured.graph)) is not None:
+        promote(captured.graph, weights or root, Fakes(module, mode=mode))
+    if root is module:
+        captured.root = module
+    else:
+        captured.root = _Roots(module, (lambda: root) if keeps_model else weakref.ref(root))
+    return _rewritten(captured, module, options, rewrite, fuses_casts)
+
+
+def _rewritten(
+    captured: Captured, module: fx.GraphModule, options: Options, rewrite: Rewrite, fuses_casts: bool = False
+) -> Variant:
+    """A captured graph through the passes, and a copy of it as it was, to be rewritten under other options."""
+    untouched = _copy_of(captured)
     before, total = captured.text(), len(captured.graph.nodes)
     mode = fake_mode_of(captured.graph)
     fakes = None if mode is None or is_dynamic(captured.graph) else Fakes(module, mode=mode)
     rewrite(captured, fakes, options, fuses_casts=fuses_casts)
     runnable = fx.GraphModule(module, captured.graph)
     forward = CompiledForward(lambda _, *inputs: runnable.forward(*inputs), runnable.code)
-    return Variant(captured, before, forward, total)
+    again = lambda changed: _rewritten(_copy_of(untouched), module, changed, rewrite, fuses_casts)  # noqa: E731
+    return Variant(captured, before, forward, total, again=again)
+
+
+def _copy_of(captured: Captured) -> Captured:
+    """A captured graph with nodes and metadata of its own; its example is fake tensors, which hold no data."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(captured.graph, copies))
+    for node, twin in copies.items():
+        twin.meta = dict(node.meta)
+    inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    example = captured.example or []
+    fakes = [
+        node.meta.get("val") if isinstance(value, torch.Tensor) else value
+        for node, value in zip(inputs, example, strict=False)
+    ]
+    return dataclasses.replace(captured, graph=graph, example=fakes)
+
+
+def _name_from_root(captured: Captured, model: nn.Module) -> None:
+    """Paths from the model: behind a graph break Dynamo names weights and modules from the module that went on."""
+    names: dict[int, list[str]] = {}
+    for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        names.setdefault(id(value), []).append(name)
+    prefixes = []
+    inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    for node, value in zip(inputs, captured.example or [], strict=False):
+        path = str(node.meta.get(ir.WEIGHT_PATH, ""))
+        fitting = [name for name in names.get(id(value), ()) if f".{name}".endswith(f".{path}")]
+        if path and fitting:
+            node.meta[ir.WEIGHT_PATH] = min(fitting, key=len)
+            prefixes.append(min(fitting, key=len).removesuffix(path))
+    prefix = prefixes[0] if prefixes and len(set(prefixes)) == 1 else ""
+    for node in captured.graph.nodes if prefix else ():
+        stack = node.meta.get("nn_module_stack") or {"": ("", type(model.get_submodule(prefix.strip("."))))}
+        node.meta["nn_module_stack"] = {
+            key: (f"{prefix}{path}".strip("."), owner) for key, (path, owner) in stack.items()
+        }
 
 
 class _Roots(nn.Module):
-    """What a Dynamo graph's paths mean: the graph's own attributes, then the model's."""
+    """What a Dynamo graph's paths mean: the graph's own attributes, then the model's, for as long as there is one."""
 
-    def __init__(self, graph_module: nn.Module, model: nn.Module) -> None:
+    def __init__(self, graph_module: nn.Module, model: Callable[[], nn.Module | None]) -> None:
         super().__init__()
-        self.__dict__["_both"] = (graph_module, model)
+        self.__dict__["_graph_module"] = graph_module
+        self.__dict__["_model"] = model
 
     def __getattr__(self, name: str) -> Any:
-        for module in self.__dict__["_both"]:
+        for module in (self.__dict__["_graph_module"], self._the_model()):
             if hasattr(module, name):
                 return getattr(module, name)
         raise AttributeError(name)
 
+    def _the_model(self) -> nn.Module:
+        model: nn.Module | None = self.__dict__["_model"]()
+        return nn.Module() if model is None else model
+
     def get_submodule(self, target: str) -> nn.Module:
-        module: nn.Module = self.__dict__["_both"][0]
+        module: nn.Module = self.__dict__["_graph_module"]
         return module.get_submodule(target)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._the_model().named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._the_model().named_buffers(*args, **kwargs)
 
 
 class DynamoForward:
@@ -110,6 +184,12 @@ class DynamoForward:
     Args:
         options: what convert() was asked for.
         rewrite: the pipeline.
+
+    Attributes:
+        variants: every graph there is, in the order of their making.
+        watch: while it is set, it runs the graphs in the place of their compiled forwards.
+        calls: of the model, so far.
+        weights: paths of the weights that graphs were given in the first call; one graph may serve many modules.
     """
 
     def __init__(self, options: Options, rewrite: Rewrite) -> None:
@@ -117,25 +197,66 @@ class DynamoForward:
         self.rewrite = rewrite
         self.variants: list[Variant] = []
         self.protected: frozenset[str] = frozenset()
+        self.watch: Watch | None = None
+        self.calls = 0
+        self.weights: set[str] = set()
         self._compiled: Any = None
+        self._seen: weakref.ref[nn.Module] | None = (
+            None  # Dynamo's caches keep this object, and must not keep the model
+        )
+        self._nested: list[str] = []
 
     def __reduce__(self) -> Any:
         return DynamoForward, (self.options, self.rewrite)
 
     def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_watched() and not self.variants:  # Dynamo would give up, and not come back
+            with plain_inside(module, nested(module)):
+                return base.forward(module, *args, **kwargs)
+        self.calls += 1
+        self._seen = weakref.ref(module)
         if self._compiled is None:
+            self._nested = nested(module)
             self.protected = protected_lines(base, module, args, kwargs)
             self._compiled = torch.compile(_own_code(base.forward), backend=self._backend)
-        return self._compiled(module, *args, **kwargs)
+        try:
+            with plain_inside(module, self._nested) if self._nested else contextlib.nullcontext():
+                return self._compiled(module, *args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            refused = refused_low_inputs(module, pytree.tree_leaves((args, kwargs)), error)
+            if refused is None:
+                raise
+            raise refused from error
+
+    @property
+    def _root(self) -> nn.Module | None:
+        """The model of the last call."""
+        return None if self._seen is None else self._seen()
 
     def _backend(self, module: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        root = self._root or module
         variant = rewrite_dynamo_graph(
-            module, example_inputs, module, self.options, self.rewrite, protected=self.protected
+            module, example_inputs, root, self.options, self.rewrite, protected=self.protected, keeps_model=False
         )
         variant.captured.forget_values()
         self.variants.append(variant)
-        run = variant.compiled.run
-        return lambda *inputs: run(None, *inputs)
+        return lambda *inputs: self._run(variant, list(inputs))
+
+    def _run(self, variant: Variant, inputs: list[Any]) -> Any:
+        if self.calls == 1 and self._root is not None:
+            given = {id(value) for value in inputs if isinstance(value, nn.Parameter)}
+            named = self._root.named_parameters(remove_duplicate=False)
+            self.weights.update(name for name, weight in named if id(weight) in given)
+        if self.watch is not None:
+            return self.watch(variant, inputs)
+        return variant.compiled.run(None, *inputs)
+
+
+def _is_watched() -> bool:
+    """Whether a TorchDispatchMode of the user's is active, such as a counter of operations."""
+    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        return False
+    return not all(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
 
 
 def _own_code(function: Any) -> Any:
@@ -168,8 +289,10 @@ def trace_on_fakes(
     protected = protected_lines(base, plain, args, kwargs)
     previews: list[Variant] = []
 
-    def record(module: fx.GraphModule, example_inputs: list[Any]) -> None:
-        variant = rewrite_dynamo_graph(module, example_inputs, plain, options, rewrite, protected=protected)
+    def record(module: fx.GraphModule, example_inputs: list[Any], twin: nn.Module) -> None:
+        variant = rewrite_dynamo_graph(
+            module, example_inputs, plain, options, rewrite, protected=protected, weights=twin
+        )
         variant.is_preview = True
         variant.captured.forget_values()
         previews.append(variant)
@@ -190,7 +313,7 @@ def protected_lines(base: Any, model: nn.Module, args: tuple[Any, ...], kwargs: 
         return frozenset()
     lines: set[str] = set()
 
-    def note(module: fx.GraphModule, example_inputs: list[Any]) -> None:
+    def note(module: fx.GraphModule, example_inputs: list[Any], twin: nn.Module) -> None:
         graph = adopt(module, example_inputs, module).graph
         lines.update(ir.source_line(node) for node in graph.nodes if node.meta.get("autocast") == "off")
 
@@ -206,23 +329,25 @@ def visit_graphs(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    visit: Callable[[fx.GraphModule, list[Any]], None],
+    visit: Callable[[fx.GraphModule, list[Any], nn.Module], None],
 ) -> Exception | None:
-    """Show `visit` every graph that Dynamo makes of one call, on a copy of the model and inputs on fake tensors.
+    """Show `visit` every graph that Dynamo makes of one call, on a copy of the model and inputs on fake tensors, and
+    that copy.
 
     Returns:
         What stopped the run, None when it came to its end. An OptionError is raised.
     """
 
     def show(module: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        visit(module, example_inputs)
+        show_to[0](module, example_inputs, twin)
         return module.forward
 
+    show_to = [visit]  # Dynamo's caches keep `show`, and must not keep what it shows the graphs to
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = lambda value: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value  # noqa: E731
     try:
         with FakeCopyMode(mode):
-            twin = copy.deepcopy(plain_view(model))
+            twin = copy.deepcopy(plain_tree(model))
         fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
         with mode, torch.random.fork_rng(devices=[]):
             run: Any = torch.compile(_own_code(base.forward), backend=show)  # type: ignore[no-untyped-call, unused-ignore]
@@ -231,6 +356,8 @@ def visit_graphs(
         raise
     except Exception as error:
         return error
+    finally:
+        show_to.clear()
     return None
 
 

@@ -3,20 +3,21 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from fxamp import demo
 from fxamp.cli_measure import run_audit, run_compare, run_diff, run_profile
 from fxamp.convert import convert
-from fxamp.dtypes import dtype_name
+from fxamp.dtypes import NAMES as DTYPE_NAMES
 from fxamp.errors import FxampError, OptionError, nearest
 from fxamp.lists import COLOURS, OpLists
+from fxamp.lists.names import op_name
 from fxamp.review.announce import configure_logging
 from fxamp.review.dump import dump
 from fxamp.review.explain import explain, reasons_of
@@ -24,6 +25,7 @@ from fxamp.review.op_table import compare_ops, differences, op_table
 from fxamp.review.report import Report, report
 from fxamp.review.rows import Row
 from fxamp.review.table import node_table, overview
+from fxamp.review.words import plural
 from fxamp.targets import load_target
 
 OK, LIMIT, WRONG = 0, 1, 2
@@ -36,12 +38,13 @@ Mixed precision as a compiler pass: every decision can be read before the first 
   fxamp explain train.py:make_model layer4.1.bn2          why, and what would change it
   fxamp explain train.py:make_model model.py:42           the same for a line of your code
   fxamp lists softmax exp                                 the colour and the reason of an op
-  fxamp audit train.py:make_model                         what float16 would do to its numbers
+  fxamp audit train.py:make_model --input 8x3x224x224     what float16 would do to its numbers
   fxamp lists --diff torch                                where they differ from torch.autocast, and why
 
 A target is pkg.module:name or file.py:name. The name is an nn.Module, or a function (or class) giving one
-when it is called without arguments; a function may also give (model, example_inputs). FXAMP_* variables act as
-in a script: FXAMP_DENYLIST_ADD=softmax fxamp inspect ... shows what moving an op to another list would do.
+when it is called without arguments. A function may give (model, inputs), the arguments of one call; else --input
+gives their shapes, once for each: --input 8x128:int64 --input 8x128. FXAMP_* variables act as in a script:
+FXAMP_DENYLIST_ADD=softmax fxamp inspect ... shows what moving an op to another list would do.
 """
 _EPILOGUE = """\
 exit codes: 0 all is well; 1 a limit (--max-casts, --min-low) is broken, or two plans differ; 2 the command could
@@ -74,7 +77,8 @@ def _inspect(chosen: argparse.Namespace) -> int:
     if chosen.save_plan:
         built.save_plan(chosen.save_plan)
     if chosen.json:
-        print(built.to_json())
+        more = {"suggestions": [vars(move) for move in built.suggest()]} if chosen.suggest else {}
+        print(json.dumps({**built.as_dict(), **more}, indent=2))
     else:
         print("\n".join(overview(built)))
         if chosen.suggest:
@@ -90,7 +94,7 @@ def _inspect(chosen: argparse.Namespace) -> int:
 def _check_limits(built: Report, chosen: argparse.Namespace) -> int:
     broken = []
     if chosen.max_casts is not None and built.casts > chosen.max_casts:
-        broken.append(f"{built.casts} casts are more than --max-casts {chosen.max_casts}")
+        broken.append(f"{plural(built.casts, 'cast')}, more than --max-casts {chosen.max_casts}")
     share = built.low_precision_nodes / max(1, built.total_nodes)
     if chosen.min_low is not None and share < chosen.min_low:
         broken.append(f"{share:.0%} of the nodes in {built.low_dtype} are less than --min-low {chosen.min_low:g}")
@@ -123,10 +127,11 @@ def _lists(chosen: argparse.Namespace) -> int:
     found = differences(lists, chosen.diff) if chosen.diff else compare_ops(lists)
     if chosen.ops:
         known = [comparison.op for comparison in compare_ops(lists)]
-        for op in chosen.ops:
+        wanted = [op if op in known else op_name(op, known) for op in chosen.ops]
+        for op in wanted:
             if op not in known:
                 raise OptionError(f"{op!r} is on no list.{nearest(op, known)} Unlisted ops run as they are written.")
-        found = [comparison for comparison in found if comparison.op in chosen.ops]
+        found = [comparison for comparison in found if comparison.op in wanted]
     if chosen.colour:
         found = [comparison for comparison in found if comparison.colour == chosen.colour]
     if chosen.json:
@@ -159,13 +164,7 @@ def _converted(chosen: argparse.Namespace) -> nn.Module:
     )
 
 
-_DTYPES: dict[str, Any] = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    **{dtype_name(dtype): dtype for dtype in (torch.float16, torch.bfloat16)},
-    "auto": "auto",
-    "default": None,
-}
+_DTYPES: dict[str, Any] = {**DTYPE_NAMES, "auto": "auto", "default": None}
 
 
 def _override(text: str) -> tuple[str, str]:
@@ -178,8 +177,36 @@ def _override(text: str) -> tuple[str, str]:
 # -------------------------------------------------------------------------------------------------- parsing
 
 
+_TARGET_HELP = "pkg.module:factory or file.py:factory; it gives a model, or (model, inputs)"
+_INPUT_HELP = (
+    "shape of one argument of forward, 8x3x224x224 or 8x128:int64, once for each argument; not needed where the "
+    "factory gives (model, inputs)"
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest choice where one is misspelt, and points at --help instead of printing the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        given = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        hint = nearest(given[1], re.findall(r"[\w-]+", given[2])) if given else ""
+        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        hint = hint or (nearest(unknown[1], _options_of(self)) if unknown else "")
+        self.exit(WRONG, f"{self.prog}: {message}.{hint} See {self.prog} --help.\n")
+
+
+def _options_of(parser: argparse.ArgumentParser) -> list[str]:
+    """The options of a parser and of its commands."""
+    found: list[str] = []
+    for action in parser._actions:
+        found += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            found += [option for command in action.choices.values() for option in _options_of(command)]
+    return found
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="fxamp",
         description=_PROLOGUE,
         epilog=_EPILOGUE,
@@ -211,7 +238,10 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
 
 
 def _add_inspect(commands: Any) -> None:
-    more = "fxamp inspect train.py:make_model --input 8x128:int64 --dump out    # open out/report.html"
+    more = (
+        "fxamp inspect train.py:make_model --input 8x128:int64 --dump out    # open out/report.html\n"
+        "fxamp inspect train.py:make_model --input 8x128:int64 --input 8x128 --nodes"
+    )
     parser = _command(commands, "inspect", _inspect, "convert a model and show what was decided", more)
     _add_model(parser)
     parser.add_argument("--nodes", action="store_true", help="a line for every node")
@@ -251,7 +281,7 @@ def _add_diff(commands: Any) -> None:
 def _add_profile(commands: Any) -> None:
     more = "fxamp profile train.py:make_model train.py:batches --loss train.py:loss_fn --plot ranges.png"
     parser = _command(commands, "profile", run_profile, "measure ranges of values and gradients on real data", more)
-    parser.add_argument("target", metavar="TARGET", help="pkg.module:factory or file.py:factory")
+    parser.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
     parser.add_argument("batches", metavar="BATCHES", help="pkg.module:name of batches or of what gives them")
     parser.add_argument("--loss", metavar="NAME", help="pkg.module:name of loss_fn(output) or loss_fn(output, targets)")
     parser.add_argument("--save", metavar="FILE", help="write them as JSON")
@@ -274,10 +304,13 @@ def _compare(chosen: argparse.Namespace) -> int:
 
 
 def _add_audit(commands: Any) -> None:
-    more = "The model is not converted: this is for those who stay on torch.autocast or torch.compile."
+    more = (
+        "fxamp audit train.py:make_model --input 8x128\n\n"
+        "The model is run once, in float32, and not converted: for those who stay on torch.autocast or torch.compile."
+    )
     parser = _command(commands, "audit", run_audit, "find what low precision would do to a model's numbers", more)
-    parser.add_argument("target", metavar="TARGET", help="pkg.module:factory or file.py:factory")
-    parser.add_argument("--input", action="append", default=[], metavar="SHAPE", help="as for inspect")
+    parser.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
+    parser.add_argument("--input", action="append", default=[], metavar="SHAPE", help=_INPUT_HELP)
     parser.add_argument("--sarif", action="store_true", help="print SARIF 2.1.0 for code review")
     fail_on = ("error", "warning", "never")
     parser.add_argument("--fail-on", choices=fail_on, default="error", help="exit with 1 at such a finding or graver")
@@ -295,11 +328,12 @@ def _add_model(parser: Any) -> None:
 
 def _add_options(parser: Any, targets: Iterable[str]) -> None:
     for name in targets:
-        parser.add_argument(name, metavar="TARGET", help="pkg.module:factory or file.py:factory")
-    help_input = "shape of one argument of forward, 8x3x224x224 or 8x128:int64; again for the next"
-    parser.add_argument("--input", action="append", default=[], metavar="SHAPE", help=help_input)
+        parser.add_argument(name, metavar="TARGET", help=_TARGET_HELP)
+    parser.add_argument("--input", action="append", default=[], metavar="SHAPE", help=_INPUT_HELP)
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="default", help="default: autocast's")
-    parser.add_argument("--opt-level", choices=("O1", "O2", "O3"), default="O1")
-    parser.add_argument("--level", choices=("strict", "balanced", "aggressive"), default="balanced")
+    help_levels = "O1: casts; O2: low parameters with float32 masters; O3: all low"
+    parser.add_argument("--opt-level", choices=("O1", "O2", "O3"), default="O1", help=help_levels)
+    help_level = "how far low precision spreads; default balanced"
+    parser.add_argument("--level", choices=("strict", "balanced", "aggressive"), default="balanced", help=help_level)
     help_override = "as convert(overrides=): module path, glob or node = colour; may be repeated"
     parser.add_argument("--override", action="append", default=[], metavar="NAME=COLOUR", help=help_override)

@@ -4,10 +4,14 @@ import argparse
 import json
 from typing import Any
 
+from torch import nn
+
+from fxamp.errors import OptionError
 from fxamp.instruments import audit, profile
 from fxamp.numerics.bisect import find_deny
 from fxamp.numerics.compare import compare
-from fxamp.review.plan import diff_plans, diff_text, load_plan
+from fxamp.review.plan import load_plan
+from fxamp.review.plan_diff import diff_plans, diff_text
 from fxamp.targets import load_name, load_target
 
 OK, LIMIT = 0, 1
@@ -38,9 +42,20 @@ def run_profile(chosen: argparse.Namespace) -> int:
     return OK
 
 
+def _with_inputs(chosen: argparse.Namespace) -> tuple[nn.Module, Any]:
+    """The target's model and the inputs of one call, which a command that runs the model needs."""
+    model, example = load_target(chosen.target, chosen.input)
+    if example is None:
+        raise OptionError(
+            f"there are no inputs to run {chosen.target} on: give --input SHAPE, such as --input 8x3x224x224, once for "
+            "each argument of forward, or let the factory return (model, inputs)."
+        )
+    return model, example
+
+
 def run_compare(chosen: argparse.Namespace, converted: Any) -> int:
     """Every node against its fp32 value; with a tolerance, the deny entries that meet it."""
-    model, example = load_target(chosen.target, chosen.input)
+    model, example = _with_inputs(chosen)
     model.load_state_dict(converted.state_dict())
     loss_fn = load_name(chosen.loss) if chosen.loss else None
     result = compare(model, converted, example, loss_fn)
@@ -48,13 +63,13 @@ def run_compare(chosen: argparse.Namespace, converted: Any) -> int:
         print(json.dumps(result.as_dict(), indent=2) if chosen.json else result)
         return OK
     found = find_deny(model, converted, example, chosen.tolerance, loss_fn, chosen.max_runs)
-    print(json.dumps({**vars(found), "overrides": found.overrides}, indent=2) if chosen.json else found)
+    print(json.dumps(found.as_dict(), indent=2) if chosen.json else found)
     return OK if result.output <= chosen.tolerance else LIMIT
 
 
 def run_audit(chosen: argparse.Namespace) -> int:
     """0 where there are no more findings of the severity `--fail-on` than allowed."""
-    model, example = load_target(chosen.target, chosen.input)
+    model, example = _with_inputs(chosen)
     found = audit(model, example)
     if chosen.sarif:
         print(found.to_sarif())

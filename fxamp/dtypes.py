@@ -2,9 +2,18 @@
 
 import torch
 
-from fxamp.errors import OptionError
+from fxamp.errors import OptionError, nearest
 
 LOW_DTYPES = (torch.float16, torch.bfloat16)
+
+NAMES: dict[str, torch.dtype] = {
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+"""What users call the two."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -19,18 +28,21 @@ def resolve_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torc
     where the device computes it natively, not emulated, else float16.
 
     Raises:
-        OptionError: anything but torch.float16, torch.bfloat16, "auto" or None.
+        OptionError: anything but torch.float16, torch.bfloat16, one of their `NAMES`, "auto" or None.
     """
     if dtype is None:
         return torch.get_autocast_dtype(device.type)
     if dtype == "auto":
         return torch.bfloat16 if has_native_bfloat16(device) else torch.float16
+    if isinstance(dtype, str) and dtype in NAMES:
+        return NAMES[dtype]
     if dtype in LOW_DTYPES:
         assert isinstance(dtype, torch.dtype)
         return dtype
     raise OptionError(
-        f"dtype={dtype!r} is not a low precision. "
-        "Allowed: torch.float16, torch.bfloat16, 'auto' or None (the device's autocast default)."
+        f"dtype={dtype!r} is not a low precision. Allowed: torch.float16, torch.bfloat16, their names "
+        f"({', '.join(map(repr, NAMES))}), 'auto' or None (the device's autocast default)."
+        + (nearest(dtype, [*NAMES, "auto"]) if isinstance(dtype, str) else "")
     )
 
 

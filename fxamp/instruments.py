@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.convert import convert
+from fxamp.convert import convert_as
 from fxamp.converted import engine_of
 from fxamp.errors import OptionError
 from fxamp.numerics.ranges import LossFn, Ranges, profile_converted, split_batch
 from fxamp.numerics.run import arguments
+from fxamp.options import check_model, check_options, device_of
 from fxamp.review.audit import Audit, audit_converted
 
 
@@ -40,7 +41,7 @@ def profile(model: nn.Module, batches: Iterable[Any], loss_fn: LossFn | None = N
     if first is None:
         raise OptionError("profile got no batches. Give an iterable with at least one (a generator may be used up).")
     inputs, _ = split_batch(first, loss_fn)
-    converted = convert(model, dtype=torch.float16, example_inputs=arguments(inputs))
+    converted = _as_float16(model, inputs)
     return profile_converted(converted, chain([first], source), loss_fn, progress)
 
 
@@ -53,9 +54,13 @@ def audit(model: nn.Module, inputs: Any) -> Audit:
     squares, integer positions, rounding before log or rsqrt, protected regions, GEMMs that Tensor Cores do not like,
     large float32 regions; each with its source line, the values it had on `inputs`, and a remedy.
     """
-    converted = model if engine_of(model) is not None else _as_float16(model, inputs)
+    if inputs is None:
+        raise OptionError("audit runs the model once: give the inputs of one call, as example_inputs of convert().")
+    converted = model if engine_of(model) is not None else _as_float16(model, inputs, pad_to=0)
     return audit_converted(converted, inputs)
 
 
-def _as_float16(model: nn.Module, inputs: Any) -> nn.Module:
-    return convert(model, dtype=torch.float16, example_inputs=arguments(inputs), pad_to=0)
+def _as_float16(model: nn.Module, inputs: Any, pad_to: int = 8) -> nn.Module:
+    """The model converted to be measured, also where FXAMP_DISABLE keeps it from being converted to train."""
+    check_model(model)
+    return convert_as(model, check_options(device_of(model), torch.float16, pad_to=pad_to), arguments(inputs))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.converted import engine_of, nested
+from fxamp.converted import Engine, engine_of, nested
 from fxamp.dtypes import dtype_name, resolve_dtype
 from fxamp.errors import OptionError, nearest
 from fxamp.ir import Colour
@@ -171,6 +171,22 @@ def differing(model: nn.Module, known: Options, asked: Options, names_dtype: boo
         )
     log.info("%s is converted again, with %s", name, changes)
     return names
+
+
+def check_blocks(model: nn.Module, known: Engine, asked: tuple[str, ...], changed: tuple[str, ...]) -> None:
+    """Raise an OptionError where a converted model's boundaries would have to change with it.
+
+    Args:
+        asked: paths that `boundaries=` names now.
+        changed: the options that differ.
+    """
+    if (changed and known.blocks) or (asked and set(asked) != set(known.blocks)):
+        had = f"boundaries={list(known.blocks)}" if known.blocks else "no boundaries"
+        different = ", ".join(_ARGUMENTS.get(field, field) for field in changed) or f"boundaries={list(asked)}"
+        raise OptionError(
+            f"{type(model).__qualname__} is converted already, with {had}, and cannot be converted again with another "
+            f"{different}. Convert the original model."
+        )
 
 
 _ARGUMENTS = {"low": "dtype"}

@@ -2,7 +2,10 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.errors import OptionError, nearest
+from fxamp.errors import FxampError, OptionError, nearest
 
 
 def load_target(text: str, inputs: list[str]) -> tuple[nn.Module, Any]:
@@ -28,11 +31,33 @@ def load_target(text: str, inputs: list[str]) -> tuple[nn.Module, Any]:
         OptionError: nothing is there; names the part that is wrong.
     """
     found = load_name(text)
-    made = found() if callable(found) and not isinstance(found, nn.Module) else found
+    made = _call(text, found) if callable(found) and not isinstance(found, nn.Module) else found
     model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise OptionError(f"{text} gives a {type(model).__qualname__}, not an nn.Module or (nn.Module, inputs).")
     return model, tuple(map(parse_input, inputs)) if inputs else example
+
+
+def _call(text: str, factory: Callable[[], Any]) -> Any:
+    """What a factory gives; what it raises is named with its line."""
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise OptionError(f"{text} is called without arguments, and that does not fit: {error}.") from None
+    except ValueError:
+        pass  # a builtin, which has no signature
+    return _told(text, factory)
+
+
+def _told(text: str, run: Callable[[], Any]) -> Any:
+    try:
+        return run()
+    except FxampError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        kind = type(error).__name__
+        raise OptionError(f"{text} fails at {last.filename}:{last.lineno}: {kind}: {error}") from error
 
 
 def load_name(text: str) -> Any:
@@ -76,7 +101,8 @@ def _module_of_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.resolve().parent))
-    spec.loader.exec_module(module)
+    loader = spec.loader
+    _told(str(path), lambda: loader.exec_module(module))
     return module
 
 

@@ -27,6 +27,10 @@ def with_inputs():
 
 made = Net()
 
+class Two(Net):
+    def forward(self, tokens, x):
+        return super().forward(x) + tokens.float().mean()
+
 def loss(output):
     return output.float().mean()
 
@@ -37,12 +41,19 @@ def no_batches():
     return []
 
 number = 3
+
+def needs(width):
+    return Net()
+
+def broken():
+    return 1 / 0
 """
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     (tmp_path / "cli_models.py").write_text(textwrap.dedent(MODELS))
+    (tmp_path / "half_written.py").write_text("import no_such_module\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("cli_models", None)
@@ -60,10 +71,43 @@ def test_inspect_finds_the_model_however_it_is_named(target, capsys):
     assert said.startswith("Converted 2/9 nodes to float16 precision using 1 cast(s) to float16"), said
 
 
+def test_each_argument_of_forward_has_its_input(capsys):
+    assert run("inspect", "cli_models:Two", "--input", "4:int64", "--input", "4x8", "--nodes") == 0
+    said = capsys.readouterr().out
+    assert "preview" not in said and "4x8" in said and "input_1" in said
+
+
+@pytest.mark.parametrize("inputs", [("cli_models:with_inputs",), ("cli_models:Net", "--input", "4x8")])
+def test_audit_takes_its_inputs_from_the_factory_or_the_command_line(inputs, capsys):
+    assert run("audit", *inputs) == 0
+    assert capsys.readouterr().out.startswith("Net: ")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "half", "float16"])
+def test_a_dtype_has_the_names_that_convert_takes(dtype, capsys):
+    assert run("inspect", "cli_models:with_inputs", "--dtype", dtype, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["low_dtype"] == "float16"
+
+
+def test_while_conversion_is_disabled_commands_say_so(monkeypatch, capsys):
+    monkeypatch.setenv("FXAMP_DISABLE", "1")
+    assert run("inspect", "cli_models:with_inputs", "--nodes", "--suggest") == 0
+    assert "Not converted: FXAMP_DISABLE=1" in capsys.readouterr().out
+    assert run("explain", "cli_models:with_inputs", "a", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["chains"] == []
+
+
 def test_inspect_as_json(capsys):
     assert run("inspect", "cli_models:with_inputs", "--json", "--dtype", "bf16") == 0
     read = json.loads(capsys.readouterr().out)
     assert read["low_dtype"] == "bfloat16" and read["casts"] == 2
+
+
+def test_inspect_as_json_holds_suggestions(capsys):
+    assert run("inspect", "cli_models:with_inputs", "--json", "--suggest") == 0
+    read = json.loads(capsys.readouterr().out)
+    assert isinstance(read["suggestions"], list)
+    assert all({"move", "casts", "launches", "nbytes", "why_not"} <= move.keys() for move in read["suggestions"])
 
 
 def test_inspect_lists_nodes_and_dumps(capsys, folder):
@@ -75,7 +119,7 @@ def test_inspect_lists_nodes_and_dumps(capsys, folder):
 @pytest.mark.parametrize("limit, code", [("2", 0), ("1", 1)])
 def test_more_casts_than_allowed_is_exit_code_1(limit, code, capsys):
     assert run("inspect", "cli_models:with_inputs", "--max-casts", limit) == code
-    assert ("2 casts are more than --max-casts 1" in capsys.readouterr().err) == (code == 1)
+    assert ("2 casts, more than --max-casts 1" in capsys.readouterr().err) == (code == 1)
 
 
 @pytest.mark.parametrize("share, code", [("0.2", 0), ("0.9", 1)])
@@ -109,6 +153,8 @@ def test_lists_of_single_ops(capsys):
     assert run("lists", "exp", "linear") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[2:4]] == [["exp", "deny"], ["linear", "allow"]]
+    assert run("lists", "nn.Linear") == 0
+    assert "linear" in capsys.readouterr().out
 
 
 def test_lists_of_one_colour_as_json(capsys):
@@ -139,6 +185,18 @@ def test_differences_from_other_systems(reference, op, capsys):
         (("inspect", "cli_models:Net", "--override", "a=dney"), "'dney' is not allowed"),
         (("explain", "cli_models:Net", "norn"), "Did you mean 'norm'?"),
         (("lists", "sofmax"), "Did you mean 'softmax'?"),
+        (("explain", "cli_models:with_inputs", "cli_models.py:13"), "Lines near it that made nodes: cli_models.py:12."),
+        (
+            ("inspect", "cli_models:needs"),
+            "cli_models:needs is called without arguments, and that does not fit: missing",
+        ),
+        (("inspect", "cli_models:broken"), "cli_models.py:38: ZeroDivisionError: division by zero"),
+        (("inspect", "half_written.py:Net"), "half_written.py fails at"),
+        (("lists", "GELU"), "Did you mean 'gelu'?"),
+        (("audit", "cli_models:Net"), "there are no inputs to run cli_models:Net on: give --input SHAPE"),
+        (("compare", "cli_models:Net"), "let the factory return (model, inputs)"),
+        (("audit", "cli_models:Net", "--input", "2x9"), "when it is called with (float32 tensor of shape (2, 9))"),
+        (("inspect", "cli_models:Net", "--input", "2x8", "--input", "2x8"), "do not fit Net.forward"),
     ],
 )
 def test_mistakes_are_exit_code_2_and_name_the_culprit(arguments, said, capsys):
@@ -181,12 +239,33 @@ def test_help_teaches(command, capsys):
     assert "exit codes: 0 all is well" in said
     if not command:
         assert "fxamp inspect train.py:make_model" in said
+    if command in (("inspect",), ("explain",), ("audit",)):
+        assert "(model, inputs)" in said and "once for each argument" in " ".join(said.split())
 
 
-def test_an_unknown_command_is_exit_code_2(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("inspekt",), "invalid choice: 'inspekt'"),
+        (("inspekt",), "Did you mean 'inspect'? See fxamp --help."),
+        (("inspect", "cli_models:Net", "--opt-level", "o2"), "Did you mean 'O2'? See fxamp inspect --help."),
+        (("inspect", "cli_models:Net", "--dtype", "fp61"), "Did you mean 'fp16'?"),
+        (("inspect", "cli_models:Net", "--level", "Strict"), "Did you mean 'strict'?"),
+        (("inspect", "cli_models:Net", "--overide", "a=deny"), "Did you mean '--override'?"),
+        (("inspect",), "the following arguments are required: TARGET. See fxamp inspect --help."),
+    ],
+)
+def test_a_misspelt_command_or_option_is_exit_code_2_with_the_nearest(arguments, said, capsys):
     with pytest.raises(SystemExit) as stopped:
-        run("inspekt")
+        run(*arguments)
     assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "LayerNorm", "nn.LayerNorm", "F.layer_norm", "LAYER_NORM"])
+def test_explain_takes_an_op_by_any_of_its_names(name, capsys):
+    assert run("explain", "cli_models:with_inputs", name) == 0
+    assert "`layer_norm`" in capsys.readouterr().out
 
 
 def test_python_m_fxamp_runs(folder):

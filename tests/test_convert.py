@@ -67,7 +67,12 @@ def test_a_ddp_wrapped_model_is_refused_with_the_order_to_use():
     ("arguments", "culprit"),
     [
         ({"dtype": torch.float64}, "torch.float64"),
-        ({"dtype": "fp16"}, "'fp16'"),
+        ({"dtype": "fp61"}, "'fp61' is not a low precision.*Did you mean 'fp16'"),
+        ({"dtype": "float32"}, "'float32' is not a low precision"),
+        ({"opt_level": "o2"}, "'o2' is not allowed.*Did you mean 'O2'"),
+        ({"opt_level": 2}, "opt_level=2 is not allowed"),
+        ({"opt_level": ["O2"]}, "opt_level=.* is not allowed"),
+        ({"level": "Balanced"}, "Did you mean 'balanced'"),
         ({"opt_level": "O4"}, "'O4'.*O0, O1, O2, O3"),
         ({"opt_level": "01"}, "'01' starts with a zero"),
         ({"level": "balance"}, "'balance'.*Did you mean 'balanced'"),
@@ -130,9 +135,118 @@ def test_o0_returns_the_model_itself():
     assert fxamp.convert(model, opt_level="O0") is model
 
 
-def test_converting_twice_returns_the_converted_model_as_it_is():
-    converted = fxamp.convert(Net())
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("fp16", torch.float16),
+        ("half", torch.float16),
+        ("float16", torch.float16),
+        ("bf16", torch.bfloat16),
+        ("bfloat16", torch.bfloat16),
+        ("auto", torch.bfloat16),
+    ],
+)
+def test_a_dtype_may_be_named(name, dtype):
+    assert fxamp.report(fxamp.convert(Net(), dtype=name)).low_dtype == str(dtype).removeprefix("torch.")
+
+
+# ------------------------------------------------------------------------------------------- converted already
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "bf16"},
+        {"dtype": torch.float16, "level": "strict", "pad_to": None},
+        {"dtype": "fp16", "overrides": {"head": "deny"}, "lists": fxamp.OpLists.default().override(deny=["gelu"])},
+    ],
+)
+def test_converting_again_with_the_same_options_returns_the_converted_model(options):
+    converted = fxamp.convert(Net(), **options)
+    assert fxamp.convert(converted, **options) is converted
     assert fxamp.convert(converted) is converted
+
+
+def test_example_inputs_complete_the_graph_of_a_converted_model():
+    converted = fxamp.convert(Net(), dtype="fp16")
+    assert fxamp.report(converted).is_preview
+    assert fxamp.convert(converted, dtype="fp16", example_inputs=(torch.zeros(2, 4),)) is converted
+    assert not fxamp.report(converted).is_preview
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dtype": "bf16"}, "dtype=torch.bfloat16 instead of torch.float16"),
+        ({"dtype": "fp16", "level": "strict"}, "level='strict' instead of 'balanced'"),
+        ({"dtype": "fp16", "overrides": {"head": "deny"}}, "overrides={'head': 'deny'} instead of {}"),
+        ({"dtype": "fp16", "output_dtype": None}, "output_dtype=None instead of torch.float32"),
+    ],
+)
+def test_converting_again_with_other_options_starts_from_the_plain_model(options, said, caplog):
+    model, x = Net(), torch.randn(3, 4)
+    first = fxamp.convert(model, dtype="fp16")
+    with caplog.at_level("INFO", "fxamp"):
+        second = fxamp.convert(first, **options)
+    direct = fxamp.convert(model, **options)
+    assert second is not first and f"Net is converted again, with {said}" in caplog.text
+    assert fxamp.report(second).summary() == fxamp.report(direct).summary()
+    assert second(x).dtype == direct(x).dtype and torch.equal(second(x), direct(x))
+    assert second.head.weight is model.head.weight
+    assert torch.equal(first(x), fxamp.convert(model, dtype="fp16")(x))
+
+
+def test_converting_again_at_o0_gives_the_plain_model():
+    model, x = Net(), torch.randn(3, 4)
+    plain = fxamp.convert(fxamp.convert(model), opt_level="O0")
+    assert type(plain) is Net and torch.equal(plain(x), model(x))
+
+
+def test_a_converted_model_with_other_options_stays_for_the_defaults_and_says_which(caplog):
+    converted = fxamp.convert(Net(), dtype="fp16", level="strict")
+    with caplog.at_level("INFO", "fxamp"):
+        assert fxamp.convert(converted) is converted
+    assert "converted already, with dtype=torch.float16, level='strict', and stays as it is" in caplog.text
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_lowered_parameters_cannot_be_converted_again(opt_level):
+    x = torch.zeros(2, 4)
+    converted = fxamp.convert(Net(), "bf16", (x,), opt_level)
+    assert fxamp.convert(converted) is converted
+    assert fxamp.convert(converted, "bf16", opt_level=opt_level) is converted
+    with pytest.raises(OptionError, match=f"level='strict' instead of 'balanced': opt_level='{opt_level}' has lowered"):
+        fxamp.convert(converted, "bf16", opt_level=opt_level, level="strict")
+    with pytest.raises(OptionError, match=r"dtype=torch.float16 instead of torch.bfloat16.*built anew"):
+        fxamp.convert(converted, "fp16", opt_level=opt_level)
+
+
+def test_boundaries_are_not_changed_by_converting_again():
+    plain = fxamp.convert(Net(), "fp16")
+    with pytest.raises(
+        OptionError, match=r"with no boundaries, .*another boundaries=\['body'\]\. Convert the original"
+    ):
+        fxamp.convert(plain, "fp16", boundaries="body")
+    blocks = fxamp.convert(Net(), "fp16", boundaries="body")
+    assert fxamp.convert(blocks) is blocks and fxamp.convert(blocks, "fp16", boundaries=("body",)) is blocks
+    with pytest.raises(OptionError, match=r"with boundaries=\['body'\], .* another dtype\. Convert the original model"):
+        fxamp.convert(blocks, "bf16")
+
+
+# --------------------------------------------------------------------------------------- a call that does not fit
+
+
+def test_a_call_of_another_shape_names_its_shapes_in_one_sentence(capfd):
+    converted = fxamp.convert(Net())
+    with pytest.raises(OptionError) as caught:
+        converted(torch.zeros(2, 5))
+    text = str(caught.value)
+    assert "the model fails in linear when it is called with (float32 tensor of shape (2, 5)): " in text
+    assert "test_convert.py" in text or "container.py" in text
+    assert "example_inputs" not in text and ".." not in text and "\n" not in text
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_summary_line_counts_nodes_casts_and_weights():

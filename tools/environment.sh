@@ -1,6 +1,8 @@
 # Sourced by the other tools: an own virtual environment with what they need, made once.
 #
 #   source tools/environment.sh EXTRA      # "demo" or "test"; sets $PYTHON
+#
+# On a terminal pip shows its progress; PIP_PROGRESS=off keeps it quiet there too.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -22,11 +24,20 @@ if [ ! -x .venv/bin/python ]; then
         exit 1
     fi
     echo "making .venv with $("$base" --version)"
-    "$base" -m venv .venv
+    if ! "$base" -m venv .venv; then
+        rm -rf .venv
+        echo "$base cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2
+        exit 1
+    fi
 fi
 PYTHON="$PWD/.venv/bin/python"
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
     echo "installing fxamp[$extra] (torch is about 200 MB)"
-    "$PYTHON" -m pip install --progress-bar "${PIP_PROGRESS:-on}" -q -c constraints.txt -e ".[$extra]"
+    if [ -t 1 ] && [ "${PIP_PROGRESS:-on}" != off ]; then
+        how=(--progress-bar on)
+    else
+        how=(--progress-bar off --quiet)
+    fi
+    "$PYTHON" -m pip install "${how[@]}" -c constraints.txt -e ".[$extra]"
     echo "$wanted" > "$stamp"
 fi

@@ -17,8 +17,8 @@ from fxamp.dtypes import LOW_DTYPES
 from fxamp.fakes import Fakes
 from fxamp.lists import OpLists
 
-# Norms that torch.autocast runs in float32 on CUDA, where they take no mixed operands.
-_NORMS = frozenset({"layer_norm", "group_norm"})
+# Ops that fake tensors let pass with mixed operands, and a device does not; autocast casts for them on CUDA.
+_STRICT = frozenset({"layer_norm", "group_norm", "index_put", "cross"})
 _CONVERSIONS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
 _KEPT = ("source", "nn_module_stack", "autocast", "stack_trace")
 
@@ -32,6 +32,7 @@ class Promotion:
     2. A deny op reads the model's own low inputs in float32, where the model's weights are float32.
     3. What the user converted (`x.half()`) is read by other ops as it is, and nothing is done in a region without
        autocast.
+    4. An op that torch refuses on mixed operands is tried on widened ones (by the tracer).
 
     Args:
         root: resolves modules.
@@ -65,7 +66,7 @@ class Promotion:
             return []
         op = ir.canonical_op(node, self.root)
         colour = OpLists.default().colour(op)
-        if colour == "allow" or op in _NORMS:
+        if colour == "allow" or op in _STRICT:
             return low_operands(node)
         if colour != "deny" or not self._is_float32 or op in _CONVERSIONS:
             return []

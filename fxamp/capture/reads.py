@@ -223,7 +223,8 @@ def _containers(value: Any, depth: int = DEPTH) -> list[tuple[Any, Any]]:
     if isinstance(value, (dict, list, set)):
         if len(value) > MOST:
             return []
-        parts, found = list(value.values() if isinstance(value, dict) else value), [(value, value.copy())]
+        saved = _contents(value)
+        parts, found = list(saved.values() if isinstance(saved, dict) else saved), [(value, saved)]
     elif isinstance(value, tuple):
         parts, found = list(value), []
     else:
@@ -232,11 +233,16 @@ def _containers(value: Any, depth: int = DEPTH) -> list[tuple[Any, Any]]:
     return [*found, *(inner for part in parts for inner in _containers(part, depth - 1))]
 
 
+def _contents(container: Any) -> Any:
+    """A plain copy. (A dict of a class of its own may make its values when it is asked: transformers' ACT2FN does.)"""
+    return dict(dict.items(container)) if isinstance(container, dict) else container.copy()
+
+
 def _is_as(container: Any, saved: Any) -> bool:
     if len(container) != len(saved):
         return False
     if isinstance(container, dict):
-        return all(key in container and container[key] is value for key, value in saved.items())
+        return all(dict.get(container, key, MISSING) is value for key, value in saved.items())
     if isinstance(container, set):
         return bool(container == saved)
     return all(new is old for new, old in zip(container, saved, strict=True))

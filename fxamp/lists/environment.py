@@ -1,8 +1,11 @@
 """The op lists' environment variables: parsing, conflicts, and warnings for what has no effect."""
 
 import dataclasses
+import os
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from fxamp.errors import OpListError, nearest
 from fxamp.lists.names import op_name
@@ -12,7 +15,29 @@ ADD: dict[str, Colour] = {f"FXAMP_{colour.upper()}LIST_ADD": colour for colour i
 REMOVE: dict[str, Colour] = {f"FXAMP_{colour.upper()}LIST_REMOVE": colour for colour in COLOURS}
 KNOWN = (*ADD, *REMOVE, "FXAMP_DISABLE", "FXAMP_LOG_LEVEL", "FXAMP_LOG_PATH")
 
+_ON = ("1", "true", "yes", "on")
+_OFF = ("", "0", "false", "no", "off")
+
+_PACKAGE = str(Path(__file__).parent.parent)
+
 _warned: set[str] = set()
+
+
+def disabled_by(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What switches conversion off, "FXAMP_DISABLE=1"; None where nothing does.
+
+    A value that is neither on (1, true, yes, on) nor off (0, false, no, off) counts as on, with a warning.
+    """
+    value = environ.get("FXAMP_DISABLE", "").strip()
+    if value.lower() in _OFF:
+        return None
+    text = f"FXAMP_DISABLE={value}"
+    if value.lower() not in _ON:
+        warn_once(
+            f"{text} is neither on ({', '.join(_ON)}) nor off ({', '.join(_OFF[1:])}).{nearest(value, _ON + _OFF)} "
+            "It is read as on: models are left as they are."
+        )
+    return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +83,15 @@ def warn_once(text: str) -> None:
     """Warn, unless this process has already said so."""
     if text not in _warned:
         _warned.add(text)
-        warnings.warn(text, UserWarning, stacklevel=4)
+        warn(text)
+
+
+def warn(text: str) -> None:
+    """Warn with the line that called into this package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> Iterable[str]:

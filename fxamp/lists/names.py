@@ -1,7 +1,10 @@
 """From what a user writes to the canonical name of an op."""
 
 import functools
+import importlib.util
 import inspect
+import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +18,7 @@ def op_name(op: str | Callable[..., Any], listed: Iterable[str], where: str = ""
     """Canonical name of an op as a user names it.
 
         op_name(torch.nn.Softmax, lists) == op_name("torch.nn.functional.softmax", lists) == "softmax"
+        op_name("nn.Softmax", lists) == op_name("F.softmax", lists) == op_name("aten.softmax", lists) == "softmax"
         op_name("my_project.fused_gemm", lists) == "my_project.fused_gemm"
 
     Raises:
@@ -22,8 +26,9 @@ def op_name(op: str | Callable[..., Any], listed: Iterable[str], where: str = ""
     """
     name = _from_string(op) if isinstance(op, str) else _from_object(op)
     if name is None:
+        last = re.split(r"[.:]", str(op))[-1]
         raise OpListError(
-            f"{where}{op!r} is not an op of torch.{nearest(str(op), [*listed, *ALIASES])} "
+            f"{where}{op!r} is not an op of torch.{nearest(last, [*listed, *ALIASES])} "
             "Other functions and classes are named by dotted path, other libraries' ops by ns::op."
         )
     return name
@@ -36,16 +41,40 @@ def _from_object(op: Callable[..., Any]) -> str:
     return canonical_name(op)
 
 
+# What users write for modules of torch; a package of theirs with such a name is found where torch has no such thing.
+_SHORT = {
+    "torch.": "torch.",
+    "aten::": "torch.ops.aten.",
+    "aten.": "torch.ops.aten.",
+    "ops.aten.": "torch.ops.aten.",
+    "nn.": "torch.nn.",
+    "nn.functional.": "torch.nn.functional.",
+    "functional.": "torch.nn.functional.",
+    "F.": "torch.nn.functional.",
+    "Tensor.": "torch.Tensor.",
+}
+
+
 def _from_string(text: str) -> str | None:
     """None where nothing has that name."""
-    if text.startswith("torch."):
-        target = _torch_attribute(text)
-        return None if target is None else _from_object(target)
+    for short, whole in _SHORT.items():
+        if text.startswith(short):
+            target = _torch_attribute(whole + text.removeprefix(short))
+            if callable(target):
+                return _from_object(target)
     name = text.removeprefix("aten::")
     if is_qualified(name):
-        return name
+        return None if _is_torchs(name) else name
     name = canonical_name(name)
     return name if is_torch_op(name) else None
+
+
+def _is_torchs(path: str) -> bool:
+    """Whether a dotted path can only mean torch: it starts as torch does, and no package has that name."""
+    first = path.partition(".")[0]
+    if not path.startswith(tuple(_SHORT)):
+        return False
+    return first == "torch" or (first not in sys.modules and importlib.util.find_spec(first) is None)
 
 
 def _torch_attribute(path: str) -> Any:

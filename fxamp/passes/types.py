@@ -61,7 +61,7 @@ class InferTypes(Pass):
         stored = (given.meta.get("val") for given in node.graph.nodes if given.op == "get_attr")
         dtypes = {value.dtype for value in stored if isinstance(value, torch.Tensor) and value.is_floating_point()}
         is_low = len(dtypes) == 1 and dtypes <= {*LOW_DTYPES} and assumed == TensorType(torch.float32)
-        return TensorType(*dtypes) if is_low else assumed
+        return TensorType(dtypes.pop()) if is_low else assumed
 
     def _can_run(self, node: fx.Node) -> bool:
         is_call = node.op in ("call_function", "call_method", "call_module")

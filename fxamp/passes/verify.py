@@ -53,9 +53,14 @@ def _check_operand(node: fx.Node, value: fx.Node, mode: str) -> None:
 
 
 def _found(value: fx.Node) -> str:
-    """The precision of a value; what the user's own conversion made low is low, though it computes in float32."""
+    """The precision of a value; "none" for what is low by the user's own choice, whatever computes it."""
+    return "none" if _is_users_low(value) else ir.mark(value).precision
+
+
+def _is_users_low(value: fx.Node) -> bool:
+    """Whether a node of the model's that reads float32 gives a low value: x.half(), or x.mul_(y) of a low x."""
     dtypes = {found.dtype for found in ir.tensors_in(ir.mark(value).type)}
-    return "low" if dtypes and dtypes <= {*LOW_DTYPES} else ir.mark(value).precision
+    return ir.mark(value).precision == "high" and bool(dtypes) and dtypes <= {*LOW_DTYPES}
 
 
 def casts_minimal(graph: fx.Graph) -> None:
@@ -99,7 +104,7 @@ def outputs_have(dtype: torch.dtype | None) -> Invariant:
             if node.op != "output" or dtype is None:
                 continue
             for value in node.all_input_nodes:
-                if ir.mark(value).precision == "none" and ir.mark(value).role == "":
+                if ir.mark(value).role == "" and (ir.mark(value).precision == "none" or _is_users_low(value)):
                     continue
                 for found in ir.tensors_in(ir.mark(value).type):
                     if found.dtype in (torch.float32, torch.float16, torch.bfloat16) and found.dtype != dtype:

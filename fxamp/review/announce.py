@@ -3,7 +3,6 @@
 import itertools
 import logging
 import os
-import warnings
 import weakref
 from pathlib import Path
 
@@ -11,9 +10,12 @@ from torch import nn
 
 from fxamp.converted import Engine
 from fxamp.errors import OptionError, nearest
+from fxamp.lists.environment import warn
+from fxamp.review.advice import low_already
 from fxamp.review.dump import dump
 from fxamp.review.report import Report, report, require_engine
 from fxamp.review.table import overview
+from fxamp.review.uncaptured import uncaptured
 
 log = logging.getLogger("fxamp")
 
@@ -21,6 +23,7 @@ MAX_LINES = 20
 """Lines said about one conversion at INFO."""
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
+_said: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 _folders: "weakref.WeakKeyDictionary[Engine, Path]" = weakref.WeakKeyDictionary()
 _configured: str | None = None
 
@@ -28,10 +31,17 @@ _configured: str | None = None
 def announce(converted: nn.Module) -> None:
     """Log what a conversion decided, and dump it where FXAMP_LOG_PATH says.
 
-    The summary and what to know are logged at INFO, in at most MAX_LINES lines; every node's decision at DEBUG.
-    Called again for a model, after another graph was captured, it brings the same folder up to date.
+    The summary and what to know are logged at INFO, in at most MAX_LINES lines; every node's decision at DEBUG. That
+    nothing can have been converted (Dynamo made no graph, or the weights are low already) is a WARNING, once. Called
+    again for a model, after another graph was captured, it brings the same folder up to date.
     """
     configure_logging()
+    share, outside = uncaptured(require_engine(converted), converted)
+    if share == 1:
+        log.warning("nothing of %s was converted: %s", type(converted).__qualname__, outside)
+    if (low := low_already(converted)) and low not in _said.setdefault(converted, set()):
+        _said[converted].add(low)
+        log.warning(low)
     path = os.environ.get("FXAMP_LOG_PATH", "").strip()
     if not path and not log.isEnabledFor(logging.INFO):
         return
@@ -53,11 +63,7 @@ def configure_logging() -> None:
     _configured = wanted
     if wanted not in _LEVELS:
         hint = nearest(wanted, _LEVELS)
-        warnings.warn(
-            f"FXAMP_LOG_LEVEL={wanted} is no level.{hint} Allowed: {', '.join(_LEVELS)}.",
-            UserWarning,
-            stacklevel=3,
-        )
+        warn(f"FXAMP_LOG_LEVEL={wanted} is no level.{hint} Allowed: {', '.join(_LEVELS)}.")
         return
     log.setLevel(wanted)
     if not log.handlers and not logging.getLogger().handlers:

@@ -1,10 +1,12 @@
 """From what a user writes (a node, a module, a source line, an op) to the rows it means."""
 
+import contextlib
 import fnmatch
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
-from fxamp.errors import OptionError, nearest
+from fxamp.errors import OpListError, OptionError, nearest
+from fxamp.lists.names import op_name
 from fxamp.review.rows import Row
 
 
@@ -15,16 +17,25 @@ def find_rows(rows: Sequence[Row], name: str) -> tuple[str, list[Row]]:
         find_rows(rows, "encoder.norm")   == ("module", [...])     # also a glob: "*.norm"
         find_rows(rows, "model.py:12")    == ("source line", [...])
         find_rows(rows, "LayerNorm")      == ("module class", [...])
-        find_rows(rows, "softmax")        == ("op", [...])          # where no node has that name
+        find_rows(rows, "softmax")        == ("op", [...])          # where no node has that name; also "nn.Softmax"
 
     Raises:
         OptionError: nothing has that name; it gives the nearest ones.
     """
+    if not isinstance(name, str):
+        raise OptionError(
+            f"{type(name).__qualname__} is no name. Give a string: a node, a module path such as 'encoder.layer.3', a "
+            "source line such as 'model.py:42', a module class or an op."
+        )
     name = name.strip()
     for kind, matches in _KINDS:
         found = [row for row in rows if matches(row, name)]
         if found:
             return kind, found
+    with contextlib.suppress(OpListError):
+        op = op_name(name, [row.op for row in rows])
+        if found := [row for row in rows if row.op == op]:
+            return "op", found
     raise OptionError(_unknown(rows, name))
 
 
@@ -52,6 +63,7 @@ _KINDS: tuple[tuple[str, Callable[[Row, str], bool]], ...] = (
     ("module class", lambda row, name: row.module_class == name),
     ("op", lambda row, name: row.op == name),
     ("module class", lambda row, name: row.module_class.lower() == name.lower()),
+    ("op", lambda row, name: row.op == name.lower()),
 )
 
 
@@ -59,7 +71,18 @@ def _unknown(rows: Sequence[Row], name: str) -> str:
     modules = {".".join(row.module.split(".")[:end]) for row in rows for end in range(1, row.module.count(".") + 2)}
     known = {row.name for row in rows} | modules | {row.module_class for row in rows} | {row.op for row in rows}
     known |= {row.line for row in rows}
+    hint = _nearest_lines(rows, name) or nearest(name, sorted(known - {""}))
     return (
-        f"{name!r} is no node, module, source line or op of this model.{nearest(name, sorted(known - {''}))} "
+        f"{name!r} is no node, module, source line or op of this model.{hint} "
         "print(fxamp.report(model)) lists every node."
     )
+
+
+def _nearest_lines(rows: Sequence[Row], name: str) -> str:
+    """A hint at the lines around `file.py:12` that made nodes, "" where the file made none."""
+    file, _, number = name.rpartition(":")
+    lines = {int(row.line.rpartition(":")[2]) for row in rows if file and row.line.rpartition(":")[0] == file}
+    if not lines or not number.isdigit():
+        return ""
+    around = [*sorted(line for line in lines if line < int(number))[-1:], *sorted(lines - {*range(int(number))})[:1]]
+    return f" Lines near it that made nodes: {', '.join(f'{file}:{line}' for line in around)}."

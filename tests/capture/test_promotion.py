@@ -97,6 +97,41 @@ def test_a_deny_op_reads_a_low_input_in_float32():
     torch.testing.assert_close(found, exact, rtol=0, atol=4 * torch.finfo(torch.float16).eps * exact.abs().max().item())
 
 
+MIXED = {  # ops that are no GEMM, of a low input and a float32 weight
+    "promotes": lambda m, x: x * m.fc.weight[:5],
+    "cat": lambda m, x: torch.cat([x[0], m.fc.weight]),
+    "stack": lambda m, x: torch.stack([x[0], m.fc.weight[:5]]),
+    "where": lambda m, x: torch.where(x > 0, x, m.fc.weight[:5]),
+    "lerp": lambda m, x: torch.lerp(x[0], m.fc.weight[:5], 0.25),
+    "index_add": lambda m, x: m.fc.weight.index_add(0, torch.arange(5), x[0]),
+    "index_put": lambda m, x: m.fc.weight.clone().index_put((torch.arange(5),), x[0]),
+    "scatter_add": lambda m, x: torch.ones(5, 8).scatter_add(0, torch.zeros(5, 8, dtype=torch.long), x[0]),
+    "set items": lambda m, x: m.fc.weight.clone().index_fill(0, torch.tensor([0]), 0).copy_(m.fc.weight).add_(x[0, :1]),
+    "cross": lambda m, x: torch.cross(x[0][:, :3], m.fc.weight[:5, :3], dim=1),
+    "grid_sample": lambda m, x: F.grid_sample(m.fc.weight[None, None], x[:1, :, :2][None] / 2, align_corners=False),
+    "solve": lambda m, x: torch.linalg.solve(m.fc.weight, x[0].T),
+}
+
+
+@pytest.mark.parametrize("given", LOW)
+@pytest.mark.parametrize("name", MIXED)
+def test_other_ops_read_the_widest_dtype(name, given):
+    model, x = Parts(MIXED[name]), X.to(given)
+    found = fxamp.convert(model, dtype="fp16", capture="symbolic")(x)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, model(x.float()))
+
+
+@pytest.mark.parametrize(
+    "function", [lambda m, x: x.clone().mul_(m.fc.weight[:5]), lambda m, x: m.fc(x.float()).half()]
+)
+def test_what_the_model_makes_low_itself_stays_low(function):
+    model, x = Parts(function), X.half()
+    found = fxamp.convert(model, dtype="fp16", pad_to=0)(x)
+    assert found.dtype == torch.float16
+    torch.testing.assert_close(found, model(x), rtol=2**-10, atol=2**-10)
+
+
 def test_what_the_user_cast_is_not_widened_for_other_ops():
     model = Parts(lambda m, x: m.fc(x).half().exp())
     converted = fxamp.convert(model, dtype="bf16", output_dtype=None)

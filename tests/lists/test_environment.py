@@ -1,11 +1,14 @@
 """FXAMP_*LIST_* variables."""
 
+import sys
+import types
 import warnings
 
 import pytest
 
 from fxamp.errors import OpListError
 from fxamp.lists import COLOURS, EnvironmentChange, OpLists, environment
+from fxamp.lists.environment import disabled_by
 
 LISTS = OpLists.default()
 
@@ -68,6 +71,26 @@ def test_spaces_and_commas_are_forgiven(value):
     assert said == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    "gelu torch.nn.GELU nn.GELU torch.nn.functional.gelu nn.functional.gelu functional.gelu F.gelu aten.gelu "
+    "aten::gelu aten.gelu.default aten::gelu.default torch.ops.aten.gelu ops.aten.gelu".split(),
+)
+def test_an_op_may_be_named_as_torch_names_it(name):
+    lists, said = applied(DENYLIST_ADD=name)
+    assert moved(lists) == {"gelu": "deny"} and said == []
+
+
+@pytest.mark.parametrize("name", ["nn.Linear", "torch.nn.Linear", "nn.functional.linear"])
+def test_a_module_class_is_its_op(name):
+    assert moved(applied(DENYLIST_ADD=name)[0]) == {"linear": "deny"}
+
+
+def test_a_package_of_the_users_that_is_called_as_one_of_torchs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "functional", types.ModuleType("functional"))
+    assert moved(applied(DENYLIST_ADD="functional.fused_norm")[0]) == {"functional.fused_norm": "deny"}
+
+
 @pytest.mark.parametrize("value", ["", " ", ",", " , "])
 def test_an_empty_value_is_no_change(value):
     lists, said = applied(ALLOWLIST_ADD=value, DENYLIST_REMOVE=value)
@@ -113,6 +136,16 @@ def test_one_op_added_to_two_lists_is_refused(first, second, op):
             {"DENYLIST_REMOVE": "my.op"},
             "FXAMP_DENYLIST_REMOVE=my.op: 'my.op' is not on that list but unlisted.",
         ),
+        ({"DENYLIST_ADD": "GELU"}, "FXAMP_DENYLIST_ADD: 'GELU' is not an op of torch. Did you mean 'gelu'?"),
+        (
+            {"DENYLIST_ADD": "nn.Linaer"},
+            "FXAMP_DENYLIST_ADD: 'nn.Linaer' is not an op of torch. Did you mean 'linear'?",
+        ),
+        (
+            {"DENYLIST_ADD": "aten.geluu"},
+            "FXAMP_DENYLIST_ADD: 'aten.geluu' is not an op of torch. Did you mean 'gelu'?",
+        ),
+        ({"DENYLIST_ADD": "torch.nn.init"}, "FXAMP_DENYLIST_ADD: 'torch.nn.init' is not an op of torch."),
         ({"DENYLIST_ADD": "exp"}, "FXAMP_DENYLIST_ADD=exp: 'exp' is on that list already."),
         (
             {"DENY_LIST_ADD": "exp"},
@@ -154,3 +187,28 @@ def test_the_process_environment_is_the_default(monkeypatch):
 def test_arguments_are_stronger_than_the_environment():
     lists = applied(DENYLIST_ADD="gelu")[0].override(allow=["gelu"])
     assert lists["gelu"] == "allow" and lists.environment[0].ops == ("gelu",)
+
+
+@pytest.mark.parametrize("value", ["1", "true", "True", "YES", "on", " 1 "])
+def test_disable_is_on(value):
+    assert disabled_by({"FXAMP_DISABLE": value}) == f"FXAMP_DISABLE={value.strip()}"
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", "False", "NO", "off", " "])
+def test_disable_is_off(value):
+    assert disabled_by({"FXAMP_DISABLE": value}) is None
+    assert disabled_by({}) is None
+
+
+def test_any_other_value_of_disable_warns_and_says_how_it_is_read():
+    with pytest.warns(
+        UserWarning, match=r"FXAMP_DISABLE=offf is neither on .*nor off.* Did you mean 'off'\? It is read as on"
+    ):
+        assert disabled_by({"FXAMP_DISABLE": "offf"}) == "FXAMP_DISABLE=offf"
+
+
+def test_a_warning_points_at_the_users_line(monkeypatch):
+    monkeypatch.setenv("FXAMP_DENYLIST_ADD", "sofmax")
+    with pytest.warns(UserWarning, match="sofmax") as caught:
+        LISTS.with_environment()
+    assert caught[0].filename == __file__

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxamp
 
@@ -68,6 +69,19 @@ def test_a_model_of_which_nothing_was_captured_says_so_once(example_inputs, capl
     report = fxamp.report(converted)
     assert not report.is_preview and len(report.outside) == 1 and "100% of the weights" in report.outside[0]
     assert "call the model once" not in str(report) and "preview" not in str(report)
+
+
+def test_a_call_under_a_dispatch_mode_is_no_reason_to_warn(caplog):
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    converted = fxamp.convert(Block(), dtype="bf16", capture="dynamo")
+    with Mode():
+        converted(X)
+    assert warnings_of(caplog) == [] and fxamp.report(converted).is_preview
+    converted(X)
+    assert fxamp.report(converted).low_precision_nodes > 0 and warnings_of(caplog) == []
 
 
 def test_modules_that_share_a_graph_are_all_inside(caplog):
