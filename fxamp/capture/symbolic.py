@@ -28,6 +28,7 @@ from fxamp.capture.functions import whole_functions
 from fxamp.capture.guesses import GUESS, guess
 from fxamp.capture.inputs import CallSpec, flatten_output, misfit, unflatten_call
 from fxamp.capture.leaves import has_hooks, is_leaf
+from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import explained, unfollowable, user_line
 from fxamp.capture.promotion import Promotion, low_operands, widen
 from fxamp.capture.proxies import ValueProxy, WeightProxy, is_static
@@ -124,9 +125,7 @@ class SymbolicTracer(fx.Tracer):
         self.state: tuple[Cell, ...] = ()
         self.grad_mode: bool | None = None
         self.evaluating = False
-        self._live = live
-        self._live_numbers: dict[Place, fx.Proxy] = {}
-        self._decided: set[Place] = set()
+        self._numbers = LiveNumbers(live, self._attribute)
         self._tensor_paths: dict[int, str] = {}
         self._grad_node: fx.Node | None = None
         self._recording = False
@@ -140,7 +139,7 @@ class SymbolicTracer(fx.Tracer):
         self._promotion = Promotion(root, self._value_of)
         self._tensor_paths = paths_of_tensors(root)
         self._device_type = next((p.device.type for p in root.parameters()), "cpu")
-        reads = Reads(root, lambda: self.evaluating or not self._recording, self._live_number)
+        reads = Reads(root, lambda: self.evaluating or not self._recording, self._numbers.instead_of)
         with (
             untouched(root),
             grad_mode_reads(self),
@@ -156,7 +155,7 @@ class SymbolicTracer(fx.Tracer):
             reads.noted(),
         ):
             graph = super().trace(root)
-        self.state = reads.cells(self._decided)
+        self.state = reads.cells(self._numbers.decided)
         return graph
 
     def create_args_for_root(
@@ -307,33 +306,16 @@ class SymbolicTracer(fx.Tracer):
         value = proxy.node.meta.get("val", UNKNOWN)
         if isinstance(value, (bool, int, float, str)) or value is None:
             if not proxy.node.meta.get("static"):
-                self._decide_on(proxy.node)
+                if self._numbers.decide_on(proxy.node):
+                    self.decisions.append(user_line())
             return value
         raise self._unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))
 
-    def _decide_on(self, node: fx.Node) -> None:
-        """Note what the value of a node hangs on: numbers of modules, or the inputs' sizes."""
-        places = {proxy.node: place for place, proxy in self._live_numbers.items()}
-        waiting, seen = [node], {node}
-        while waiting:
-            given = waiting.pop()
-            if given in places:
-                self._decided.add(places[given])
-            elif not given.all_input_nodes:
-                self.decisions.append(user_line())
-            new = [inner for inner in given.all_input_nodes if inner not in seen]
-            waiting += new
-            seen.update(new)
-
-    def _live_number(self, place: Place, value: Any) -> fx.Proxy | None:
-        """The node that reads a number of a module at each call, None for what is a constant."""
-        if place not in self._live or type(value) not in (int, float):
-            return None
-        if place not in self._live_numbers:
-            node = self.create_node("get_attr", ".".join(filter(None, place)), (), {})
-            node.meta["val"] = value
-            self._live_numbers[place] = self.proxy(node)
-        return self._live_numbers[place]
+    def _attribute(self, path: str, value: Any) -> fx.Proxy:
+        """A proxy of a plain attribute, which is read at each call."""
+        node = self.create_node("get_attr", path, (), {})
+        node.meta["val"] = value
+        return self.proxy(node)
 
     def _unfollowable(self, what: str, data: bool = False) -> CaptureError:
         return unfollowable(what, self.example is not None, data)
