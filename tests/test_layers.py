@@ -34,7 +34,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "review": GRAPH | {"converted", "capture", "data", "rebuild", "numerics", "storage", "unconverted", "whole"},
 }
 # Rooms that put things together may import anything below them.
-ABOVE = {"options", "boundaries", "backend", "convert", "instruments", "cli", "cli_measure", "targets", "demo", "counting"}
+ABOVE = {
+    "options",
+    "boundaries",
+    "dynamo_variant",
+    "backend",
+    "convert",
+    "instruments",
+    "cli",
+    "cli_measure",
+    "targets",
+    "demo",
+    "counting",
+}
 # The apex interface calls convert() when it is used, not when it is imported.
 LATE = {("runtime", "convert")}
 

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from fxamp.converted import engine_of
 from fxamp.errors import OptionError
-from fxamp.numerics.compare import Loss, compare, error_of, record
+from fxamp.numerics.compare import Loss, compare, error_of, finite, record
 from fxamp.numerics.progress import Progress
-from fxamp.numerics.run import Call, call_of
-from fxamp.rebuild import rebuild_variant, reference
+from fxamp.numerics.run import Call, Rewriter, call_of, in_float32
+from fxamp.unconverted import check_left
 
 MAX_RUNS = 64
 
@@ -41,6 +42,10 @@ class DenySet:
     def overrides(self) -> dict[str, str]:
         """The set as `overrides=` of convert()."""
         return dict.fromkeys(self.nodes, "deny")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return finite({**dataclasses.asdict(self), "is_met": self.is_met, "overrides": self.overrides})  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         if not self.is_met:
@@ -76,10 +81,14 @@ def find_deny(
     """
     if tolerance <= 0 or max_runs < 1:
         raise OptionError(f"tolerance={tolerance!r}, max_runs={max_runs!r}: both must be positive.")
+    if engine_of(converted) is None:
+        check_left(converted, "find_deny finds nothing to deny")
+        return DenySet((), compare(model, converted, inputs, loss_fn).output, tolerance, 0, True)
     with Progress("bisect", max_runs, progress) as bar:
         search = _Search(model, call_of(converted, inputs), loss_fn, tolerance, max_runs, bar.step)
         rows = sorted(compare(model, converted, inputs, loss_fn).rows, key=lambda row: -row.introduced)
-        return search.smallest([row.name for row in rows if row.precision == "low" and row.colour != "clear"])
+        low = [row.name for row in rows if row.precision == "low" and row.colour != "clear"]
+        return search.smallest(list(dict.fromkeys(low)))  # a name denies the nodes of that name in every graph
 
 
 class _Search:
@@ -93,8 +102,7 @@ class _Search:
         step: Callable[[], None],
     ) -> None:
         self.call, self.loss_fn, self.tolerance, self.max_runs, self.step = call, loss_fn, tolerance, max_runs, step
-        fp32 = reference(call.model, call.engine, call.variant)
-        self.exact = record(dataclasses.replace(call, model=model), fp32, None, as_float32=True)
+        self.exact = record(dataclasses.replace(call, weights=model), in_float32(call), None, as_float32=True)
         self.known: dict[frozenset[str], float] = {}
 
     def smallest(self, candidates: Sequence[str]) -> DenySet:
@@ -154,8 +162,7 @@ class _Search:
     def _run(self, denied: Sequence[str]) -> float:
         call = self.call
         overrides = {**call.engine.options.overrides, **dict.fromkeys(denied, "deny")}
-        variant = rebuild_variant(call.model, call.engine, call.variant, overrides=overrides)
-        mixed = record(call, variant, None)
+        mixed = record(call, Rewriter(call, overrides=overrides), None)
         errors = list(map(error_of, self.exact.outputs, mixed.outputs))
         if self.loss_fn is not None:
             one, other = (self.loss_fn(_outputs(found.outputs)) for found in (self.exact, mixed))

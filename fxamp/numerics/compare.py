@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,12 +10,25 @@ from tabulate import tabulate
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.converted import Variant
-from fxamp.numerics.run import Call, call_of, floats_in, loss_of, run, state_kept
-from fxamp.rebuild import reference
+from fxamp.converted import engine_of
+from fxamp.numerics.run import (
+    Call,
+    Part,
+    Rewriter,
+    arguments,
+    call_of,
+    floats_in,
+    in_float32,
+    loss_of,
+    run,
+    state_kept,
+)
+from fxamp.unconverted import check_left
 
 Loss = Callable[[Any], torch.Tensor]
-Values = dict[str, list[torch.Tensor]]
+Key = tuple[int, int, str]
+"""(the graph's turn in the call, its number in the report, the node's name)"""
+Values = dict[Key, list[torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +41,7 @@ class NodeError:
         largest: largest absolute difference.
         flushed: share of the non-zero fp32 values that are zero in mixed precision.
         gradient: as `error`, of the loss's gradient with respect to the value; None without a loss.
+        graph: number of the node's graph in `fxamp.report(converted)`.
     """
 
     name: str
@@ -41,6 +55,7 @@ class NodeError:
     largest: float
     flushed: float
     gradient: float | None
+    graph: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +73,10 @@ class Comparison:
     loss: tuple[float, float] | None
 
     def __str__(self) -> str:
+        many = any(row.graph for row in self.rows)
         lines = [
             (
+                *((row.graph,) if many else ()),
                 row.name,
                 row.op,
                 row.precision,
@@ -72,21 +89,36 @@ class Comparison:
             )
             for row in self.rows
         ]
-        headers = ("node", "op", "precision", "error", "introduced", "largest", "to 0", "gradient", "line")
+        headers = (
+            *(("graph",) if many else ()),
+            *("node", "op", "precision", "error", "introduced", "largest", "to 0", "gradient", "line"),
+        )
         head = f"largest relative error of an output: {self.output:.2e}"
         if self.loss is not None:
             head += f"; loss {self.loss[0]:.6g} in float32, {self.loss[1]:.6g} in mixed precision"
+        if not lines:
+            return head
         return head + "\n" + tabulate(lines, headers=headers, disable_numparse=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
-        return dataclasses.asdict(self)
+        """Everything as plain values; numbers that JSON does not know, such as an infinite error, as text."""
+        return finite(dataclasses.asdict(self))  # type: ignore[no-any-return]
+
+
+def finite(value: Any) -> Any:
+    """Plain values with "inf" and "nan" as text."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclasses.dataclass
 class Recorded:
-    """One run: values and gradients by node name, the outputs, and the loss."""
+    """One run: values and gradients by node, the outputs, and the loss; `parts` are the graphs that ran."""
 
+    parts: dict[int, Part]
     values: Values
     gradients: Values
     outputs: list[torch.Tensor]
@@ -110,44 +142,60 @@ def compare(
     Raises:
         OptionError: `converted` is not converted.
     """
+    if engine_of(converted) is None:
+        check_left(converted, "compare looks at its outputs only")
+        return _compare_whole(model, converted, inputs, loss_fn)
     call = call_of(converted, inputs)
-    fp32 = reference(converted, call.engine, call.variant)
-    exact = record(dataclasses.replace(call, model=model), fp32, loss_fn, as_float32=True)
-    mixed = record(call, call.variant, loss_fn, scale)
-    rows = _rows(call.variant, fp32, exact, mixed)
+    exact = record(dataclasses.replace(call, weights=model), in_float32(call), loss_fn, as_float32=True)
+    mixed = record(call, None, loss_fn, scale)
+    rows = _rows(exact, mixed)
     output = max(map(error_of, exact.outputs, mixed.outputs), default=0.0)
     losses = None if exact.loss is None or mixed.loss is None else (exact.loss, mixed.loss)
     return Comparison(tuple(rows), output, losses)
 
 
-def record(
-    call: Call, variant: Variant, loss_fn: Loss | None, scale: float = 1.0, as_float32: bool = False
-) -> Recorded:
-    """Run one graph and keep what it computes."""
-    kept = Recorded({}, {}, [], None)
+def _compare_whole(model: nn.Module, other: nn.Module, inputs: Any, loss_fn: Loss | None) -> Comparison:
+    """Two models without graphs: what they give, and no row."""
+    args, kwargs = arguments(inputs)
+    given = []
+    for each in (model, other):
+        with state_kept(each), torch.no_grad():
+            given.append(each(*args, **kwargs))
+    output = max(map(error_of, *map(floats_in, given)), default=0.0)
+    losses = [float(loss_of(output, loss_fn)) for output in given] if loss_fn is not None else []
+    return Comparison((), output, (losses[0], losses[1]) if losses else None)
 
-    def see(node: fx.Node, value: Any) -> Any:
+
+def record(
+    call: Call, rewritten: Rewriter | None, loss_fn: Loss | None, scale: float = 1.0, as_float32: bool = False
+) -> Recorded:
+    """Run one call and keep what it computes."""
+    kept = Recorded({}, {}, {}, [], None)
+
+    def see(part: Part, node: fx.Node, value: Any) -> Any:
         if node.op in ("placeholder", "get_attr") or ir.mark(node).role:
             return value
-        kept.values[node.name] = [tensor.detach() for tensor in floats_in(value)]
+        key = (part.number, part.graph, node.name)
+        kept.parts[part.number] = part
+        kept.values[key] = [tensor.detach() for tensor in floats_in(value)]
         if loss_fn is not None:
             for tensor in floats_in(value)[:1]:
-                _keep_gradient(tensor, node.name, kept.gradients, scale)
+                _keep_gradient(tensor, key, kept.gradients, scale)
         return value
 
-    with state_kept(call.model), torch.set_grad_enabled(loss_fn is not None):
-        output = run(call, see, variant=variant, as_float32=as_float32)
+    with state_kept(call.model, call.weights), torch.set_grad_enabled(loss_fn is not None):
+        output = run(call, see, rewritten=rewritten, as_float32=as_float32)
         kept.outputs = [tensor.detach() for tensor in floats_in(output)]
         if loss_fn is not None:
             loss = loss_of(output, loss_fn)
             kept.loss = float(loss.detach())
-            _run_backward(loss * scale, call.model)
+            _run_backward(loss * scale, call.weights)
     return kept
 
 
-def _keep_gradient(tensor: torch.Tensor, name: str, kept: Values, scale: float) -> None:
+def _keep_gradient(tensor: torch.Tensor, key: Key, kept: Values, scale: float) -> None:
     def keep(gradient: torch.Tensor) -> None:
-        kept[name] = [gradient.detach().float() / scale]
+        kept[key] = [gradient.detach().float() / scale]
 
     if tensor.requires_grad:
         tensor.register_hook(keep)  # type: ignore[no-untyped-call]
@@ -160,34 +208,40 @@ def _run_backward(loss: torch.Tensor, model: nn.Module) -> None:
         torch.autograd.grad(loss, wanted, allow_unused=True)
 
 
-def _rows(mixed_graph: Variant, fp32: Variant, exact: Recorded, mixed: Recorded) -> list[NodeError]:
-    nodes = {node.name: node for node in mixed_graph.graph.nodes}
+def _rows(exact: Recorded, mixed: Recorded) -> list[NodeError]:
+    rows: list[NodeError] = []
+    for number, part in exact.parts.items():
+        other = mixed.parts.get(number)
+        if other is not None and other.graph == part.graph:  # else the two runs decided differently on their data
+            rows += _rows_of(part, other, exact, mixed)
+    return sorted(rows, key=lambda row: -row.error)
+
+
+def _rows_of(fp32: Part, part: Part, exact: Recorded, mixed: Recorded) -> Iterator[NodeError]:
+    nodes = {node.name: node for node in part.variant.graph.nodes}
     errors: dict[str, float] = {}
-    rows = []
-    for node in fp32.graph.nodes:
-        name, real = node.name, nodes.get(node.name)
-        if real is None or not exact.values.get(name) or not mixed.values.get(name):
+    for node in fp32.variant.graph.nodes:
+        name, real, key = node.name, nodes.get(node.name), (part.number, part.graph, node.name)
+        if real is None or not exact.values.get(key) or not mixed.values.get(key):
             continue
-        errors[name] = max(map(error_of, exact.values[name], mixed.values[name]))
+        errors[name] = max(map(error_of, exact.values[key], mixed.values[key]))
         before = max((errors.get(given.name, 0.0) for given in node.all_input_nodes), default=0.0)
         mark = ir.mark(real)
-        gradients = exact.gradients.get(name), mixed.gradients.get(name)
-        rows.append(
-            NodeError(
-                name,
-                mark.op,
-                mark.colour,
-                mark.precision,
-                ir.module_path(real),
-                ir.source_line(real),
-                error=errors[name],
-                introduced=0.0 if math.isinf(before) else max(0.0, errors[name] - before),
-                largest=max(map(_largest, exact.values[name], mixed.values[name])),
-                flushed=max(map(_flushed, exact.values[name], mixed.values[name])),
-                gradient=error_of(gradients[0][0], gradients[1][0]) if gradients[0] and gradients[1] else None,
-            )
+        gradients = exact.gradients.get(key), mixed.gradients.get(key)
+        yield NodeError(
+            name,
+            mark.op,
+            mark.colour,
+            mark.precision,
+            ir.module_path(real),
+            ir.source_line(real),
+            error=errors[name],
+            introduced=0.0 if math.isinf(before) else max(0.0, errors[name] - before),
+            largest=max(map(_largest, exact.values[key], mixed.values[key])),
+            flushed=max(map(_flushed, exact.values[key], mixed.values[key])),
+            gradient=error_of(gradients[0][0], gradients[1][0]) if gradients[0] and gradients[1] else None,
+            graph=part.graph,
         )
-    return sorted(rows, key=lambda row: -row.error)
 
 
 def error_of(exact: torch.Tensor, mixed: torch.Tensor) -> float:

@@ -10,15 +10,30 @@ from tabulate import tabulate
 from torch import fx, nn
 
 from fxamp import ir
+from fxamp.converted import engine_of
 from fxamp.errors import OptionError
-from fxamp.numerics.run import Call, Runner, call_of, state_kept
+from fxamp.numerics.run import Call, Part, Runner, call_of, run, state_kept
+from fxamp.unconverted import check_left
 
 _PREFIX = "fxamp::"
-# Names of GEMM kernels that run on Tensor Cores: cuBLAS, cuDNN, CUTLASS and Triton spell the instruction or the
-# accumulation into their kernels' names.
-_TENSOR_CORE = re.compile(r"(16816|1688|884|hmma|h?gmma|tensorop|s161616|bf16_s|f16_s|xmma|mma_|sm90_|nvjet)")
-_GEMM = re.compile(r"(gemm|conv|cutlass|cublas|wgrad|dgrad|implicit|flash|fmha|attention|nvjet|matmul|xmma)")
-_FP32_GEMM = re.compile(r"(sgemm|ffma|simt)")
+# cuBLAS, cuDNN, CUTLASS, FlashAttention and Triton spell what they do into their kernels' names, from Volta to
+# Blackwell: the instruction's shape (884, 1688, 16816), its class (tensorop, hmma, wgmma) or its generator (nvjet).
+_PRODUCT = re.compile(
+    r"gemm|gemv|conv(?!ert)|[fdw](prop|grad)|winograd|fft2d|cutlass|cublas|flash|fmha|attention|sdpa|nvjet|matmul|xmma"
+    r"|triton_tem|triton_mm|rnn_(block)?persist|persistrnn|grouped_mm|groupmm"
+)
+_AROUND = re.compile(
+    r"splitkreduce|reduce_1block|nchwtonhwc|nhwctonchw|converttensor|scalepackedtensor|computeoffsets|computebooffsets"
+    r"|im2col|col2im|vol2col|dot_do_o|convert_dq|generatewinogradtiles|transpose_readwrite|elementwise|elemwise|prepare_"
+)
+"""Kernels that only move or reduce values beside a product."""
+_TENSOR_CORE = re.compile(
+    r"[a-z](884|1688|16816|161616)(?!\d)|tensorop|tensor16x8|tensor8x8|(?<![a-z])mma|[hqxw]mma|gmma|utcmma|nvjet"
+    r"|flash_(fwd|bwd|fprop|bprop)|(fwd|bwd)_kernel_flash|flashattn|fmha_cutlass[fb]_b?f16"
+)
+_FP32_MATH = re.compile(r"sgemm|ffma|simt|dgemm|zgemm|cgemm|sgemv|winograd(?!.*(hmma|mma))")
+_BY_PRECISION = re.compile(r"triton_tem|triton_mm")
+"""Kernels whose names do not tell: they use Tensor Cores where they are given low operands."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +92,9 @@ def kernels(converted: nn.Module, inputs: Any, repeats: int = 3) -> Kernels:
             "fxamp.kernels times GPU kernels with torch.profiler, and this torch sees no CUDA device. Move model and "
             "inputs to a GPU of compute capability 7.0 or later; on a CPU there are no Tensor Cores."
         )
+    if engine_of(converted) is None:
+        check_left(converted, "kernels times nothing")
+        return Kernels(torch.cuda.get_device_name(), ())
     call = call_of(converted, inputs)
     if not any(parameter.is_cuda for parameter in converted.parameters()):
         raise OptionError("the model is on the CPU: model.cuda() first, and give inputs on the same device.")
@@ -86,23 +104,31 @@ def kernels(converted: nn.Module, inputs: Any, repeats: int = 3) -> Kernels:
 def _timed(call: Call, repeats: int) -> Kernels:
     from torch.profiler import ProfilerActivity, profile
 
-    runner = _NamingRunner(call.model, call.variant, lambda node, value: value)
+    nodes: dict[str, fx.Node] = {}
+
+    def note(part: Part, node: fx.Node, value: Any) -> Any:
+        nodes[_region(part, node)] = node
+        return value
+
     with state_kept(call.model), torch.no_grad():
-        runner.run(*call.inputs)
+        run(call, note, runner=_NamingRunner)
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
             for _ in range(repeats):
-                runner.run(*call.inputs)
+                run(call, note, runner=_NamingRunner)
             torch.cuda.synchronize()
-    nodes = {node.name: node for node in call.variant.graph.nodes}
     return Kernels(torch.cuda.get_device_name(), tuple(summed(_kernel_times(profiled.events()), nodes, repeats)))
+
+
+def _region(part: Part, node: fx.Node) -> str:
+    return f"graph {part.graph}: {node.name}" if part.graph else node.name
 
 
 class _NamingRunner(Runner):
     """Each node in a profiler region of its name."""
 
     def run_node(self, n: fx.Node) -> Any:
-        with torch.profiler.record_function(_PREFIX + n.name):
+        with torch.profiler.record_function(_PREFIX + _region(self.part, n)):
             return super().run_node(n)
 
 
@@ -138,6 +164,8 @@ def kind_of(kernel: str, node: fx.Node | None) -> str:
     if node is not None and ir.mark(node).role in ("cast", "weight cast"):
         return "cast"
     name = kernel.lower()
-    if not _GEMM.search(name):
+    if _AROUND.search(name) or not _PRODUCT.search(name):
         return "other"
-    return "tensor core gemm" if _TENSOR_CORE.search(name) and not _FP32_GEMM.search(name) else "other gemm"
+    if _BY_PRECISION.search(name):
+        return "tensor core gemm" if node is not None and ir.mark(node).precision == "low" else "other gemm"
+    return "tensor core gemm" if _TENSOR_CORE.search(name) and not _FP32_MATH.search(name) else "other gemm"

@@ -2,25 +2,21 @@
 
 import contextlib
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from fxamp import ir
-from fxamp.converted import Variant, engine_of
-from fxamp.errors import FxampError, OptionError
-from fxamp.numerics.flow import Flow, Origin, Watcher, origin_of, watch_flow
-from fxamp.numerics.run import Call, Runner, call_of
-from fxamp.rebuild import rebuild_variant, reference
+from fxamp.converted import Engine, Variant, engine_of
+from fxamp.numerics.extent import extent_of
+from fxamp.numerics.flow import CallFlow, CallWatcher, watch_flow
+from fxamp.numerics.mending import first_ring, mending, node_of
+from fxamp.numerics.origin import Origin, origin_of, vanished_origin
+from fxamp.numerics.run import Call, Part, Runner, call_of, floats_in, in_float32, run_part
+from fxamp.unconverted import check_left
 
-log = logging.getLogger("fxamp")
-
-MAX_TRIES = 6
-"""Sets of nodes that are tried as the deny that mends it, each one ring of readers larger."""
 Loss = Callable[[Any], torch.Tensor]
 
 
@@ -29,7 +25,9 @@ class BadNode:
     """Where a run stopped being finite.
 
     Attributes:
-        phase: "forward", "backward", "sum of gradients", or "input" or "parameter" where it came in from outside.
+        phase: "forward", "backward", "sum of gradients", or "input", "parameter" or "between graphs" where it came
+            in from outside.
+        graph: number of the node's graph in `fxamp.report(model)`.
         value: of the first bad value or gradient, in words.
         inputs: of everything the node read, in words.
         overrides: the deny entries with which the run is finite; empty where none was found.
@@ -47,11 +45,13 @@ class BadNode:
     precision: str
     overrides: dict[str, str]
     is_bad_in_float32: bool
+    graph: int = 0
 
     def __str__(self) -> str:
         where = {"forward": "its output", "backward": "the gradient it passes back"}.get(self.phase, self.phase)
+        name = f"{self.name} of graph {self.graph}" if self.graph else self.name
         lines = [
-            f"{self.name} (`{self.op}`, {self.colour}, {self.precision}): {where} is the first that is not finite",
+            f"{name} (`{self.op}`, {self.colour}, {self.precision}): {where} is the first that is not finite",
             f"  {self.value}",
             *([f"  at {self.source}" + (f", in module {self.module}" if self.module else "")] if self.source else []),
             *(f"  it reads {text}" for text in self.inputs),
@@ -64,6 +64,8 @@ class BadNode:
         """What to do, in a sentence."""
         if self.phase == "input":
             return "the input itself is not finite: look at the data"
+        if self.phase == "between graphs":
+            return "it was made by code between two of Dynamo's graphs, which runs as it is written: look there"
         if self.phase == "parameter":
             return "the parameter itself is not finite: an earlier step wrote it, see fxamp.LossScaler"
         if self.is_bad_in_float32:
@@ -81,7 +83,7 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
         print(fxamp.find_nan(model, (x,), loss_fn=lambda output: scaler.scale(criterion(output, y))))
 
     Infinities that are written in the code or come in with a mask are not meant; of those that are made, the one that
-    reaches the output is named, or else the one that reaches a gradient, or else the first.
+    reaches the output is named, or else the one that reaches a gradient, or else the first that float32 has not.
 
     Args:
         inputs: of one call, as `example_inputs` of convert().
@@ -90,23 +92,28 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
     Raises:
         OptionError: the model was not converted, or the loss is no scalar.
     """
+    if engine_of(converted) is None:
+        check_left(converted, "find_nan looks at nothing")
+        return None
     call = call_of(converted, inputs)
     flow = watch_flow(call, loss_fn)
     origin = origin_of(flow)
+    if origin is None and flow.has_bad_values:
+        origin = vanished_origin(flow, watch_flow(call, loss_fn, in_float32(call), as_float32=True))
     return None if origin is None else describe(call, flow, origin, loss_fn)
 
 
-def describe(call: Call, flow: Flow, origin: Origin, loss_fn: Loss | None) -> BadNode:
+def describe(call: Call, flow: CallFlow, origin: Origin, loss_fn: Loss | None) -> BadNode:
     """All about an origin, with the deny that mends it; runs the call a few times more."""
-    node = next(node for node in call.variant.graph.nodes if node.name == origin.node)
-    from_outside = origin.phase in ("input", "parameter")
-    fp32 = None if from_outside else watch_flow(call, loss_fn, reference(call.model, call.engine, call.variant), True)
+    from_outside = origin.phase in ("input", "parameter", "between graphs")
+    fp32 = None if from_outside else watch_flow(call, loss_fn, in_float32(call), as_float32=True)
     is_bad = fp32 is not None and not fp32.is_finite
-    mended = () if from_outside or is_bad else _mending(call, node, origin, loss_fn)
-    return _bad_node(flow, origin, node, mended, is_bad)
+    mended = () if from_outside or is_bad else mending(call, flow, origin, loss_fn)
+    return _bad_node(origin, mended, is_bad)
 
 
-def _bad_node(flow: Flow, origin: Origin, node: fx.Node, denied: tuple[str, ...], is_bad_in_float32: bool) -> BadNode:
+def _bad_node(origin: Origin, denied: tuple[str, ...], is_bad_in_float32: bool) -> BadNode:
+    node, reads = node_of(origin), origin.flow.reads
     mark = ir.mark(node)
     read = [given.name for given in node.all_input_nodes]
     words = f"{origin.edge[0]}'s gradient" if origin.edge else node.name
@@ -115,60 +122,15 @@ def _bad_node(flow: Flow, origin: Origin, node: fx.Node, denied: tuple[str, ...]
         op=mark.op,
         phase=origin.phase,
         value=f"{words}: {origin.extent}",
-        inputs=tuple(f"{name}: {extent}" for name in read if (extent := flow.reads.get((name, node.name)))),
+        inputs=tuple(f"{name}: {extent}" for name in read if (extent := reads.get((name, node.name)))),
         source=ir.source_line(node),
         module=ir.module_path(node),
         colour=mark.role or mark.colour,
         precision=mark.precision,
         overrides=dict.fromkeys(denied, "deny"),
         is_bad_in_float32=is_bad_in_float32,
+        graph=origin.flow.part.graph,
     )
-
-
-def _mending(call: Call, node: fx.Node, origin: Origin, loss_fn: Loss | None) -> tuple[str, ...]:
-    """The smallest of a growing series of sets around the node whose denial makes the run finite."""
-    for denied in _rings(node, backward=origin.phase not in ("forward",)):
-        overrides = {**call.engine.options.overrides, **dict.fromkeys(denied, "deny")}
-        try:
-            variant = rebuild_variant(call.model, call.engine, call.variant, overrides=overrides)
-            flow = watch_flow(call, loss_fn, variant)
-        except FxampError as error:
-            log.debug("deny %s was tried and refused: %s", denied, error)
-            continue
-        if flow.is_finite and origin_of(flow) is None:
-            return denied
-    return ()
-
-
-def _rings(node: fx.Node, backward: bool) -> Iterator[tuple[str, ...]]:
-    """The node; with its readers; with their readers ... For a gradient also towards its inputs."""
-    chosen = dict.fromkeys(_models_own(node))
-    for _ in range(MAX_TRIES):
-        if chosen:
-            yield tuple(found.name for found in chosen)
-        following = [reader for found in list(chosen) or [node] for reader in _models_readers(found)]
-        if backward:
-            following += [given for found in list(chosen) for given in found.all_input_nodes if _is_operation(given)]
-        grown = {**chosen, **dict.fromkeys(following)}
-        if len(grown) == len(chosen):
-            return
-        chosen = grown
-
-
-def _models_own(node: fx.Node) -> list[fx.Node]:
-    """The node, or for a cast or pad those that read it."""
-    return [node] if _is_operation(node) else _models_readers(node)
-
-
-def _models_readers(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    for reader in node.users:
-        found += [reader] if _is_operation(reader) else _models_readers(reader) if reader.op != "output" else []
-    return found
-
-
-def _is_operation(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method", "call_module") and not ir.mark(node).role
 
 
 # ------------------------------------------------------------------------------------------------- in training
@@ -178,22 +140,13 @@ class NanWatch:
     """What `watch_nan` gives: `.found` is the first bad node, None for as long as all is finite."""
 
     def __init__(self) -> None:
-        self.flows: list[tuple[Call, Flow]] = []
+        self.flows: list[CallFlow] = []
 
     @property
     def found(self) -> BadNode | None:
-        """The first bad node of all calls so far, forward before backward, without the deny that mends it."""
-        for _, flow in self.flows:
-            origin = origin_of(flow)
-            if origin is not None:
-                nodes = {node.name: node for node in flow.variant.graph.nodes}
-                found = _bad_node(flow, origin, nodes[origin.node], (), False)
-                return dataclasses.replace(found, overrides=dict.fromkeys(_first_ring(nodes[origin.node]), "deny"))
-        return None
-
-
-def _first_ring(node: fx.Node) -> tuple[str, ...]:
-    return next(_rings(node, backward=False), ())
+        """The first bad node of all calls so far, forward before backward, with the deny that is likely to mend it."""
+        origin = next((origin for flow in self.flows if (origin := origin_of(flow)) is not None), None)
+        return None if origin is None else _bad_node(origin, first_ring(node_of(origin)), False)
 
 
 @contextlib.contextmanager
@@ -214,7 +167,9 @@ def watch_nan(converted: nn.Module, raises: bool = True) -> Iterator[NanWatch]:
     """
     engine = engine_of(converted)
     if engine is None:
-        raise OptionError(f"this {type(converted).__qualname__} was not converted: fxamp.convert(model) first.")
+        check_left(converted, "watch_nan watches nothing")
+        yield NanWatch()
+        return
     watch, workshop = NanWatch(), engine.workshop
     changed: list[tuple[Variant, Any]] = []
 
@@ -226,23 +181,52 @@ def watch_nan(converted: nn.Module, raises: bool = True) -> Iterator[NanWatch]:
     for variant in engine.all_variants():
         watched(variant)
     engine.workshop = dataclasses.replace(workshop, build=lambda *given: watched(workshop.build(*given)))
+    if engine.dynamo is not None:
+        engine.dynamo.watch = _watching_graphs(watch, engine, converted)
     try:
         yield watch
     finally:
         engine.workshop = workshop
+        if engine.dynamo is not None:
+            engine.dynamo.watch = None
         for variant, compiled in changed:
             variant.compiled = compiled
     if raises and (found := watch.found) is not None:
         raise FloatingPointError(str(found))
 
 
-def _watching(watch: NanWatch, engine: Any, variant: Variant) -> Callable[..., Any]:
+def _watching(watch: NanWatch, engine: Engine, variant: Variant) -> Callable[..., Any]:
+    """The forward of a graph that is a whole call."""
+
     def run(module: nn.Module, *inputs: Any) -> Any:
-        flow = Flow(variant)
-        watcher = Watcher(flow, with_gradients=torch.is_grad_enabled())
-        watch.flows.append((Call(module, engine, variant, list(inputs)), flow))
-        result = Runner(module, variant, watcher.see, watcher.edge).run(*inputs)
-        tree = variant.captured.output_tree
-        return result if tree is None else pytree.tree_unflatten(result, tree)
+        watcher = CallWatcher(with_gradients=torch.is_grad_enabled())
+        return _watched_part(watch, watcher, engine, variant, module, 0, inputs)
 
     return run
+
+
+def _watching_graphs(watch: NanWatch, engine: Engine, model: nn.Module) -> Callable[..., Any]:
+    """What runs Dynamo's graphs: those of one call belong together."""
+    calls: dict[int, CallWatcher] = {}
+
+    def run(variant: Variant, inputs: Any) -> Any:
+        watcher = calls.setdefault(engine.dynamo.calls, CallWatcher(with_gradients=torch.is_grad_enabled()))
+        return _watched_part(watch, watcher, engine, variant, model, len(watcher.flow.parts), inputs)
+
+    return run
+
+
+def _watched_part(
+    watch: NanWatch,
+    watcher: CallWatcher,
+    engine: Engine,
+    variant: Variant,
+    module: nn.Module,
+    number: int,
+    inputs: Any,
+) -> Any:
+    graph = next((place for place, known in enumerate(engine.all_variants()) if known is variant), 0)
+    if watcher.flow not in watch.flows:
+        watch.flows.append(watcher.flow)
+        watcher.flow.inputs = [extent_of(tensor) for tensor in floats_in(list(inputs))]
+    return run_part(Runner(module, Part(number, graph, variant), watcher.see, watcher.edge), inputs)

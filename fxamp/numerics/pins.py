@@ -26,7 +26,8 @@ def ranges_pins(ranges: Ranges, graph: fx.Graph, low: torch.dtype) -> dict[str, 
 
     A value that overflows is no better for being computed in float32 if its reader rounds it.
     """
-    evidence = ranges.deny(low)
+    suspects = [(ranges.nodes[name], text) for name, text in ranges.deny(low).items()]
+    evidence = {node.name: text for node in graph.nodes for found, text in suspects if found.is_of(node)}
     pins: dict[str, tuple[Literal["low", "high"], Reason]] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,12 +13,12 @@ from tabulate import tabulate
 from torch import fx, nn
 
 from fxamp import ir
+from fxamp.converted import Engine
 from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError
 from fxamp.numerics.histogram import LOWEST, Histogram
 from fxamp.numerics.progress import watched
-from fxamp.numerics.run import call_of, floats_in, loss_of, run, state_kept
-from fxamp.rebuild import reference
+from fxamp.numerics.run import Call, Part, Rewriter, call_of, floats_in, in_float32, loss_of, run, state_kept
 from fxamp.runtime.scale_rule import choose_scale
 from fxamp.whole import write_whole
 
@@ -34,6 +35,7 @@ class NodeRange:
     """One node's values over all batches.
 
     Attributes:
+        name: the node's; "linear (2)" where another graph of the model has a different `linear`.
         values: of its output; `gradients`: of the loss with respect to it.
     """
 
@@ -43,6 +45,10 @@ class NodeRange:
     source: str
     values: Histogram = dataclasses.field(default_factory=Histogram)
     gradients: Histogram = dataclasses.field(default_factory=Histogram)
+
+    def is_of(self, node: fx.Node) -> bool:
+        """Whether it was measured at this node, of this capture or another."""
+        return (self.name.partition(" (")[0], self.module) == (node.name, ir.module_path(node))
 
 
 @dataclasses.dataclass
@@ -171,10 +177,15 @@ def profile_converted(
     """
     nodes: dict[str, NodeRange] = {}
     count, low = 0, torch.float16
+    fp32: tuple[Engine, Rewriter] | None = None
     for batch in watched(batches, "profile", progress):
         inputs, criterion = split_batch(batch, loss_fn)
         _check_finite(inputs, count)
-        low = _measure(converted, inputs, criterion, nodes, count)
+        call = call_of(converted, inputs)
+        if fp32 is None or fp32[0] is not call.engine:
+            fp32 = call.engine, in_float32(call)
+        low = call.engine.options.low
+        _measure(call, fp32[1], criterion, nodes, count)
         count += 1
     if count == 0:
         raise OptionError("profile got no batches. Give an iterable with at least one (a generator may be used up).")
@@ -211,13 +222,8 @@ def _check_finite(inputs: Any, number: int) -> None:
             raise OptionError(f"batch {number} holds NaN or infinite inputs: ranges of such data mean nothing.")
 
 
-def _measure(
-    converted: nn.Module, inputs: Any, criterion: Any, nodes: dict[str, NodeRange], number: int
-) -> torch.dtype:
-    call = call_of(converted, inputs)
-    fp32 = _references(call.variant, lambda: reference(converted, call.engine, call.variant))
-
-    def see(node: fx.Node, value: Any) -> Any:
+def _measure(call: Call, fp32: Rewriter, criterion: Any, nodes: dict[str, NodeRange], number: int) -> None:
+    def see(part: Part, node: fx.Node, value: Any) -> Any:
         if node.op in ("placeholder", "get_attr"):
             return value
         for tensor in floats_in(value):
@@ -226,14 +232,13 @@ def _measure(
                 _watch_gradient(tensor, _record(nodes, node).gradients)
         return value
 
-    with state_kept(converted), torch.set_grad_enabled(criterion is not None):
-        output = run(call, see, variant=fp32, as_float32=True)
+    with state_kept(call.model), torch.set_grad_enabled(criterion is not None):
+        output = run(call, see, rewritten=fp32, as_float32=True)
         if criterion is not None:
             loss = loss_of(output, criterion)
             if not bool(torch.isfinite(loss)):
                 raise OptionError(f"the loss of batch {number} is {float(loss.detach())} in float32: find out why.")
             _backward(loss)
-    return call.engine.options.low  # type: ignore[no-any-return]
 
 
 def _watch_gradient(tensor: torch.Tensor, histogram: Histogram) -> None:
@@ -263,23 +268,13 @@ def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     return list(found.values())
 
 
-_reference_of: dict[int, tuple[Any, Any]] = {}
-
-
-def _references(variant: Any, make: Callable[[], Any]) -> Any:
-    """The fp32 graph of a variant, made once."""
-    known = _reference_of.get(id(variant))
-    if known is None or known[0] is not variant:
-        _reference_of.clear()
-        known = _reference_of[id(variant)] = (variant, make())
-    return known[1]
-
-
 def _record(nodes: dict[str, NodeRange], node: fx.Node) -> NodeRange:
-    if node.name not in nodes:
-        mark = ir.mark(node)
-        nodes[node.name] = NodeRange(node.name, mark.op, ir.module_path(node), ir.source_line(node))
-    return nodes[node.name]
+    for key in itertools.chain((node.name,), (f"{node.name} ({number})" for number in itertools.count(2))):
+        if key not in nodes:
+            nodes[key] = NodeRange(key, ir.mark(node).op, ir.module_path(node), ir.source_line(node))
+        if nodes[key].is_of(node):
+            return nodes[key]
+    raise AssertionError("unreachable")
 
 
 # -------------------------------------------------------------------------------------------------------- text

@@ -1,7 +1,11 @@
-"""Run a graph node by node, on real values, and look at what flows: nothing of the model or the graph is changed."""
+"""Run a model's graphs node by node, on real values, and look at what flows: nothing of the model is changed."""
 
 import contextlib
+import copy
 import dataclasses
+import functools
+import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,46 +15,129 @@ from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.converted import Engine, Variant, engine_of
-from fxamp.errors import OptionError
-
-See = Callable[[fx.Node, Any], Any]
-"""(node, value) -> the value that goes on: what a watcher sees of every node, in order."""
-Edge = Callable[[fx.Node, fx.Node, Any], Any]
+from fxamp.errors import CaptureError, OptionError
+from fxamp.rebuild import rebuild_variant, reference
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """One graph's turn in a call; a model that Dynamo captured may run several graphs, and one several times.
+
+    Attributes:
+        number: of the turn, in order of running.
+        graph: number of the graph in `fxamp.report(model)`.
+        variant: what runs.
+    """
+
+    number: int
+    graph: int
+    variant: Variant
+
+
+See = Callable[[Part, fx.Node, Any], Any]
+"""(part, node, value) -> the value that goes on: what a watcher sees of every node, in order."""
+Edge = Callable[[Part, fx.Node, fx.Node, Any], Any]
+"""(part, the node read, its reader, value) -> the value that the reader sees."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a converted model, and the graph it uses."""
+    """One call of a converted model, and what runs it.
+
+    Attributes:
+        variant: the graph and `inputs` its flat inputs; None where `dynamo` runs the call.
+        dynamo: the model's forward through Dynamo, apart from the one that trains, so that looking adds no graph.
+        weights: whose parameters are read: the model itself, or one with the same paths.
+    """
 
     model: nn.Module
     engine: Engine
-    variant: Variant
-    inputs: list[Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    weights: nn.Module
+    variant: Variant | None = None
+    inputs: tuple[Any, ...] = ()
+    dynamo: Any = None
+
+    def graph_of(self, variant: Variant) -> int:
+        """The number of a graph in the model's report: the one of the same text, in order."""
+        if self.dynamo is None:
+            return next(n for n, known in enumerate(self.engine.all_variants()) if known is variant)
+        titles = [known.before for known in self.engine.all_variants()]
+        position = next(n for n, known in enumerate(self.dynamo.variants) if known is variant)
+        before = [known.before for known in self.dynamo.variants[:position]].count(variant.before)
+        same = [number for number, text in enumerate(titles) if text == variant.before]
+        return same[min(before, len(same) - 1)] if same else position
+
+
+_looking: "weakref.WeakKeyDictionary[Engine, Any]" = weakref.WeakKeyDictionary()
 
 
 def call_of(converted: nn.Module, inputs: Any) -> Call:
-    """The graph and the flat inputs of one call.
+    """One call, ready to be run.
 
     Args:
         converted: a converted model.
         inputs: one tensor, a tuple of arguments, (args, kwargs), or a dict of keywords.
 
     Raises:
-        OptionError: not converted, or captured by Dynamo.
+        OptionError: not converted.
     """
     engine = engine_of(converted)
     if engine is None:
-        raise OptionError(f"this {type(converted).__qualname__} was not converted: fxamp.convert(model) first.")
-    if engine.options.capture == "dynamo":
         raise OptionError(
-            "this model was captured by Dynamo, whose graphs cannot be run node by node. Convert its "
-            "submodules, or with capture='symbolic'."
+            f"this {type(converted).__qualname__} was not converted: fxamp.convert(model) returns the converted model."
         )
     args, kwargs = arguments(inputs)
-    variant = engine.capture(converted, args, kwargs)
+    variant = _symbolic(converted, engine, args, kwargs)
+    if variant is None:
+        if engine not in _looking:
+            _looking[engine] = copy.deepcopy(engine.dynamo)
+        return Call(converted, engine, args, kwargs, converted, dynamo=_looking[engine])
     flat = pytree.tree_leaves((args, kwargs), is_leaf=lambda value: value is None)
     taken = [value for value, (kind, _) in zip(flat, variant.captured.spec.leaves, strict=True) if kind != "constant"]
-    return Call(converted, engine, variant, taken)
+    return Call(converted, engine, args, kwargs, converted, variant, tuple(taken))
+
+
+def _symbolic(converted: nn.Module, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
+    """The graph of a call, None where Dynamo runs it."""
+    if engine.options.capture == "dynamo":
+        return None
+    try:
+        return engine.capture(converted, args, kwargs)
+    except CaptureError as error:
+        engine.fall_back(converted, error)
+        return None
+
+
+class Rewriter:
+    """Other graphs in the place of a call's, each made once.
+
+        run(call, see, rewritten=Rewriter(call, overrides={"exp": "deny"}))
+
+    Args:
+        changes: of the options; see `rebuild_variant`.
+    """
+
+    def __init__(self, call: Call, **changes: Any) -> None:
+        self.make: Callable[[Variant], Variant] = functools.partial(_rebuilt, call, changes)
+        self.made: dict[int, tuple[Variant, Variant]] = {}
+
+    def __call__(self, variant: Variant) -> Variant:
+        if id(variant) not in self.made:
+            self.made[id(variant)] = variant, self.make(variant)
+        return self.made[id(variant)][1]
+
+
+def _rebuilt(call: Call, changes: dict[str, Any], variant: Variant) -> Variant:
+    return rebuild_variant(call.model, call.engine, variant, **changes)
+
+
+def in_float32(call: Call) -> Rewriter:
+    """The same graphs as an fp32 run has them."""
+    found = Rewriter(call)
+    found.make = functools.partial(reference, call.model, call.engine)
+    return found
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -69,36 +156,37 @@ class Runner(fx.Interpreter):
 
     Args:
         model: parameters and modules are read from it by path.
-        variant: the graph.
+        part: the graph.
         see: gets each node and its value, and gives the value that goes on.
         edge: gets (the node read, its reader, the value), and gives the value that the reader sees.
         as_float32: parameters that are stored low (O2, O3) are read as the float32 numbers they stand for.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        variant: Variant,
-        see: See,
-        edge: Edge | None = None,
-        as_float32: bool = False,
+        self, model: nn.Module, part: Part, see: See, edge: Edge | None = None, as_float32: bool = False
     ) -> None:
-        super().__init__(model, graph=variant.graph)
+        captured = part.variant.captured
+        super().__init__(captured.root if part.variant.again else model, graph=part.variant.graph)
         self.extra_traceback = False
-        self.captured = variant.captured
+        self.captured = captured
+        self.part = part
+        self.model = model
         self.see = see
         self.edge = edge
         self.as_float32 = as_float32
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        return value if n.op == "output" else self.see(n, value)
+        if n.op == "placeholder" and ir.WEIGHT_PATH in n.meta:
+            other = ir.attribute(self.model, n.meta[ir.WEIGHT_PATH])
+            value = other if isinstance(other, torch.Tensor) else value
+        return value if n.op == "output" else self.see(self.part, n, value)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
         if self.edge is None:
             return super().fetch_args_kwargs_from_env(n)
         edge = self.edge
-        read = lambda given: edge(given, n, self.env[given])  # noqa: E731
+        read = lambda given: edge(self.part, given, n, self.env[given])  # noqa: E731
         return fx.node.map_arg(n.args, read), fx.node.map_arg(dict(n.kwargs), read)
 
     def fetch_attr(self, target: str) -> Any:
@@ -115,33 +203,64 @@ class Runner(fx.Interpreter):
 
 
 def run(
-    call: Call, see: See, edge: Edge | None = None, variant: Variant | None = None, as_float32: bool = False
+    call: Call,
+    see: See,
+    edge: Edge | None = None,
+    rewritten: Rewriter | None = None,
+    as_float32: bool = False,
+    runner: type[Runner] = Runner,
 ) -> Any:
     """What the call returns, each value shown to `see` on the way; stand in `state_kept`, backward included.
 
     Args:
-        variant: another graph for the same call.
+        rewritten: runs other graphs in the place of the call's.
+
+    Raises:
+        OptionError: Dynamo gave up on the model, so that there is no graph.
     """
-    chosen = variant or call.variant
-    runner = Runner(call.model, chosen, see, edge, as_float32)
-    result = runner.run(*call.inputs)
-    tree = chosen.captured.output_tree
+    numbers = itertools.count()
+
+    def run_graph(variant: Variant, inputs: Any) -> Any:
+        chosen = variant if rewritten is None else rewritten(variant)
+        part = Part(next(numbers), call.graph_of(variant), chosen)
+        return run_part(runner(call.weights, part, see, edge, as_float32), inputs)
+
+    if call.variant is not None:
+        return run_graph(call.variant, call.inputs)
+    base: Any = type(call.model)._fxamp_base  # type: ignore[attr-defined]
+    call.dynamo.watch = run_graph
+    try:
+        result = call.dynamo(base, call.model, call.args, call.kwargs)
+    finally:
+        call.dynamo.watch = None
+    if next(numbers) == 0:
+        raise OptionError(
+            f"Dynamo made no graph of this call of {base.__qualname__} (a graph break in a loop, Dynamo switched off, "
+            "or a TorchDispatchMode): every op runs as it is written. Convert the submodules it consists of."
+        )
+    return result
+
+
+def run_part(runner: Runner, inputs: Any) -> Any:
+    """What the model's forward, or Dynamo, gets from a graph."""
+    result, tree = runner.run(*inputs), runner.captured.output_tree
     return result if tree is None else pytree.tree_unflatten(result, tree)
 
 
 @contextlib.contextmanager
-def state_kept(model: nn.Module) -> Iterator[None]:
+def state_kept(*models: nn.Module) -> Iterator[None]:
     """Buffers, and torch's random numbers, are afterwards what they were: looking must not train batch norm."""
-    saved = {name: value.detach().clone() for name, value in model.named_buffers()}
-    devices = sorted({value.device.index or 0 for value in model.parameters() if value.is_cuda})
+    buffers = {id(value): value for model in models for value in model.buffers()}.values()
+    saved = [(value, value.detach().clone()) for value in buffers]
+    devices = sorted({value.device.index or 0 for model in models for value in model.parameters() if value.is_cuda})
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, value in model.named_buffers():
-                    if name in saved and not torch.equal(value, saved[name]):
-                        value.copy_(saved[name])
+                for value, before in saved:
+                    if not torch.equal(value, before):
+                        value.copy_(before)
 
 
 def floats_in(value: Any) -> list[torch.Tensor]:

@@ -4,10 +4,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from torch import nn
+
+from fxamp import ir
+from fxamp.converted import Variant, engine_of
+from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.review.gemms import ALIGNMENT, Gemm
 from fxamp.review.regions import Region
 from fxamp.review.rows import Row
 from fxamp.review.words import bytes_in_words, plural
+from fxamp.storage import is_stored_low
 
 _MANY = 3
 """Entries of one kind of advice that are named; the rest is counted."""
@@ -24,6 +30,43 @@ def outside_of(rows: Iterable[Row]) -> list[str]:
     return [f"{text} ({plural(len(names), 'node')}: {_listed(names)})" for text, names in found.items()]
 
 
+def unread_parameters(model: nn.Module, variants: Sequence[Variant]) -> list[str]:
+    """One sentence on the parameters that no graph reads, by themselves or inside a module that stays whole.
+
+    Of what Dynamo captured, one graph of which may serve many modules, fxamp.review.uncaptured tells.
+    """
+    if getattr(getattr(engine_of(model), "dynamo", None), "calls", 0):
+        return []
+    read: set[int] = set()
+    for variant in variants:
+        root = variant.captured.root
+        for node in variant.graph.nodes:
+            if node.op == "call_module":
+                read.update(map(id, root.get_submodule(str(node.target)).parameters()))
+            elif ir.is_weight(node):
+                path = str(node.meta.get(ir.WEIGHT_PATH, node.target))
+                read.update(map(id, (variant.captured.weight(node), ir.attribute(model, path))))
+    left = {name: weight for name, weight in model.named_parameters() if id(weight) not in read}
+    if not left or not variants:
+        return []
+    size = bytes_in_words(sum(weight.numel() * weight.element_size() for weight in left.values()))
+    count = plural(len(left), "parameter")
+    return [f"{count} ({size}) that no graph reads: {_listed(list(left))}. What uses them runs as it is written"]
+
+
+def low_already(model: nn.Module) -> str:
+    """What to know about a model whose own weights are low (`model.half()`), "" for any other."""
+    floats = [weight for weight in model.parameters() if weight.is_floating_point()]
+    dtypes = {weight.dtype for weight in floats}
+    if not floats or not dtypes <= {*LOW_DTYPES} or any(map(is_stored_low, floats)):
+        return ""
+    names = " and ".join(sorted(map(dtype_name, dtypes)))
+    return (
+        f"every parameter of {type(model).__qualname__} is {names} by itself, so nothing is left to convert. Convert a "
+        "float32 model (model.float()); opt_level='O2' stores weights low and keeps float32 masters of them."
+    )
+
+
 def advice_of(
     rows: Sequence[Row], gemms: Sequence[Gemm], regions: Sequence[Region], low_nodes: int, options: Any
 ) -> Iterator[str]:
@@ -37,8 +80,8 @@ def advice_of(
         )
     yield from _high_gemms(gemms)
     yield from _unaligned(gemms, options.pad_to or ALIGNMENT)
-    yield from (_region_advice(region) for region in regions[:_MANY] if region.nbytes >= _WORTH)
-    unlisted = Counter(row.op for row in rows if row.colour == "unlisted" and row.precision == "high")
+    yield from (region_advice(region) for region in regions[:_MANY] if region.nbytes >= _WORTH)
+    unlisted = Counter(row.op for row in rows if row.reason_kind == "unlisted")
     if unlisted:
         ops, remedy = _listed(list(unlisted)), f"FXAMP_INFERLIST_ADD={','.join(unlisted)}"
         yield f"unlisted ops run in float32: {ops}. {remedy} lets them run low."
@@ -75,7 +118,8 @@ def _unaligned(gemms: Sequence[Gemm], alignment: int) -> Iterator[str]:
         yield f"{where}: {better} lets Tensor Cores run full."
 
 
-def _region_advice(region: Region) -> str:
+def region_advice(region: Region) -> str:
+    """A sentence on one float32 region."""
     return (
         f"{bytes_in_words(region.nbytes)} of float32 values in {plural(len(region.nodes), 'node')} around "
         f"{region.cause}: {region.reason}."

@@ -6,21 +6,35 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
-from fxamp.numerics.flow import Extent, watch_flow
-from fxamp.numerics.run import call_of
-from fxamp.rebuild import reference
-from fxamp.review.gemms import gemms_of
+from fxamp.numerics.extent import Extent
+from fxamp.numerics.flow import watch_flow
+from fxamp.numerics.run import call_of, in_float32
+from fxamp.review.gemms import Gemm
 from fxamp.review.regions import regions_of
-from fxamp.review.report import report
+from fxamp.review.report import Report, build_report
 from fxamp.review.rows import Row
+from fxamp.review.sarif import sarif_log
 from fxamp.review.words import bytes_in_words, plural
 
 REGION_BYTES = 1 << 20
 """Float32 regions below this are not worth a finding."""
 
-_REMEDIES: Mapping[str, str] = {
+PATTERNS: Mapping[str, str] = {
+    "mask": "a mask is filled with a number that low precision does not hold",
+    "literal": "a literal that low precision does not hold",
+    "epsilon": "an epsilon that vanishes in low precision",
+    "taint": "values beyond the low range go on",
+    "square": "a square, which overflows float16 from 256",
+    "integers": "exact integers become floats",
+    "domain": "rounding before an op with a bounded domain",
+    "protected": "a region where the model's author switched autocast off",
+    "gemm": "a matrix product whose sizes do not suit Tensor Cores",
+    "region": "a large part that stays in float32",
+}
+"""What each pattern is, in words."""
+REMEDIES: Mapping[str, str] = {
     "mask": "fill with torch.finfo(x.dtype).min, or float('-inf') where no row is masked as a whole",
     "literal": "use a literal that float16 holds, or keep the op in float32 (autocast(enabled=False), or .float())",
     "epsilon": "use an epsilon of at least 1e-3 in float16, or add it in float32",
@@ -77,7 +91,7 @@ class Audit:
 
     def to_sarif(self) -> str:
         """SARIF 2.1.0, as code review on GitHub and elsewhere reads it."""
-        return json.dumps(_sarif(self), indent=2)
+        return json.dumps(sarif_log(self.findings, PATTERNS, REMEDIES), indent=2)
 
 
 _ORDER = ("error", "warning", "note")
@@ -86,23 +100,28 @@ _ORDER = ("error", "warning", "note")
 def audit_converted(converted: nn.Module, inputs: Any) -> Audit:
     """The findings of a model that has been converted for the purpose; it is run once in fp32 on `inputs`."""
     call = call_of(converted, inputs)
-    fp32 = reference(converted, call.engine, call.variant)
-    extents = watch_flow(call, None, fp32, as_float32=True).values
-    built = report(converted)
-    number = call.engine.all_variants().index(call.variant)
-    rows = [row for row in built.rows if row.graph == number]
-    found = [
-        *(finding for row in rows for finding in _of_node(row, extents.get(row.name), fp32.graph)),
-        *_of_gemms(call.variant.graph),
-        *_of_regions(rows),
-    ]
+    fp32 = in_float32(call)
+    parts = watch_flow(call, None, fp32, as_float32=True).parts
+    flows = {id(flow.variant): flow for flow in reversed(parts)}  # of a graph that ran several times, the first
+    variants = [variant for variant, twin in fp32.made.values() if id(twin) in flows]
+    built = build_report(variants, call.engine.options, converted)
+    values = [flows[id(fp32(variant))].values for variant in variants]
+    found = [finding for number, seen in enumerate(values) for finding in _of_graph(built, number, seen)]
     return Audit(built.model, tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity))))
+
+
+def _of_graph(built: Report, number: int, seen: Mapping[str, Extent]) -> Iterator[Finding]:
+    rows = [row for row in built.rows if row.graph == number]
+    for row in rows:
+        yield from _of_node(row, seen.get(row.name))
+    yield from _of_gemms([gemm for gemm in built.gemms if gemm.graph == number])
+    yield from _of_regions(rows)
 
 
 # ---------------------------------------------------------------------------------------------------- single nodes
 
 
-def _of_node(row: Row, extent: Extent | None, graph: fx.Graph) -> Iterator[Finding]:
+def _of_node(row: Row, extent: Extent | None) -> Iterator[Finding]:
     judge = _JUDGES.get(row.reason_kind)
     if row.reason_kind == "integers" and extent is not None and _largest(extent) <= 1:
         return  # a mask: 0 and 1 are exact
@@ -112,7 +131,7 @@ def _of_node(row: Row, extent: Extent | None, graph: fx.Graph) -> Iterator[Findi
 
 
 def _finding(pattern: str, severity: str, row: Row, evidence: str, values: str) -> Finding:
-    return Finding(pattern, severity, row.name, row.op, row.source, row.module, evidence, values, _REMEDIES[pattern])
+    return Finding(pattern, severity, row.name, row.op, row.source, row.module, evidence, values, REMEDIES[pattern])
 
 
 _FP16_MAX = 65504.0
@@ -152,13 +171,13 @@ _JUDGES: Mapping[str, Callable[[Row, Extent | None], tuple[str, str]]] = {
 # ------------------------------------------------------------------------------------------------------- graphs
 
 
-def _of_gemms(graph: fx.Graph) -> Iterator[Finding]:
-    for gemm in gemms_of(graph):
+def _of_gemms(gemms: list[Gemm]) -> Iterator[Finding]:
+    for gemm in gemms:
         if gemm.unaligned:
             evidence = f"{', '.join(gemm.unaligned)}: no multiple of 8, so Tensor Cores run less than full"
             size = f"{gemm.batch} x ({gemm.m} x {gemm.k}) @ ({gemm.k} x {gemm.n})"
             yield Finding(
-                *("gemm", "note", gemm.node, gemm.op, gemm.source, gemm.module, evidence, size, _REMEDIES["gemm"])
+                *("gemm", "note", gemm.node, gemm.op, gemm.source, gemm.module, evidence, size, REMEDIES["gemm"])
             )
 
 
@@ -171,34 +190,3 @@ def _of_regions(rows: list[Row]) -> Iterator[Finding]:
                 f"{bytes_in_words(region.nbytes)} stay float32 in {plural(len(region.nodes), 'node')}: {row.reason}"
             )
             yield _finding("region", "note", row, evidence, "")
-
-
-# -------------------------------------------------------------------------------------------------------- SARIF
-
-
-def _sarif(audit: Audit) -> dict[str, Any]:
-    rules = [{"id": pattern, "shortDescription": {"text": remedy}} for pattern, remedy in _REMEDIES.items()]
-    return {
-        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
-        "version": "2.1.0",
-        "runs": [
-            {
-                "tool": {"driver": {"name": "fxamp audit", "rules": rules}},
-                "results": [_sarif_result(finding) for finding in audit.findings],
-            }
-        ],
-    }
-
-
-def _sarif_result(finding: Finding) -> dict[str, Any]:
-    file, _, line = finding.source.rpartition(":")
-    seen = f" Seen: {finding.values}." if finding.values else ""
-    result: dict[str, Any] = {
-        "ruleId": finding.pattern,
-        "level": finding.severity,
-        "message": {"text": f"{finding.node} ({finding.op}): {finding.evidence}.{seen} {finding.remedy}."},
-    }
-    if file and line.isdigit():
-        place = {"artifactLocation": {"uri": PurePath(file).as_posix()}, "region": {"startLine": int(line)}}
-        result["locations"] = [{"physicalLocation": place}]
-    return result

@@ -29,8 +29,11 @@ def explain(converted: nn.Module, name: str) -> str:
     Raises:
         OptionError: the model was not converted, or nothing has that name (it gives the nearest names).
     """
+    built = report(converted)
+    if built.left:
+        return f"{built.summary()}: there is nothing to explain."
     lists: OpLists = require_engine(converted).options.lists
-    return explain_rows(report(converted), lists, name)
+    return explain_rows(built, lists, name)
 
 
 def explain_rows(built: Report, lists: OpLists, name: str) -> str:
@@ -45,6 +48,8 @@ def explain_rows(built: Report, lists: OpLists, name: str) -> str:
 def reasons_of(converted: nn.Module, name: str) -> list[list[Row]]:
     """A chain for each node that `name` means, as rows: the node itself first, the root last."""
     built = report(converted)
+    if built.left:
+        return []
     kind, found = find_rows(built.rows, name)
     rows = found if kind == "node" else _computing(found) or found
     return [chain_of(row, by_name(built.rows, row.graph)) for row in rows]
@@ -67,6 +72,8 @@ def _group(title: str, found: Sequence[Row], built: Report, lists: OpLists) -> I
         f"{title}: {low} of {plural(len(computing), 'node')} in {built.low_dtype}, {len(high)} in float32"
         + (f", {plural(casts, 'cast')}" if casts else "")
     )
+    if len(high) > 1 and all(not row.is_source for row in high):
+        yield from _whole_cost(high, built)
     for (reason, kind), count in Counter((row.reason, row.reason_kind) for row in computing).most_common():
         yield f"  {count} x {reason}  [{kind}]"
     shown = (high or computing or list(found))[:_FULL]
@@ -149,11 +156,32 @@ def _distinct(remedies: Sequence[Remedy]) -> list[Remedy]:
 
 def _cost(row: Row, rows: Rows, built: Report) -> Iterator[str]:
     """What float32 costs here: bytes beyond those of the low dtype, and casts that stand around the node."""
-    if row.precision != "high" or row.is_source:
-        return
-    floats = [row, *(rows[name] for name in row.inputs if name in rows)]
-    sizes = [found.nbytes or 0 for found in floats if found.dtype == "float32"]
-    around = [found for found in (*readers_of(row, rows), *floats[1:]) if found.role == "cast"]
-    extra = f"{bytes_in_words(sum(sizes) // 2)} more read and written than in {built.low_dtype}, forward"
-    names = ", ".join(found.name for found in around) or "none"
-    yield f"what it costs: {extra}; casts beside it: {names}"
+    if row.precision == "high" and not row.is_source:
+        names = ", ".join(_casts_beside(row, rows)) or "none"
+        yield f"what it costs: {_bytes_beyond([row], rows, built)}; casts beside it: {names}"
+
+
+def _whole_cost(high: Sequence[Row], built: Report) -> Iterator[str]:
+    """The same of several nodes."""
+    graphs = {row.graph: by_name(built.rows, row.graph) for row in high}
+    casts = {(row.graph, name) for row in high for name in _casts_beside(row, graphs[row.graph])}
+    together = [_bytes_beyond([row for row in high if row.graph == graph], graphs[graph], built) for graph in graphs]
+    yield f"  what float32 costs here: {'; '.join(together)}; {plural(len(casts), 'cast')} beside them"
+
+
+def _bytes_beyond(found: Sequence[Row], rows: Rows, built: Report) -> str:
+    """Values that several of the nodes read count once for each: each reads them."""
+    floats = [value for row in found for value in _values_of(row, rows) if value.dtype in ("float32", "")]
+    if any(value.nbytes is None for value in floats):
+        return "bytes are not known before example_inputs are given, or the first call"
+    extra = sum(value.nbytes or 0 for value in floats) // 2
+    return f"{bytes_in_words(extra)} more read and written than in {built.low_dtype}, forward"
+
+
+def _values_of(row: Row, rows: Rows) -> list[Row]:
+    return [row, *(rows[name] for name in row.inputs if name in rows)]
+
+
+def _casts_beside(row: Row, rows: Rows) -> list[str]:
+    around = (*readers_of(row, rows), *_values_of(row, rows)[1:])
+    return [found.name for found in around if found.role == "cast"]

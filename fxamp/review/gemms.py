@@ -4,9 +4,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-from torch import fx
+from torch import fx, nn
 
 from fxamp import ir
+from fxamp.dtypes import LOW_DTYPES
+from fxamp.review.products import COMPOSED, Shape, Sizes, argument_shape, attention, inside_module, recurrent, shape_of
 
 ALIGNMENT = 8
 """Elements: 16 bytes of a 2-byte dtype. Source: Train with Mixed Precision, NVIDIA, section 4.1."""
@@ -17,7 +19,7 @@ class Gemm:
     """One matrix product (a convolution is one too): `batch` times (m x k) by (k x n).
 
     Attributes:
-        precision: "low" or "high".
+        precision: "low" or "high"; "none" for other dtypes.
         unaligned: each dimension that is no multiple of the alignment, in words: "n = 51 (weight's rows)".
     """
 
@@ -39,13 +41,10 @@ class Gemm:
         return 2 * self.batch * self.m * self.n * self.k
 
 
-Shape = tuple[int, ...]
-Sizes = tuple[int, int, int, int]
-"""batch, m, n, k"""
-
 _WORDS = {
     "linear": {"m": "batch and sequence", "n": "out_features", "k": "in_features"},
     "conv": {"m": "batch and positions", "n": "out_channels", "k": "in_channels"},
+    "recurrent": {"m": "batch and sequence", "n": "gates times hidden_size", "k": "input_size or hidden_size"},
     "matmul": {
         "m": "rows of the left operand",
         "n": "columns of the right operand",
@@ -54,56 +53,68 @@ _WORDS = {
 }
 
 
-def gemms_of(graph: fx.Graph, number: int = 0, alignment: int = ALIGNMENT) -> Iterator[Gemm]:
-    """Every matrix product whose sizes are known, in order."""
+def gemms_of(
+    graph: fx.Graph, number: int = 0, alignment: int = ALIGNMENT, root: nn.Module | None = None
+) -> Iterator[Gemm]:
+    """Every matrix product whose sizes are known, in order; an LSTM makes one with each of its weights.
+
+    Args:
+        root: resolves the modules that stay whole, whose products are then known too.
+    """
     for node in graph.nodes:
         op = ir.mark(node).op
-        sizes = _MEASURES[op](node) if op in _MEASURES else None
-        if sizes is not None and 0 not in sizes:
-            batch, m, n, k = sizes
-            yield Gemm(
-                number,
-                node.name,
-                op,
-                batch,
-                m,
-                n,
-                k,
-                ir.mark(node).precision,
-                ir.source_line(node),
-                ir.module_path(node),
-                _unaligned(node, op, m, n, k, alignment),
-            )
+        for batch, m, n, k in _sizes(node, op, root):
+            if 0 not in (batch, m, n, k):
+                yield Gemm(
+                    number,
+                    node.name,
+                    op,
+                    batch,
+                    m,
+                    n,
+                    k,
+                    _precision(node),
+                    ir.source_line(node),
+                    ir.module_path(node),
+                    _unaligned(node, op, m, n, k, alignment),
+                )
+
+
+def _sizes(node: fx.Node, op: str, root: nn.Module | None) -> list[Sizes]:
+    if node.op == "call_module":
+        is_worth = root is not None and ir.mark(node).colour == "allow"
+        return inside_module(node, ir.submodule(root, str(node.target))) if is_worth else []
+    if op in COMPOSED:
+        return COMPOSED[op](node)
+    sizes = _MEASURES[op](node) if op in _MEASURES else None
+    return [] if sizes is None else [sizes]
+
+
+def _precision(node: fx.Node) -> str:
+    """The node's precision; a product of the model's own low values, which no pass touched, is low too."""
+    dtypes = {found.dtype for found in ir.tensors_in(ir.mark(node).type)}
+    return "low" if ir.mark(node).precision == "none" and dtypes <= {*LOW_DTYPES} else ir.mark(node).precision
 
 
 def gemm_nodes(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that are matrix products, their sizes known or not."""
-    return [node for node in graph.nodes if ir.mark(node).op in _MEASURES]
+    return [node for node in graph.nodes if ir.mark(node).op in (*_MEASURES, *COMPOSED)]
 
 
 def _unaligned(node: fx.Node, op: str, m: int, n: int, k: int, alignment: int) -> tuple[str, ...]:
     if op.startswith("conv"):
-        weight = _shape(node, 1, "weight")
+        weight: Shape | None = argument_shape(node, 1, "weight")
         k = weight[1] if weight else k  # cuDNN asks for aligned channels, not for an aligned kernel area
         m = alignment
-    words = _WORDS["conv" if op.startswith("conv") else op if op in _WORDS else "matmul"]
+    is_recurrent = COMPOSED.get(op) is recurrent
+    kind = "conv" if op.startswith("conv") else "recurrent" if is_recurrent else op if op in _WORDS else "matmul"
+    words = _WORDS[kind]
     sizes = {"m": m, "n": n, "k": k}
     return tuple(f"{name} = {size} ({words[name]})" for name, size in sizes.items() if size % alignment)
 
 
-def _shape(node: fx.Node, position: int, keyword: str) -> Shape | None:
-    value = ir.argument_of(node, position, keyword)
-    kind = ir.mark(value).type if isinstance(value, fx.Node) else None
-    return kind.shape if isinstance(kind, ir.TensorType) else None
-
-
-def _own_shape(node: fx.Node) -> Shape | None:
-    kind = ir.mark(node).type
-    return kind.shape if isinstance(kind, ir.TensorType) else None
-
-
 def _linear(node: fx.Node) -> Sizes | None:
-    x, weight = _shape(node, 0, "input"), _shape(node, 1, "weight")
+    x, weight = argument_shape(node, 0, "input"), argument_shape(node, 1, "weight")
     if x is None or weight is None or len(weight) != 2:
         return None
     return 1, math.prod(x[:-1]), weight[0], weight[1]
@@ -113,7 +124,7 @@ def _product(left: int, right: int, names: tuple[str, str]) -> Callable[[fx.Node
     """Measure for a product of two arguments at these positions."""
 
     def measure(node: fx.Node) -> Sizes | None:
-        a, b, out = _shape(node, left, names[0]), _shape(node, right, names[1]), _own_shape(node)
+        a, b, out = argument_shape(node, left, names[0]), argument_shape(node, right, names[1]), shape_of(node)
         if not a or not b or out is None:
             return None
         m = a[-2] if len(a) > 1 else 1
@@ -123,26 +134,35 @@ def _product(left: int, right: int, names: tuple[str, str]) -> Callable[[fx.Node
     return measure
 
 
+def _inner(node: fx.Node) -> Sizes | None:
+    """Sums over the last dimension of both."""
+    a, b = argument_shape(node, 0, "input"), argument_shape(node, 1, "other")
+    return None if not a or not b else (1, math.prod(a[:-1]), math.prod(b[:-1]), a[-1])
+
+
+def _summed(node: fx.Node) -> Sizes | None:
+    """addbmm: the batch is summed too."""
+    a, b = argument_shape(node, 1, "batch1"), argument_shape(node, 2, "batch2")
+    return None if a is None or b is None or len(a) != 3 else (1, a[1], b[-1], a[0] * a[2])
+
+
 def _conv(node: fx.Node) -> Sizes | None:
-    weight, out = _shape(node, 1, "weight"), _own_shape(node)
+    weight, out = argument_shape(node, 1, "weight"), shape_of(node)
     if weight is None or out is None or len(out) != len(weight):
         return None
     return 1, out[0] * math.prod(out[2:]), weight[0], math.prod(weight[1:])
 
 
 def _conv_transpose(node: fx.Node) -> Sizes | None:
-    x, weight = _shape(node, 0, "input"), _shape(node, 1, "weight")
+    x, weight = argument_shape(node, 0, "input"), argument_shape(node, 1, "weight")
     if x is None or weight is None or len(x) != len(weight):
         return None
     return 1, x[0] * math.prod(x[2:]), math.prod(weight[1:]), weight[0]
 
 
 def _attention(node: fx.Node) -> Sizes | None:
-    """Two products, q k^T and its weights times v, as one of double size."""
-    q, k = _shape(node, 0, "query"), _shape(node, 1, "key")
-    if q is None or k is None or len(q) < 2:
-        return None
-    return 2 * math.prod(q[:-2]), q[-2], k[-2], q[-1]
+    q, k = argument_shape(node, 0, "query"), argument_shape(node, 1, "key")
+    return None if q is None or k is None or len(q) < 2 else attention(q, k)
 
 
 _MEASURES: Mapping[str, Callable[[fx.Node], Sizes | None]] = {
@@ -150,6 +170,11 @@ _MEASURES: Mapping[str, Callable[[fx.Node], Sizes | None]] = {
     "matmul": _product(0, 1, ("input", "other")),
     "mm": _product(0, 1, ("input", "mat2")),
     "bmm": _product(0, 1, ("input", "mat2")),
+    "mv": _product(0, 1, ("input", "vec")),
+    "inner": _inner,
+    "rmatmul": _product(1, 0, ("", "")),
+    "addmv": _product(1, 2, ("mat", "vec")),
+    "addbmm": _summed,
     "addmm": _product(1, 2, ("mat1", "mat2")),
     "baddbmm": _product(1, 2, ("batch1", "batch2")),
     "conv1d": _conv,

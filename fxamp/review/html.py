@@ -2,13 +2,15 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
 from fxamp.converted import Variant
+from fxamp.review.advice import region_advice
 from fxamp.review.chain import Rows, by_name, chain_of
 from fxamp.review.code import expressions, graph_title
+from fxamp.review.regions import Region
 from fxamp.review.report import Report, is_cast
 from fxamp.review.rows import Row
 from fxamp.review.words import bytes_in_words
@@ -17,6 +19,8 @@ HERE = Path(__file__).parent
 _OPEN_ALL = 250
 """Lines that are shown at once; in larger graphs the modules below the first two levels start closed."""
 _REGIONS = 8
+_LINES = 3
+"""Source lines of a region that are named."""
 
 
 def missing_jinja() -> bool:
@@ -83,34 +87,52 @@ def as_html(built: Report, variants: Sequence[Variant]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((HERE / "report.html.j2").read_text(encoding="utf-8"))
     graphs = [
-        {"title": graph_title(variant), "root": _tree(variant, by_name(built.rows, number))}
+        {"title": graph_title(variant), "root": _tree(variant, by_name(built.rows, number), _classes(built))}
         for number, variant in enumerate(variants)
     ]
+    told = {region_advice(region) for region in built.regions}  # the page has a section of its own for them
     total = sum(1 for row in built.rows if _kind(row) != "weight")
     return template.render(
         report=built,
         graphs=graphs,
         open_depth=99 if total <= _OPEN_ALL else 2,
-        regions=built.regions[:_REGIONS],
+        regions=[(region, _lines_of(region)) for region in built.regions[:_REGIONS]],
+        advice=[text for text in built.advice if text not in told],
         words=bytes_in_words,
     )
 
 
-def _tree(variant: Variant, rows: Rows) -> Group:
+def _classes(built: Report) -> dict[str, str]:
+    """Module path -> class name; what a report does not know of the model it leaves out."""
+    return {path: type(module).__name__ for path, module in built._model.named_modules()} if built._model else {}
+
+
+def _lines_of(region: Region) -> str:
+    lines = [PurePath(source).name for source in region.sources]
+    return ", ".join(lines[:_LINES]) + (" ..." if len(lines) > _LINES else "")
+
+
+def _tree(variant: Variant, rows: Rows, classes: Mapping[str, str]) -> Group:
     before, after = expressions(variant, rows, with_weights=True)
     root = Group("", variant.captured.root.__class__.__name__, "", 0)
     stack = [root]
+    weights: list[Row] = []
     for row in rows.values():
+        if _kind(row) == "weight":  # stands with what follows it, where it is read: hidden lines part no module
+            weights.append(row)
+            continue
         parts = row.module.split(".") if row.module else []
         depth = _shared(stack, parts)
         del stack[depth + 1 :]
         for end in range(depth + 1, len(parts) + 1):
             path = ".".join(parts[:end])
-            group = Group(path, parts[end - 1], "", end)
+            group = Group(path, parts[end - 1], classes.get(path, ""), end)
             stack[-1].items.append(group)
             stack.append(group)
         stack[-1].module_class = stack[-1].module_class or row.module_class
-        stack[-1].items.append(_line(row, rows, before, after))
+        stack[-1].items += [_line(found, rows, before, after) for found in (*weights, row)]
+        weights.clear()
+    root.items += [_line(found, rows, before, after) for found in weights]
     return root
 
 

@@ -2,19 +2,22 @@
 
     {
      "fxamp_plan": 1, "model": "Net", "low_dtype": "float16", ...
-     "graphs": [{"title": "...", "nodes": {
-      "encoder.fc:linear#0": "low",
+     "graphs": {"symbolic, forward(float32 tensor of 2 dimensions)": {
+      "encoder.fc:linear#0": "low | y = self.fc(x) | layer_norm@norm, parameter, parameter | 8x64",
       ...
 
-A node's key is its module path, its op, and its number among such nodes: it survives renamed nodes and moved lines.
+A node's key is its module path, its op, and its number among such nodes. Behind its precision stand its line, what it
+reads and its shape: by them it is found again where nodes were put in before it, moved or renamed; see `match`.
 """
 
 import dataclasses
 import json
+import logging
 import os
+import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +25,7 @@ from torch import fx
 
 from fxamp.errors import OptionError
 from fxamp.ir import Reason
+from fxamp.review.match import Item, Place, match, place_of
 from fxamp.review.rows import Row, rows_of
 from fxamp.review.words import plural
 from fxamp.whole import write_whole
@@ -29,10 +33,14 @@ from fxamp.whole import write_whole
 if TYPE_CHECKING:
     from fxamp.review.report import Report
 
-FORMAT = 1
+log = logging.getLogger("fxamp")
+
+FORMAT = 2
+_READ = (1, 2)
+"""Formats that are read; the first has precisions alone."""
 _NAMED = 10
 """Differences that a message names."""
-_MADE = ("clone#", "copy#")
+_MADE = ("clone", "copy")
 """Ops that a pass may put in between the capture and the colouring: a plan has them, a captured graph not yet."""
 
 
@@ -43,6 +51,7 @@ class Plan:
     Attributes:
         graphs: title -> key of a node -> "low" | "high".
         casts: activation casts it had, for CI.
+        places: title -> key of a node -> where it stands; empty in plans of format 1.
     """
 
     model: str
@@ -52,6 +61,7 @@ class Plan:
     casts: int
     weight_casts: int
     graphs: Mapping[str, Mapping[str, str]]
+    places: Mapping[str, Mapping[str, Place]] = dataclasses.field(default_factory=dict)
 
     def for_graph(self, graph: fx.Graph, title: str = "") -> tuple[dict[str, str], list[str]]:
         """Node name -> precision for a captured graph, and what no longer matches, in sentences.
@@ -60,17 +70,52 @@ class Plan:
         """
         rows = list(rows_of(graph))
         keys = keys_of(rows)
+        by_name = {row.name: row for row in rows}
+        new = [Item("new", name, place_of(by_name[name], by_name)) for name in keys]
+        found, unclear, chosen = self._nearest_graph(new, title)
+        wanted = self.graphs.get(chosen, {})
+        sure = {name: wanted[key] for name, key in found.items()}
         floats = {row.name for row in rows if "float32" in row.dtype}
-        wanted = self.graphs.get(title) or max(
-            self.graphs.values(), key=lambda nodes: len(nodes.keys() & keys.values()), default={}
-        )
-        found = {name: wanted[key] for name, key in keys.items() if key in wanted}
-        present = {*keys.values()}
-        lost = [key for key in wanted if key not in present and not key.partition(":")[2].startswith(_MADE)]
-        gone = [f"{key} is in the plan and not in the model" for key in lost]
-        added = [key for name, key in keys.items() if key not in wanted and name in floats]
-        new = [f"{key} is in the model and not in the plan" for key in added]
-        return found, [*gone, *new]
+        return sure, [*self._lost(wanted, found, unclear), *_added(keys, found, floats)]
+
+    def _nearest_graph(self, new: list[Item], title: str) -> tuple[dict[str, str], dict[str, int], str]:
+        """The match with the graph of that title, or of several such, or of none, the one that fits best."""
+        titles = [known for known in self.graphs if _base(known) == title] or list(self.graphs)
+        tried = [(*match(self.items(known), new), known) for known in titles]
+        return max(tried, key=lambda trial: self._fit(new, trial[0], trial[2]), default=({}, {}, ""))
+
+    def _fit(self, new: list[Item], found: Mapping[str, str], title: str) -> tuple[float, float]:
+        """How well a graph of the plan fits: the share of its nodes that are found in place, and found at all."""
+        old = {item.name: item.place for item in self.items(title)}
+        in_place = sum(item.name in found and old[found[item.name]][:3] == item.place[:3] for item in new)
+        return in_place / max(1, len(old)), len(found) / max(1, len(old))
+
+    def items(self, title: str) -> list[Item]:
+        """The nodes of one graph."""
+        places = self.places.get(title, {})
+        nodes = self.graphs[title].items()
+        return [Item("old", key, places.get(key) or _place_of_key(key), decided) for key, decided in nodes]
+
+    def _lost(self, wanted: Mapping[str, str], found: Mapping[str, str], unclear: Mapping[str, int]) -> Iterator[str]:
+        for key in wanted:
+            if key in unclear:
+                yield f"{key} of the plan may be any of {plural(unclear[key], 'node')} of the model"
+            elif key not in found.values() and _place_of_key(key).op not in _MADE:
+                yield f"{key} is in the plan and not in the model"
+
+
+def _added(keys: Mapping[str, str], found: Mapping[str, str], floats: Collection[str]) -> list[str]:
+    return [f"{key} is in the model and not in the plan" for name, key in keys.items() if name in floats - found.keys()]
+
+
+def _base(title: str) -> str:
+    """The title without its number."""
+    return re.sub(r" \(\d+\)$", "", title)
+
+
+def _place_of_key(key: str) -> Place:
+    module, _, rest = key.partition(":")
+    return Place(module, rest.rpartition("#")[0].rstrip("_"), "", "", "")
 
 
 def as_plan(given: Any) -> Plan | None:
@@ -101,10 +146,12 @@ def plan_of(built: "Report") -> Plan:
     """The plan of a report."""
     options = built._options
     graphs: dict[str, dict[str, str]] = {}
-    for number, title in enumerate(built.titles):
-        rows = [row for row in built.rows if row.graph == number]
-        keys = keys_of(rows)
-        graphs[title] = {keys[row.name]: row.precision for row in rows if row.name in keys and row.precision != "none"}
+    places: dict[str, dict[str, Place]] = {}
+    for number, title in enumerate(_unique(built.titles)):
+        rows = {row.name: row for row in built.rows if row.graph == number}
+        keys = {name: key for name, key in keys_of([*rows.values()]).items() if rows[name].precision != "none"}
+        graphs[title] = {key: rows[name].precision for name, key in keys.items()}
+        places[title] = {key: place_of(rows[name], rows) for name, key in keys.items()}
     return Plan(
         model=built.model,
         low_dtype=built.low_dtype,
@@ -113,7 +160,16 @@ def plan_of(built: "Report") -> Plan:
         casts=built.casts,
         weight_casts=built.weight_casts,
         graphs=graphs,
+        places=places,
     )
+
+
+def _unique(titles: Iterable[str]) -> Iterator[str]:
+    """The titles, numbered where several graphs have the same: "dynamo, forward()", "dynamo, forward() (2)"."""
+    seen: Counter[str] = Counter()
+    for title in (title.removesuffix(", preview") for title in titles):
+        seen[title] += 1
+        yield title if seen[title] == 1 else f"{title} ({seen[title]})"
 
 
 def keys_of(rows: Sequence[Row]) -> dict[str, str]:
@@ -133,18 +189,31 @@ def keys_of(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def save_plan(built: "Report", path: str | Path) -> Path:
-    """Write a report's plan, complete or not at all.
+    """Write a report's plan, complete or not at all; nothing, with a warning, for a model left as it is.
 
     Raises:
         OptionError: it cannot be written.
     """
+    if built.left:
+        log.warning("%s: there is no plan to save, %s is not written", built.left, path)
+        return Path(path)
     return write_whole(Path(path), plan_text(plan_of(built)), "the plan")
 
 
 def plan_text(plan: Plan) -> str:
     """JSON with a line for each node, so that a diff of two files reads well."""
-    text = json.dumps({"fxamp_plan": FORMAT, **dataclasses.asdict(plan)}, indent=1)
-    return text + "\n"
+    plain = dataclasses.asdict(plan)
+    del plain["places"]
+    plain["graphs"] = {
+        title: {key: " | ".join((decided, *_described(plan, title, key))) for key, decided in nodes.items()}
+        for title, nodes in plan.graphs.items()
+    }
+    return json.dumps({"fxamp_plan": FORMAT, **plain}, indent=1) + "\n"
+
+
+def _described(plan: Plan, title: str, key: str) -> tuple[str, ...]:
+    place = plan.places.get(title, {}).get(key)
+    return () if place is None else (place.text, place.reads, place.shape)
 
 
 def load_plan(path: "str | os.PathLike[str]") -> Plan:
@@ -165,17 +234,28 @@ def load_plan(path: "str | os.PathLike[str]") -> Plan:
 def _checked(read: Any, path: "str | os.PathLike[str]") -> Plan:
     if not isinstance(read, dict) or "fxamp_plan" not in read:
         raise OptionError(f"{str(path)!r} is not a plan. Write one with fxamp.report(model).save_plan(path).")
-    if read["fxamp_plan"] != FORMAT:
-        raise OptionError(f"{str(path)!r} is a plan of format {read['fxamp_plan']}; this fxamp reads {FORMAT}.")
-    fields = {field.name for field in dataclasses.fields(Plan)}
+    if read["fxamp_plan"] not in _READ:
+        known = " and ".join(map(str, _READ))
+        raise OptionError(f"{str(path)!r} is a plan of format {read['fxamp_plan']}; this fxamp reads {known}.")
+    fields = {field.name for field in dataclasses.fields(Plan)} - {"places"}
     missing = sorted(fields - read.keys())
     if missing:
         raise OptionError(f"the plan {str(path)!r} lacks {', '.join(missing)}.")
+    graphs: dict[str, dict[str, str]] = {}
+    places: dict[str, dict[str, Place]] = {}
     for title, nodes in read["graphs"].items():
-        wrong = next((key for key, value in nodes.items() if value not in ("low", "high")), None)
-        if wrong is not None:
-            raise OptionError(f"the plan {str(path)!r}: {title}: {wrong} is {nodes[wrong]!r}. Allowed: low, high.")
-    return Plan(**{name: read[name] for name in fields})
+        graphs[title], places[title] = {}, {}
+        for key, value in nodes.items():
+            decided, *described = str(value).split(" | ")
+            if decided not in ("low", "high") or len(described) not in (0, 3):
+                raise OptionError(f"the plan {str(path)!r}: {title}: {key} is {value!r}. Allowed: low, high.")
+            graphs[title][key] = decided
+            if described:
+                places[title][key] = _place_of_key(key)._replace(**dict(zip(_DESCRIBED, described, strict=True)))
+    return Plan(**{**{name: read[name] for name in fields}, "graphs": graphs, "places": places})
+
+
+_DESCRIBED = ("text", "reads", "shape")
 
 
 def mismatch_text(plan: Plan, found: Sequence[str]) -> str:
@@ -186,52 +266,3 @@ def mismatch_text(plan: Plan, found: Sequence[str]) -> str:
         + "; ".join(found[:_NAMED])
         + f"{more}. Nodes that are not in it are decided as without a plan; save it again when that is right."
     )
-
-
-# ---------------------------------------------------------------------------------------------------------- diff
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """One node on which two plans differ; None: not in that plan."""
-
-    graph: str
-    node: str
-    before: str | None
-    after: str | None
-
-    def __str__(self) -> str:
-        words = {None: "-", "low": "low", "high": "float32"}
-        return f"{self.node}: {words[self.before]} -> {words[self.after]}"
-
-
-def diff_plans(old: Plan, new: Plan) -> list[Change]:
-    """Every node on which two plans differ, in order."""
-    changes = []
-    for title, before, after in _pairs(old, new):
-        for key in dict.fromkeys([*before, *after]):
-            if before.get(key) != after.get(key):
-                changes.append(Change(title, key, before.get(key), after.get(key)))
-    return changes
-
-
-def _pairs(old: Plan, new: Plan) -> Iterable[tuple[str, Mapping[str, str], Mapping[str, str]]]:
-    """Graphs of the same title, or each plan's only graph, side by side."""
-    if len(old.graphs) == len(new.graphs) == 1:
-        (title,) = new.graphs
-        return [(title, next(iter(old.graphs.values())), new.graphs[title])]
-    return [(title, old.graphs.get(title, {}), new.graphs.get(title, {})) for title in {**old.graphs, **new.graphs}]
-
-
-def diff_text(old: Plan, new: Plan) -> str:
-    """The two plans' differences for a reader; "" where there are none."""
-    lines = [
-        f"{field}: {getattr(old, field)} -> {getattr(new, field)}"
-        for field in ("model", "low_dtype", "opt_level", "level", "casts", "weight_casts")
-        if getattr(old, field) != getattr(new, field)
-    ]
-    changes = diff_plans(old, new)
-    for title in dict.fromkeys(change.graph for change in changes):
-        lines.append(f"graph {title}:")
-        lines += [f"  {change}" for change in changes if change.graph == title]
-    return "\n".join(lines)

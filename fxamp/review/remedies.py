@@ -152,7 +152,9 @@ def _type(root: Row, lists: OpLists) -> Iterator[Remedy]:
         yield Remedy("pass example_inputs to fxamp.convert, or call the model once: types are then known")
     elif "inside the module" in root.reason:
         if "hooks" in root.reason:
-            yield Remedy(f"convert(..., boundaries=[{root.module!r}]) converts it by itself, and its hooks go on firing")
+            yield Remedy(
+                f"convert(..., boundaries=[{root.module!r}]) converts it by itself, and its hooks go on firing"
+            )
         else:
             yield Remedy(f"nothing but another module: `{root.op}` reads its weights itself")
     else:

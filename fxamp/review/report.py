@@ -13,7 +13,7 @@ from fxamp.converted import Engine, Variant, engine_of
 from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError
 from fxamp.lists import EnvironmentChange
-from fxamp.review.advice import advice_of, low_already, outside_of
+from fxamp.review.advice import advice_of, low_already, outside_of, unread_parameters
 from fxamp.review.code import graph_title
 from fxamp.review.gemms import ALIGNMENT, Gemm, gemms_of
 from fxamp.review.regions import Region, regions_of
@@ -268,11 +268,15 @@ def build_report(variants: Iterable[Variant], options: Any, model: nn.Module) ->
     rows = [row for number, graph in enumerate(graphs) for row in rows_of(graph, number)]
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     alignment = options.pad_to or ALIGNMENT
-    gemms = [gemm for number, graph in enumerate(graphs) for gemm in gemms_of(graph, number, alignment)]
+    gemms = [
+        gemm
+        for number, graph in enumerate(graphs)
+        for gemm in gemms_of(graph, number, alignment, variants[number].captured.root)
+    ]
     casts = [row for row in rows if is_cast(row)]
     weight_casts = [row for row in rows if is_weight_cast(row)]
     regions = regions_of(rows)
-    outside = outside_of(rows)
+    outside = [*outside_of(rows), *unread_parameters(model, variants)]
     low_nodes = sum(row.precision == "low" and is_node(row) for row in rows)
     return Report(
         model=type(model).__qualname__,

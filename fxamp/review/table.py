@@ -17,12 +17,14 @@ _REGIONS = 5
 
 def report_table(built: "Report") -> str:
     """Totals, regions, advice, and a line for every node; parameter reads are left out."""
-    return "\n".join([*overview(built), "", node_table(built)])
+    return "\n".join([*overview(built), *(("", node_table(built)) if built.rows else ())])
 
 
 def overview(built: "Report") -> Iterator[str]:
     """The totals and what to do about them, a line each."""
     yield built.summary()
+    if built.left:
+        return
     if built.is_preview:
         yield "preview: types are assumed until the model is called or example_inputs are given"
     cost = [

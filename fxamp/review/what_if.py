@@ -37,35 +37,40 @@ def what_if(
         after = fxamp.what_if(model, infer=["exp"], deny=["encoder.layer.3"])
         print(after.casts - fxamp.report(model).casts)
 
-    A name is an op of the lists (`exp`), or else a module path, a glob or a node name of the model.
+    A name is an op of the lists (`exp`), or else what `fxamp.explain` takes: a module path, a glob, a node, a source
+    line or a module class of the model.
 
     Raises:
         OptionError: a name is neither, with the nearest one; or the model was not converted.
     """
+    if (today := report(converted)).left:
+        return today
     options = require_engine(converted).options
     lists, overrides = options.lists, dict(options.overrides)
-    rows = report(converted).rows
+    rows = today.rows
     for colour, names in zip(COLOURS, (allow, infer, deny, clear), strict=True):
         for name in (names,) if isinstance(names, str) or callable(names) else names:
-            if _is_op(name, lists, rows):
-                lists = lists.override(**{colour: [name]})
-            else:
-                overrides = {**_checked(str(name), rows, lists), **overrides, str(name): colour}
+            op, keys = _meant(name, lists, rows)
+            if op is not None:
+                lists = lists.override(**{colour: [op]})
+            overrides.update(dict.fromkeys(keys, colour))
     variants = rebuild(converted, lists=lists, overrides=overrides)
     return build_report(variants, dataclasses.replace(options, lists=lists, overrides=overrides), converted)
 
 
-def _is_op(name: Op, lists: OpLists, rows: Sequence[Row]) -> bool:
-    return not isinstance(name, str) or name in lists or any(row.op == name for row in rows)
-
-
-def _checked(name: str, rows: Sequence[Row], lists: OpLists) -> dict[str, str]:
+def _meant(name: Op, lists: OpLists, rows: Sequence[Row]) -> tuple[Op | None, list[str]]:
+    """The op that a name means, or else the keys of `overrides=`."""
+    if not isinstance(name, str) or name in lists or any(row.op == name for row in rows):
+        return name, []
     try:
-        find_rows(rows, name)
+        kind, found = find_rows(rows, name)
     except OptionError as error:
         hint = nearest(name, lists)
-        raise OptionError(f"what_if: {error}{hint and f' Among the ops:{hint}'}") from None
-    return {}
+        more = f" Among the ops:{hint}" if hint and hint not in str(error) else ""
+        raise OptionError(f"what_if: {error}{more}") from None
+    if kind == "op":
+        return found[0].op, []
+    return None, [name] if kind in ("node", "module") else [row.name for row in found if not row.role]
 
 
 # -------------------------------------------------------------------------------------------------- suggestions
@@ -100,15 +105,10 @@ class Suggestion:
 def suggest(built: Report) -> list[Suggestion]:
     """The moves that would save most, best first; each was tried. Whether the numbers allow it is not judged here:
     see fxamp.compare.
-
-    Raises:
-        OptionError: the graphs were captured by Dynamo, which cannot be asked for them again.
     """
     model = built._model
     if model is None:
         return []
-    if "dynamo" in built.captures:
-        raise OptionError("suggest() captures the graphs again, and Dynamo's cannot be. Use capture='symbolic'.")
     found = [_saved(built, after, move, why_not) for move, after, why_not in _tried(built, model)]
     enough = [move for move in found if move.launches > 0 or move.nbytes > WORTH * traffic(built)]
     return sorted((move for move in enough if move.worth > 0), key=lambda suggestion: -suggestion.worth)

@@ -1,5 +1,6 @@
 """compare and find_deny: errors node by node, and the planted sensitive nodes found again."""
 
+import json
 import math
 
 import pytest
@@ -88,6 +89,23 @@ def test_an_overflow_is_the_worst_error():
         model[0].weight.fill_(6e4)
     result = compare(model, fxamp.convert(model, FP16, (X,)), (X,))
     assert math.isinf(result.rows[0].error) and math.isinf(result.output)
+
+
+def test_an_infinite_error_is_still_json():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[0].weight.fill_(6e4)
+        model[0].bias.fill_(6e4)
+    converted = fxamp.convert(model, FP16, (X,))
+
+    def refuse(text):
+        raise AssertionError(f"{text} is no JSON")
+
+    read = json.loads(json.dumps(compare(model, converted, (X,)).as_dict()), parse_constant=refuse)
+    assert read["output"] == "inf" and read["rows"][0]["error"] == "inf"
+    found = find_deny(model, converted, (X,), 1e-2, progress=False)
+    read = json.loads(json.dumps(found.as_dict()), parse_constant=refuse)
+    assert read["overrides"] == found.overrides and read["is_met"] is found.is_met
 
 
 def test_padding_is_not_an_error():

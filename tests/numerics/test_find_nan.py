@@ -7,7 +7,7 @@ from torch import nn
 import fxamp
 from fxamp.counting.zoo import MODELS
 from fxamp.errors import OptionError
-from fxamp.numerics.flow import extent_of
+from fxamp.numerics.extent import extent_of
 from fxamp.numerics.nan import find_nan, watch_nan
 
 FP16, BF16 = torch.float16, torch.bfloat16

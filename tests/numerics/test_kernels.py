@@ -17,20 +17,79 @@ def test_on_a_cpu_it_says_what_it_would_need():
         kernels(fxamp.convert(nn.Linear(8, 8), torch.float16, (X,)), (X,))
 
 
-@pytest.mark.parametrize(
-    "name, kind",
-    [
-        ("ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_stages_64x4_tn", "tensor core gemm"),
-        ("sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize32x32x64", "tensor core gemm"),
-        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", "tensor core gemm"),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816gemm_relu>", "tensor core gemm"),
-        ("ampere_sgemm_128x64_tn", "other gemm"),
-        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_tn_align1>", "other gemm"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::AddFunctor>", "other"),
-    ],
-)
+TENSOR_CORE = """
+volta_fp16_s884gemm_fp16_128x64_ldg8_f2f_tn
+volta_h884gemm_256x64_ldg8_nn
+turing_fp16_s1688gemm_fp16_256x128_ldg8_f2f_nt
+ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_stages_64x4_tn
+ampere_bf16_s1688gemm_bf16_128x128_ldg8_f2f_stages_32x1_nn
+ampere_h16816gemm_128x128_ldg8_stages_32x5_tn
+sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize32x32x64_stage6_warpsize2x2x1_tensor16x8x16_kernel
+sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas
+sm80_xmma_fprop_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nchw_tilesize128x128x16_stage4_warpsize2x2x1_g1_tensor16x8x8
+sm90_xmma_dgrad_implicit_gemm_indexed_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x64_warpgroupsize1x1x1_g1_cudnn
+xmma_cudnn::gemm::kernel<xmma_cudnn::implicit_gemm::wgrad_indexed::Kernel_traits<Ampere_hmma_fp32_traits>>
+void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816gemm_relu_f16_128x128_32x5_tn_align8>(Params)
+void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(Params)
+void cutlass__5x_cudnn::Kernel<cutlass_tensorop_f16_s16816fprop_optimized_f16_128x128_32x5_nhwc_align8>(Params)
+cutlass3x_sm90_tensorop_s64x128x16gemm_f16_f16_f32_void_f16_128x128x64_2x1x1_0_tnn_align8_warpspecialized
+void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<MainloopSm90TmaGmmaWarpSpecialized<4>>>(Params)
+nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT
+nvjet_tst_192x16_64x8_2x2_2cta_h_bz_TNT
+void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4, cutlass::half_t>>(Params)
+void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, cutlass::bfloat16_t>>(P)
+fmha_cutlassF_f16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::half_t>::Params)
+fmha_cutlassB_bf16_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackwardKernel::Params)
+cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3i_128x128x64_4x1x1_kernel0_0
+""".split("\n")[1:-1]
+PLAIN = """
+ampere_sgemm_128x64_tn
+volta_sgemm_64x64_nt
+volta_fp16_sgemm_fp16_128x32_nn
+void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_tn_align1>(Params)
+sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_nhwckrsc_nchw_tilesize128x64x8_stage3_warpsize2x2x1_g1_ffma_aligna4
+void implicit_convolve_sgemm<float, float, 1024, 5, 5, 3, 3, 3, 1, false, false, true>(int, int)
+void cudnn::winograd_nonfused::winogradForwardFilter4x4<float, float>(WinogradFilterParams)
+void cudnn::cnn::wgrad2d_grouped_direct_kernel<false, true, int, float, float, float>(cudnnTensorStruct)
+void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<3, c10::Half, int>(PackedTensorAccessor)
+void gemv2T_kernel_val<int, int, __half, __half, __half, float, 128, 16, 4, 4, false>(cublasGemvParams)
+void gemmSN_TN_kernel<float, 128, 16, 2, 4, 4, 4, true>(cublasGemmSmallNParams)
+fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>::Params)
+void fft2d_r2c_32x32<float, false, 1u, false>(float2*, float const*)
+""".split("\n")[1:-1]
+OTHER = """
+void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::Half>, std::array<char*, 3ul>>
+void cublasLt::splitKreduce_kernel<32, 16, int, __half, __half, float, __half, true, false, false>(Params)
+void cudnn::ops::nchwToNhwcKernel<__half, __half, float, false, true, (cudnnKernelDataType_t)0>(nchw2nhwc_params_t)
+void cudnn::ops::convertTensor_kernel<float, __half, float>(float, __half const*, float*)
+void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<64, cutlass::half_t>>(Flash_bwd_params)
+void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits<64, cutlass::half_t>>(Flash_bwd_params, int)
+cask__5x_cudnn::computeOffsetsKernel(cask__5x_cudnn::ComputeOffsetsParams)
+void at::native::im2col_kernel<float>(long, float const*, long, long)
+void (anonymous namespace)::softmax_warp_forward<c10::Half, c10::Half, float, 9, false, false>(c10::Half*)
+void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernel_32x32<c10::Half, float>(long, long)
+void elemWiseRNNcell<__half, __half, float, (cudnnRNNMode_t)2>(int, int, int)
+void at::native::batch_norm_collect_statistics_kernel<at::native::InvStd, float, float, float, int>
+void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>
+Memcpy DtoD (Device -> Device)
+""".split("\n")[1:-1]
+KINDS = [
+    *((name, "tensor core gemm") for name in TENSOR_CORE),
+    *((name, "other gemm") for name in PLAIN),
+    *((name, "other") for name in OTHER),
+]
+
+
+@pytest.mark.parametrize("name, kind", KINDS, ids=[name[:60] for name, _ in KINDS])
 def test_kernels_are_told_by_name(name, kind):
     assert kind_of(name, None) == kind
+
+
+@pytest.mark.parametrize("overrides, kind", [({}, "tensor core gemm"), ({"*": "deny"}, "other gemm")])
+def test_a_triton_template_is_told_by_its_nodes_precision(overrides, kind):
+    model = fxamp.convert(nn.Linear(8, 8), torch.float16, (X,), overrides=overrides)
+    nodes = {node.name: node for node in model._fxamp_engine.all_variants()[0].graph.nodes}
+    assert kind_of("triton_tem_fused_addmm_0", nodes["linear"]) == kind
 
 
 def test_times_are_summed_by_node_and_casts_are_told_by_node():

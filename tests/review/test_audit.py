@@ -1,6 +1,7 @@
 """fxamp.audit: each pattern is found with its line, its values and a remedy; nothing is changed."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -77,10 +78,44 @@ def test_json_and_sarif_hold_every_finding():
     found = audit(Two(PATTERNS[0][2]), (X,))
     assert len(json.loads(found.to_json())["findings"]) == len(found.findings)
     run = json.loads(found.to_sarif())["runs"][0]
-    assert {result["ruleId"] for result in run["results"]} <= {rule["id"] for rule in run["tool"]["driver"]["rules"]}
+    assert len(run["results"]) == len(found.findings)
     place = run["results"][0]["locations"][0]["physicalLocation"]
     assert place["artifactLocation"]["uri"].endswith("test_audit.py") and place["region"]["startLine"] > 20
     assert run["results"][0]["level"] == "error"
+
+
+def everything(m, x):
+    y = m.a(x).masked_fill(x > 1, -1e9).softmax(-1) + 1e-7
+    return y, switched_off(m, x), m.a(x).sigmoid().log()
+
+
+ABSOLUTE = re.compile(r"(file://)?/|[A-Za-z]:")
+
+
+def test_sarif_keeps_the_rules_of_its_format(tmp_path, monkeypatch):
+    """The constraints of SARIF 2.1.0 on what is written, and those that GitHub adds for an upload."""
+    log = json.loads(audit(Two(everything), (X,)).to_sarif())
+    assert log["version"] == "2.1.0" and log["$schema"].endswith("sarif-2.1.0.json")
+    (run,) = log["runs"]
+    rules = run["tool"]["driver"]["rules"]
+    assert len({rule["id"] for rule in rules}) == len(rules) and run["tool"]["driver"]["name"]
+    for rule in rules:
+        assert all(rule[key]["text"].endswith(".") for key in ("shortDescription", "fullDescription", "help"))
+        assert rule["help"]["text"] != rule["shortDescription"]["text"]
+    assert {result["ruleId"] for result in run["results"]} >= {"mask", "epsilon", "domain", "protected"}
+    for result in run["results"]:
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
+        assert result["level"] in ("none", "note", "warning", "error") and result["message"]["text"]
+        assert all(isinstance(text, str) for text in result["partialFingerprints"].values())
+        (location,) = result["locations"]
+        assert location["logicalLocations"][0]["fullyQualifiedName"]
+        place = location["physicalLocation"]
+        assert place["region"]["startLine"] >= 1
+        assert not ABSOLUTE.match(place["artifactLocation"]["uri"]), "relative to the working directory"
+    monkeypatch.chdir(tmp_path)
+    log = json.loads(audit(Two(everything), (X,)).to_sarif())
+    uri = log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    assert uri.startswith("file:///") and " " not in uri
 
 
 MODEL = """

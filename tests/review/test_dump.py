@@ -134,6 +134,30 @@ def test_the_page_holds_every_node_and_every_cast(language, folder):
             assert kind == row.precision
 
 
+def test_a_module_stands_once_where_its_lines_stand_together(language, folder):
+    """Parameters, which the page hides at first, part no module."""
+    built = report(language)
+    runs, last = [], None
+    for row in built.rows:
+        if row.role == "weight cast" or row.op in ("parameter", "buffer"):
+            continue
+        if row.module != last and row.module.startswith("blocks.0.ff."):
+            runs.append(row.module)
+        last = row.module
+    page = (folder / "report.html").read_text()
+    assert len(runs) == len(set(runs))
+    for path in runs:
+        assert page.count(f'title="{path}"') == 1, path
+    assert re.search(r'title="blocks.0.ff"><span class="path">ff</span><span class="class">Sequential</span>', page)
+
+
+def test_the_page_says_each_thing_once(language, folder):
+    page = (folder / "report.html").read_text()
+    for region in report(language).regions:
+        assert page.count(f'<code style="display:inline">{region.cause}</code>') == 1
+    assert "of float32 values in" not in page
+
+
 def test_the_page_asks_nothing_from_the_network(folder):
     text = (folder / "report.html").read_text()
     assert not re.search(r"""(src|href|action)\s*=|url\(|@import|https?://|fetch\(|XMLHttp""", text)

@@ -100,6 +100,20 @@ def test_what_float32_costs_is_told(language):
     assert "what it costs: 960 B more read and written than in float16, forward; casts beside it: none" in text
 
 
+def test_what_float32_costs_a_module_is_told_in_all():
+    def function(m, x):
+        y = m.a(x).exp()
+        return m.b((y + 1.0).sin())
+
+    text = explain(
+        fxamp.convert(Two(function), FP16, (X,)), "test_explain.py:" + str(function.__code__.co_firstlineno + 2)
+    )
+    # add and sin: each reads and writes 4 x 8 numbers in two bytes more
+    assert "what float32 costs here: 256 B more read and written than in float16, forward; 1 cast beside them" in text
+    unknown = explain(fxamp.convert(Two(function), FP16), "exp")
+    assert "what it costs: bytes are not known before example_inputs are given" in unknown
+
+
 @pytest.mark.parametrize(
     "name, hint",
     [("log_sofmax", "'log_softmax'"), ("blocks.1.nrm", "'blocks.1.norm'"), ("LayerNrm", "'LayerNorm'")],

@@ -170,7 +170,10 @@ def test_float32_regions_are_connected_and_largest_first():
 def test_what_stays_outside_is_named():
     case = next(case for case in CASES if case.kind == "type")
     built = report(fxamp.convert(case.model(case.function), FP16, (X,)))
-    assert len(built.outside) == 1 and "linear: hooks on it keep it whole: its weights are read inside the module" in built.outside[0]
+    assert (
+        len(built.outside) == 1
+        and "linear: hooks on it keep it whole: its weights are read inside the module" in built.outside[0]
+    )
 
 
 def test_active_variables_are_echoed_with_the_nodes_they_touched(monkeypatch):

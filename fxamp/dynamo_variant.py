@@ -1,0 +1,130 @@
+"""One of Dynamo's graphs through the passes, and again under other options."""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxamp import ir
+from fxamp.capture.captured import Captured
+from fxamp.capture.dynamo import adopt, fake_mode_of, is_dynamic
+from fxamp.capture.promotion import promote
+from fxamp.codegen import CompiledForward
+from fxamp.converted import Variant
+from fxamp.fakes import Fakes
+from fxamp.options import Options
+
+Rewrite = Callable[..., None]
+
+
+def rewrite_dynamo_graph(
+    module: fx.GraphModule,
+    example_inputs: list[Any],
+    root: nn.Module,
+    options: Options,
+    rewrite: Rewrite,
+    fuses_casts: bool = False,
+    protected: frozenset[str] = frozenset(),
+    weights: nn.Module | None = None,
+    keeps_model: bool = True,
+) -> Variant:
+    """One of Dynamo's graphs through the passes.
+
+    Args:
+        root: the model its weights belong to, by path.
+        protected: source lines whose nodes stand in a region without autocast.
+        weights: whose tensors Dynamo hands to the graph, by the same paths: the model, or a copy of it on fakes.
+        keeps_model: whether the graph keeps its model alive; not where Dynamo's caches keep the graph for ever.
+    """
+    captured = adopt(module, example_inputs, module, protected)
+    _name_from_root(captured, weights or root)
+    if (mode := fake_mode_of(captured.graph)) is not None:
+        promote(captured.graph, weights or root, Fakes(module, mode=mode))
+    if root is module:
+        captured.root = module
+    else:
+        captured.root = _Roots(module, (lambda: root) if keeps_model else weakref.ref(root))
+    return _rewritten(captured, module, options, rewrite, fuses_casts)
+
+
+def _rewritten(
+    captured: Captured, module: fx.GraphModule, options: Options, rewrite: Rewrite, fuses_casts: bool = False
+) -> Variant:
+    """A captured graph through the passes, and a copy of it as it was, to be rewritten under other options."""
+    untouched = _copy_of(captured)
+    before, total = captured.text(), len(captured.graph.nodes)
+    mode = fake_mode_of(captured.graph)
+    fakes = None if mode is None or is_dynamic(captured.graph) else Fakes(module, mode=mode)
+    rewrite(captured, fakes, options, fuses_casts=fuses_casts)
+    runnable = fx.GraphModule(module, captured.graph)
+    forward = CompiledForward(lambda _, *inputs: runnable.forward(*inputs), runnable.code)
+    again = lambda changed: _rewritten(_copy_of(untouched), module, changed, rewrite, fuses_casts)  # noqa: E731
+    return Variant(captured, before, forward, total, again=again)
+
+
+def _copy_of(captured: Captured) -> Captured:
+    """A captured graph with nodes and metadata of its own; its example is fake tensors, which hold no data."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(captured.graph, copies))
+    for node, twin in copies.items():
+        twin.meta = dict(node.meta)
+    inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    example = captured.example or []
+    fakes = [
+        node.meta.get("val") if isinstance(value, torch.Tensor) else value
+        for node, value in zip(inputs, example, strict=False)
+    ]
+    return dataclasses.replace(captured, graph=graph, example=fakes)
+
+
+def _name_from_root(captured: Captured, model: nn.Module) -> None:
+    """Paths from the model: behind a graph break Dynamo names weights and modules from the module that went on."""
+    names: dict[int, list[str]] = {}
+    for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        names.setdefault(id(value), []).append(name)
+    prefixes = []
+    inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    for node, value in zip(inputs, captured.example or [], strict=False):
+        path = str(node.meta.get(ir.WEIGHT_PATH, ""))
+        fitting = [name for name in names.get(id(value), ()) if f".{name}".endswith(f".{path}")]
+        if path and fitting:
+            node.meta[ir.WEIGHT_PATH] = min(fitting, key=len)
+            prefixes.append(min(fitting, key=len).removesuffix(path))
+    prefix = prefixes[0] if prefixes and len(set(prefixes)) == 1 else ""
+    for node in captured.graph.nodes if prefix else ():
+        stack = node.meta.get("nn_module_stack") or {"": ("", type(model.get_submodule(prefix.strip("."))))}
+        node.meta["nn_module_stack"] = {
+            key: (f"{prefix}{path}".strip("."), owner) for key, (path, owner) in stack.items()
+        }
+
+
+class _Roots(nn.Module):
+    """What a Dynamo graph's paths mean: the graph's own attributes, then the model's, for as long as there is one."""
+
+    def __init__(self, graph_module: nn.Module, model: Callable[[], nn.Module | None]) -> None:
+        super().__init__()
+        self.__dict__["_graph_module"] = graph_module
+        self.__dict__["_model"] = model
+
+    def __getattr__(self, name: str) -> Any:
+        for module in (self.__dict__["_graph_module"], self._the_model()):
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(name)
+
+    def _the_model(self) -> nn.Module:
+        model: nn.Module | None = self.__dict__["_model"]()
+        return nn.Module() if model is None else model
+
+    def get_submodule(self, target: str) -> nn.Module:
+        module: nn.Module = self.__dict__["_graph_module"]
+        return module.get_submodule(target)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._the_model().named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._the_model().named_buffers(*args, **kwargs)

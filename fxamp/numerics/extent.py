@@ -1,0 +1,52 @@
+"""What a tensor holds, in a few numbers."""
+
+import dataclasses
+import math
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """What a value holds.
+
+    Attributes:
+        low, high: smallest and largest finite element; None where there is none.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    low: float | None
+    high: float | None
+    nans: int
+    infs: int
+
+    @property
+    def is_finite(self) -> bool:
+        return not (self.nans or self.infs)
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        span = "nothing finite" if self.low is None else f"[{self.low:.4g}, {self.high:.4g}]"
+        bad = [f"{count} {word}" for count, word in ((self.nans, "nan"), (self.infs, "inf")) if count]
+        return f"{kind} {list(self.shape)} {span}" + (f", {' and '.join(bad)}" if bad else "")
+
+
+def extent_of(tensor: torch.Tensor) -> Extent:
+    """The extent of a floating tensor."""
+    values = tensor.detach()
+    if values.numel():  # nearly every value is finite, and then this is all
+        smallest, largest = map(float, values.aminmax())
+        if math.isfinite(smallest) and math.isfinite(largest):
+            return Extent(tensor.dtype, tuple(tensor.shape), smallest, largest, 0, 0)
+    finite = torch.isfinite(values)
+    kept = values[finite]
+    nans = int(torch.isnan(values).sum())
+    infs = values.numel() - int(finite.sum()) - nans
+    low, high = (float(kept.min()), float(kept.max())) if kept.numel() else (None, None)
+    return Extent(tensor.dtype, tuple(tensor.shape), low, high, nans, infs)
+
+
+def extent_of_all(tensors: list[torch.Tensor]) -> Extent:
+    extents = [extent_of(tensor) for tensor in tensors]
+    return next((found for found in extents if not found.is_finite), extents[0])

@@ -1,0 +1,104 @@
+"""The deny that mends a bad value: the node itself, then with its readers, then with theirs ..."""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxamp import ir
+from fxamp.errors import FxampError
+from fxamp.numerics.flow import CallFlow, watch_flow
+from fxamp.numerics.origin import Origin, origin_of
+from fxamp.numerics.run import Call, Rewriter
+
+log = logging.getLogger("fxamp")
+
+MAX_TRIES = 6
+"""Sets of nodes that are tried as the deny that mends it, each one ring of readers larger."""
+Loss = Callable[[Any], torch.Tensor]
+
+
+def node_of(origin: Origin) -> fx.Node:
+    """The node itself."""
+    nodes: Iterable[fx.Node] = origin.flow.variant.graph.nodes
+    return next(node for node in nodes if node.name == origin.node)
+
+
+def mending(call: Call, watched: CallFlow, origin: Origin, loss_fn: Loss | None) -> tuple[str, ...]:
+    """The smallest of a growing series of sets around the node whose denial makes the run finite."""
+    graphs = [part.variant.graph for part in watched.parts if part.part.number >= origin.flow.part.number]
+    for denied in _rings(node_of(origin), graphs, backward=origin.phase not in ("forward",)):
+        overrides = {**call.engine.options.overrides, **dict.fromkeys(denied, "deny")}
+        try:
+            flow = watch_flow(call, loss_fn, Rewriter(call, overrides=overrides))
+        except FxampError as error:
+            log.debug("deny %s was tried and refused: %s", denied, error)
+            continue
+        if flow.is_finite and _is_clean(flow, origin):
+            return denied
+    return ()
+
+
+def _is_clean(flow: CallFlow, origin: Origin) -> bool:
+    """Whether the node, and what reaches the outputs, is finite now."""
+    same = [part for part in flow.parts if part.part.number == origin.flow.part.number]
+    own = [part.values[origin.node] for part in same if origin.phase == "forward" and origin.node in part.values]
+    return origin_of(flow) is None and all(extent.is_finite for extent in own)
+
+
+def _rings(node: fx.Node, graphs: Sequence[fx.Graph], backward: bool) -> Iterator[tuple[str, ...]]:
+    """The node; with its readers; with their readers ... For a gradient also towards its inputs.
+
+    Args:
+        graphs: the node's own and those that run after it: what one returns the next may read.
+    """
+    after = dict(itertools.pairwise(graphs))
+    chosen = dict.fromkeys(_models_own(node))
+    for _ in range(MAX_TRIES):
+        if chosen:
+            yield tuple(dict.fromkeys(found.name for found in chosen))
+        here = list(chosen) or [node]
+        following = [reader for found in here for reader in _models_readers(found)]
+        ends = dict.fromkeys(found.graph for found in here if _is_returned(found))
+        following += [reader for graph in ends if graph in after for reader in _first_readers(after[graph])]
+        if backward:
+            following += [given for found in list(chosen) for given in found.all_input_nodes if _is_operation(given)]
+        grown = {**chosen, **dict.fromkeys(following)}
+        if len(grown) == len(chosen):
+            return
+        chosen = grown
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """Whether the graph gives the value back, as it is or cast."""
+    return any(user.op == "output" or (ir.mark(user).role and _is_returned(user)) for user in node.users)
+
+
+def _first_readers(graph: fx.Graph) -> list[fx.Node]:
+    """What reads the values that come into a graph."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder" and not ir.is_weight(node)]
+    return [reader for given in inputs for reader in _models_readers(given)]
+
+
+def _models_own(node: fx.Node) -> list[fx.Node]:
+    """The node, or for a cast or pad those that read it."""
+    return [node] if _is_operation(node) else _models_readers(node)
+
+
+def _models_readers(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for reader in node.users:
+        found += [reader] if _is_operation(reader) else _models_readers(reader) if reader.op != "output" else []
+    return found
+
+
+def _is_operation(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method", "call_module") and not ir.mark(node).role
+
+
+def first_ring(node: fx.Node) -> tuple[str, ...]:
+    """What is tried first."""
+    return next(_rings(node, (), backward=False), ())

@@ -1,0 +1,148 @@
+"""Who began: the first node of a watched call whose value or gradient is not finite."""
+
+import dataclasses
+import math
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxamp import ir
+from fxamp.numerics.extent import Extent
+from fxamp.numerics.flow import CallFlow, Edge, Flow
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The node where something stopped being finite.
+
+    Attributes:
+        flow: of its graph.
+        phase: "input" | "parameter" | "forward" | "backward" | "sum of gradients" | "between graphs".
+        extent: of the first bad value or gradient; `edge`: the edge it flowed over, for gradients.
+    """
+
+    node: str
+    phase: str
+    extent: Extent
+    flow: Flow = dataclasses.field(repr=False)
+    edge: Edge | None = None
+
+
+def origin_of(call: CallFlow) -> Origin | None:
+    """The first bad node of what reaches the outputs, or else of the gradients.
+
+    Of several graphs the first has the forward's, and the last, whose backward is first, the backward's.
+    """
+    seen = any(not extent.is_finite for extent in call.inputs)
+    for flow in call.parts:
+        flow.takes_masks = flow.part.number == 0 or seen
+        seen = seen or any(not extent.is_finite for extent in flow.values.values())
+    ends = [*call.outputs, *([call.loss] if call.loss else [])]
+    reaches = not all(extent.is_finite for extent in ends) or not ends or len(call.parts) == 1
+    tries = (
+        *((_reaching_origin, flow) for flow in call.parts if reaches),
+        *((_gradient_origin, flow) for flow in reversed(call.parts)),
+    )
+    found = next((origin for begin, flow in tries if (origin := begin(flow)) is not None), None)
+    if found is not None and found.phase == "input" and all(extent.is_finite for extent in call.inputs):
+        return dataclasses.replace(found, phase="between graphs")
+    return found
+
+
+def vanished_origin(call: CallFlow, exact: CallFlow) -> Origin | None:
+    """The first bad node whose value reached nothing: of those that an fp32 run has too, the model takes care."""
+    for flow in call.parts:
+        also = {
+            name
+            for other in exact.parts
+            if (other.part.number, other.part.graph) == (flow.part.number, flow.part.graph)
+            for name, extent in other.values.items()
+            if not extent.is_finite
+        }
+        found = _first_new(flow, [node for node in flow.variant.graph.nodes if node.name not in also])
+        if found is not None:
+            return found
+    return None
+
+
+def _nodes(flow: Flow) -> dict[str, fx.Node]:
+    return {node.name: node for node in flow.variant.graph.nodes}
+
+
+def _reaching_origin(flow: Flow) -> Origin | None:
+    """Walk back from bad outputs through bad values; the earliest node whose inputs explain nothing."""
+    return _origin_of_what_reaches(flow, [node for node in flow.variant.graph.nodes if node.op == "output"])
+
+
+def _origin_of_what_reaches(flow: Flow, readers: list[fx.Node]) -> Origin | None:
+    nodes = _nodes(flow)
+    frontier = list(readers)
+    reached: set[fx.Node] = set()
+    while frontier:
+        node = frontier.pop()
+        if node in reached:
+            continue
+        reached.add(node)
+        for given in node.all_input_nodes:
+            read = flow.reads.get((given.name, node.name))
+            if read is not None and not read.is_finite:
+                writer = flow.writers.get((given.name, node.name), "")
+                frontier.append(nodes[writer] if writer and not _is_bad(flow, given) else given)
+    return _first_new(flow, [node for node in nodes.values() if node in reached])
+
+
+def _first_new(flow: Flow, among: list[fx.Node]) -> Origin | None:
+    for node in among:
+        if _is_bad(flow, node) and not _is_meant(flow, node) and _is_new(flow, node):
+            phase = "parameter" if ir.is_weight(node) else "input" if node.op == "placeholder" else "forward"
+            return Origin(node.name, phase, flow.values[node.name], flow)
+    return None
+
+
+def _is_bad(flow: Flow, node: fx.Node) -> bool:
+    extent = flow.values.get(node.name)
+    return extent is not None and not extent.is_finite
+
+
+def _is_new(flow: Flow, node: fx.Node) -> bool:
+    """Whether the node made a nan or an inf of inputs that had none of that kind."""
+    own = flow.values[node.name]
+    reads = [flow.reads.get((given.name, node.name)) for given in node.all_input_nodes]
+    if own.nans:
+        return not any(read.nans for read in reads if read is not None)
+    return not any(read.infs for read in reads if read is not None)
+
+
+def _is_meant(flow: Flow, node: fx.Node) -> bool:
+    """Whether the user wrote the infinity: a fill with a literal inf, or a mask that is an input or a buffer."""
+    if flow.values[node.name].nans:
+        return False
+    if node.op in ("placeholder", "get_attr") and ir.mark(node).op in ("input", "buffer"):
+        return flow.takes_masks or ir.is_weight(node)
+    return any(isinstance(part, float) and math.isinf(part) for part in pytree.tree_leaves((node.args, node.kwargs)))
+
+
+def _gradient_origin(flow: Flow) -> Origin | None:
+    """What made the first bad gradient: a node's backward, or the forward's bad value that it was handed.
+
+    (Attention gives finite results of infinite scores, and NaN gradients.)
+    """
+    found = _bad_gradient(flow)
+    if found is None:
+        return None
+    return _origin_of_what_reaches(flow, [_nodes(flow)[found.node]]) or found
+
+
+def _bad_gradient(flow: Flow) -> Origin | None:
+    """The first bad edge in backward order whose reader got good gradients: the reader's backward made it."""
+    for (given, reader), extent in flow.edges.items():
+        if extent.is_finite:
+            continue
+        if flow.sums.get(reader, extent).is_finite is False and reader in flow.sums:
+            if all(found.is_finite for (value, _), found in flow.edges.items() if value == reader):
+                return Origin(reader, "sum of gradients", flow.sums[reader], flow)
+            continue
+        if all(found.is_finite for (value, _), found in flow.edges.items() if value == reader):
+            return Origin(reader, "backward", extent, flow, (given, reader))
+    bad_sum = next((name for name, extent in flow.sums.items() if not extent.is_finite), None)
+    return Origin(bad_sum, "sum of gradients", flow.sums[bad_sum], flow) if bad_sum is not None else None

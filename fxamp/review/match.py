@@ -1,0 +1,201 @@
+"""Find the nodes of a saved plan in a graph that was captured later, perhaps of changed code.
+
+    old   linear  exp  add          new   linear  exp  exp  add
+            |      |    |                   |          |    |
+            +------+----+-------------------+----------+----+      by what their lines say and what they read
+
+A node is told by its module, its op, the text of its line, the ops it reads and its shape. What could be several
+nodes is none of them: a decision is rather lost, and said to be, than given to the wrong node.
+"""
+
+import bisect
+import linecache
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from fxamp.review.rows import Row
+
+
+class Place(NamedTuple):
+    """Where a node stands, without names that a change elsewhere in the code would change.
+
+    Attributes:
+        text: of the user's line, "" where it is not known.
+        reads: ops it reads, each with its module where that is another one.
+        shape: "2x8x48", "" where it is not known.
+    """
+
+    module: str
+    op: str
+    text: str
+    reads: str
+    shape: str
+
+
+class Item(NamedTuple):
+    """A node on one side: its name there, where it stands, and (in a plan) what was decided."""
+
+    side: str
+    name: str
+    place: Place
+    decided: str = ""
+
+
+def place_of(row: Row, rows: Mapping[str, Row]) -> Place:
+    """The place of a row.
+
+    Args:
+        rows: of the same graph, by name.
+    """
+    file, _, line = row.source.rpartition(":")
+    text = " ".join(linecache.getline(file, int(line)).split()) if line.isdigit() else ""
+    reads = [_read(_without_casts(rows[name], rows), row.module) for name in row.inputs if name in rows]
+    shape = "" if row.shape is None else "x".join(map(str, row.shape))
+    return Place(row.module, row.op.rstrip("_"), text.replace(" | ", " "), ", ".join(reads), shape)
+
+
+def _without_casts(row: Row, rows: Mapping[str, Row]) -> Row:
+    """The model's own node that a cast or pad stands for."""
+    seen = set()
+    while row.role and row.name not in seen:
+        seen.add(row.name)
+        given = rows.get(row.reason_node or "") or next((rows[name] for name in row.inputs if name in rows), None)
+        if given is None:
+            break
+        row = given
+    return row
+
+
+def _read(row: Row, module: str) -> str:
+    op = row.op.rstrip("_")
+    return op if row.module == module or row.is_source else f"{op}@{row.module.rpartition('.')[2]}"
+
+
+# --------------------------------------------------------------------------------------------------- matching
+
+_Key = Callable[[Item], Hashable]
+_ANYWHERE: tuple[_Key, ...] = (
+    lambda item: (item.place.op, item.place.text, item.place.reads, item.place.shape),
+    lambda item: (item.place.op, item.place.text, item.place.reads),
+    lambda item: (item.place.op, item.place.text),
+)
+"""What makes two nodes of a module the same wherever they stand in it, strongest first."""
+_BETWEEN: tuple[_Key, ...] = (
+    lambda item: (item.place.op, item.place.reads, item.place.shape),
+    lambda item: (item.place.op, item.place.reads),
+)
+"""What makes two nodes the same that stand between the same neighbours."""
+
+
+def match(old: Sequence[Item], new: Sequence[Item]) -> tuple[dict[str, str], dict[str, int]]:
+    """Which old node each new one is, and the old ones that might be any of several.
+
+    Returns:
+        new name -> old name, and ambiguous old name -> how many nodes it might be.
+    """
+    found: dict[str, str] = {}
+    unclear: dict[str, int] = {}
+    before, after = _by_module(old), _by_module(new)
+    for was, now in _modules(before, after):
+        pairs, open_ones = _match_module(before[was], after[now])
+        found.update({other.name: one.name for one, other in pairs})
+        unclear.update({one.name: count for one, count in open_ones.items()})
+    return found, unclear
+
+
+def _by_module(items: Sequence[Item]) -> dict[str, list[Item]]:
+    modules: dict[str, list[Item]] = {}
+    for item in items:
+        modules.setdefault(item.place.module, []).append(item)
+    return modules
+
+
+def _modules(before: Mapping[str, list[Item]], after: Mapping[str, list[Item]]) -> list[tuple[str, str]]:
+    """Pairs of the same module: of one path, or renamed where the nodes and the neighbours tell so."""
+    pairs = [(path, path) for path in before if path in after]
+    for old, new in list(_gaps(list(before), list(after), pairs)):
+        if [_outline(before[path]) for path in old] == [_outline(after[path]) for path in new]:
+            pairs += zip(old, new, strict=True)
+    return pairs
+
+
+def _outline(items: Sequence[Item]) -> list[tuple[str, str]]:
+    return [(item.place.op, item.place.shape) for item in items]
+
+
+def _match_module(old: Sequence[Item], new: Sequence[Item]) -> tuple[list[tuple[Item, Item]], dict[Item, int]]:
+    pairs: list[tuple[Item, Item]] = []
+    unclear: dict[Item, int] = {}
+    spent: set[Item] = set()
+    for key in _ANYWHERE:
+        left, right = _groups(old, spent, key), _groups(new, spent, key)
+        for token in left.keys() & right.keys():
+            ones, others = left[token], right[token]
+            is_same = len({one.decided for one in ones}) == 1  # then it does not matter which of them are gone
+            if len(ones) == len(others) or (len(ones) > len(others) and is_same):
+                pairs += zip(ones, others, strict=False)
+                spent.update(ones[: len(others)], others[: len(ones)])
+            else:
+                unclear.update(dict.fromkeys(ones, len(others)))
+                spent.update(ones, others)
+    for ones, others in list(_gaps(old, new, pairs)):
+        pairs += _match_gap([one for one in ones if one not in spent], [one for one in others if one not in spent])
+    return pairs, unclear
+
+
+def _groups(items: Sequence[Item], spent: set[Item], key: _Key) -> dict[Hashable, list[Item]]:
+    found: dict[Hashable, list[Item]] = {}
+    for item in items:
+        if item not in spent:
+            found.setdefault(key(item), []).append(item)
+    return found
+
+
+def _match_gap(old: Sequence[Item], new: Sequence[Item]) -> list[tuple[Item, Item]]:
+    """Nodes between the same neighbours: all where their ops are the same, else by what they read."""
+    if [item.place.op for item in old] == [item.place.op for item in new]:
+        return list(zip(old, new, strict=True))
+    pairs: list[tuple[Item, Item]] = []
+    spent: set[Item] = set()
+    for key in _BETWEEN:
+        left, right = _groups(old, spent, key), _groups(new, spent, key)
+        for token in left.keys() & right.keys():
+            if len(left[token]) == len(right[token]) == 1:
+                pairs.append((left[token][0], right[token][0]))
+                spent.update(pairs[-1])
+    return pairs
+
+
+_T = TypeVar("_T", bound=Hashable)
+
+
+def _gaps(old: Sequence[_T], new: Sequence[_T], pairs: Sequence[tuple[_T, _T]]) -> Iterator[tuple[list[_T], list[_T]]]:
+    """What stands unpaired between the same neighbours, on both sides; pairs that changed places are no neighbours."""
+    place_old = {item: number for number, item in enumerate(old)}
+    place_new = {item: number for number, item in enumerate(new)}
+    taken_old, taken_new = {one for one, _ in pairs}, {other for _, other in pairs}
+    fixed = _rising(sorted((place_old[one], place_new[other]) for one, other in pairs))
+    start = (-1, -1)
+    for stop in (*fixed, (len(old), len(new))):
+        ones = [item for item in old[start[0] + 1 : stop[0]] if item not in taken_old]
+        others = [item for item in new[start[1] + 1 : stop[1]] if item not in taken_new]
+        if ones and others:
+            yield ones, others
+        start = stop
+
+
+def _rising(points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The longest part, in order, whose second numbers rise too."""
+    ends: list[int] = []  # ends[n]: smallest second number that a rising part of n + 1 points ends with
+    last: list[int] = []
+    before: list[int] = []
+    for number, (_, height) in enumerate(points):
+        length = bisect.bisect_left(ends, height)
+        before.append(last[length - 1] if length else -1)
+        ends[length : length + 1] = [height]
+        last[length : length + 1] = [number]
+    chain, number = [], last[-1] if last else -1
+    while number >= 0:
+        chain.append(points[number])
+        number = before[number]
+    return chain[::-1]
