@@ -24,10 +24,11 @@ from fxamp import ir
 from fxamp.capture.dynamo import adopt
 from fxamp.capture.inputs import refused_low_inputs
 from fxamp.capture.surroundings import idle_autocast
-from fxamp.converted import Variant, nested, plain_inside, plain_tree
 from fxamp.dynamo_variant import Rewrite, rewrite_dynamo_graph
+from fxamp.engine import Variant
 from fxamp.errors import OptionError, nearest
 from fxamp.options import Options, check_options, device_of
+from fxamp.views import nested, plain_inside, plain_tree
 
 log = logging.getLogger("fxamp")
 

@@ -15,11 +15,13 @@ import torch
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.converted import Engine, Variant, make_sibling, own_state
+from fxamp.converted import make_sibling
+from fxamp.engine import Engine, Variant
 from fxamp.errors import OptionError, nearest
 from fxamp.ir import Colour
 from fxamp.options import Options
 from fxamp.structure import Structure
+from fxamp.views import own_state
 
 BLOCKS = "blocks"
 

@@ -17,7 +17,8 @@ from fxamp.capture.leaves import has_hooks, is_boundary
 from fxamp.capture.reads import Place
 from fxamp.capture.symbolic import capture_symbolic
 from fxamp.codegen import compile_graph
-from fxamp.converted import Engine, Variant, Workshop, engine_of, make_sibling, mark_block, plain_tree, plain_view
+from fxamp.converted import make_sibling
+from fxamp.engine import Engine, Variant, Workshop, engine_of, mark_block
 from fxamp.errors import CaptureError, OpListError, OptionError
 from fxamp.fakes import Fakes
 from fxamp.lists import OpLists
@@ -53,6 +54,7 @@ from fxamp.review.code import call_title
 from fxamp.review.plan import as_plan, plan_pins
 from fxamp.storage import is_stored_low, logical_dtype, lower_parameters, speak_float32
 from fxamp.unconverted import leave
+from fxamp.views import plain_tree, plain_view
 
 log = logging.getLogger("fxamp")
 

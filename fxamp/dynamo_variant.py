@@ -13,7 +13,7 @@ from fxamp.capture.captured import Captured
 from fxamp.capture.dynamo import adopt, fake_mode_of, is_dynamic
 from fxamp.capture.promotion import promote
 from fxamp.codegen import CompiledForward
-from fxamp.converted import Variant
+from fxamp.engine import Variant
 from fxamp.fakes import Fakes
 from fxamp.options import Options
 

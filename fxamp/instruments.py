@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fxamp.convert import convert_as
-from fxamp.converted import engine_of
+from fxamp.engine import engine_of
 from fxamp.errors import OptionError
 from fxamp.numerics.ranges import LossFn, Ranges, profile_converted, split_batch
 from fxamp.numerics.run import arguments

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.converted import Engine, engine_of, nested
 from fxamp.dtypes import dtype_name, resolve_dtype
+from fxamp.engine import Engine, engine_of
 from fxamp.errors import OptionError, nearest
 from fxamp.ir import Colour
 from fxamp.lists import OpLists
 from fxamp.passes.rules import LEVELS, Level
 from fxamp.storage import is_stored_low
+from fxamp.views import nested
 
 log = logging.getLogger("fxamp")
 

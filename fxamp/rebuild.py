@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.converted import Engine, Variant, engine_of, plain_tree
+from fxamp.engine import Engine, Variant, engine_of
 from fxamp.errors import OptionError
+from fxamp.views import plain_tree
 
 
 def rebuild(converted: nn.Module, **changes: Any) -> list[Variant]:

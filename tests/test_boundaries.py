@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.converted import engine_of
+from fxamp.engine import engine_of
 from fxamp.errors import CaptureError, OptionError
 
 LOW = torch.bfloat16

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
-from fxamp.converted import engine_of
+from fxamp.engine import engine_of
 
 
 class Net(nn.Module):

@@ -28,10 +28,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": GROUND | {"runtime"},
     "structure": GROUND | {"capture"},
     "unconverted": GROUND | {"lists"},
-    "converted": GRAPH | {"capture", "codegen", "storage", "structure"},
-    "rebuild": GRAPH | {"converted"},
-    "numerics": GRAPH | {"converted", "capture", "codegen", "rebuild", "runtime", "unconverted", "whole"},
-    "review": GRAPH | {"converted", "capture", "data", "rebuild", "numerics", "storage", "unconverted", "whole"},
+    "views": GRAPH | {"capture"},
+    "engine": GRAPH | {"capture", "codegen", "structure", "views"},
+    "converted": GRAPH | {"engine", "storage", "views"},
+    "rebuild": GRAPH | {"engine", "views"},
+    "numerics": GRAPH | {"engine", "capture", "codegen", "rebuild", "runtime", "unconverted", "whole"},
+    "review": GRAPH | {"engine", "capture", "data", "rebuild", "numerics", "storage", "unconverted", "whole"},
 }
 # Rooms that put things together may import anything below them.
 ABOVE = {

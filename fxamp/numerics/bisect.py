@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from fxamp.converted import engine_of
+from fxamp.engine import engine_of
 from fxamp.errors import OptionError
 from fxamp.numerics.compare import Loss, compare, error_of, finite, record
 from fxamp.numerics.progress import Progress

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
-from fxamp.converted import Variant
+from fxamp.engine import Variant
 from fxamp.numerics.extent import Extent, extent_of, extent_of_all
 from fxamp.numerics.run import Call, Part, Rewriter, floats_in, loss_of, run, state_kept
 

@@ -10,7 +10,7 @@ from tabulate import tabulate
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.converted import engine_of
+from fxamp.engine import engine_of
 from fxamp.errors import OptionError
 from fxamp.numerics.run import Call, Part, Runner, call_of, run, state_kept
 from fxamp.unconverted import check_left

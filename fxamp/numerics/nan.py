@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fxamp import ir
-from fxamp.converted import Engine, Variant, engine_of
+from fxamp.engine import Engine, Variant, engine_of
 from fxamp.numerics.extent import extent_of
 from fxamp.numerics.flow import CallFlow, CallWatcher, watch_flow
 from fxamp.numerics.mending import first_ring, mending, node_of

@@ -13,8 +13,8 @@ from tabulate import tabulate
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.converted import Engine
 from fxamp.dtypes import dtype_name
+from fxamp.engine import Engine
 from fxamp.errors import OptionError
 from fxamp.numerics.histogram import LOWEST, Histogram
 from fxamp.numerics.progress import watched

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
-from fxamp.converted import Engine, Variant, engine_of
+from fxamp.engine import Engine, Variant, engine_of
 from fxamp.errors import CaptureError, OptionError
 from fxamp.rebuild import rebuild_variant, reference
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from fxamp import ir
-from fxamp.converted import Variant, engine_of
 from fxamp.dtypes import LOW_DTYPES, dtype_name
+from fxamp.engine import Variant, engine_of
 from fxamp.review.gemms import ALIGNMENT, Gemm
 from fxamp.review.regions import Region
 from fxamp.review.rows import Row

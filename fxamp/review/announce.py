@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fxamp.converted import Engine
+from fxamp.engine import Engine
 from fxamp.errors import OptionError, nearest
 from fxamp.lists.environment import warn
 from fxamp.review.advice import low_already

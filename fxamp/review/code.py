@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fxamp.converted import Variant
+from fxamp.engine import Variant
 from fxamp.review.chain import Rows
 from fxamp.review.rows import Row, rows_of
 from fxamp.review.words import plural

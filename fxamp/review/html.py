@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from fxamp.converted import Variant
+from fxamp.engine import Variant
 from fxamp.review.advice import region_advice
 from fxamp.review.chain import Rows, by_name, chain_of
 from fxamp.review.code import expressions, graph_title

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fxamp.converted import Engine, Variant, engine_of
 from fxamp.dtypes import dtype_name
+from fxamp.engine import Engine, Variant, engine_of
 from fxamp.errors import OptionError
 from fxamp.lists import EnvironmentChange
 from fxamp.review.advice import advice_of, low_already, outside_of, unread_parameters

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from fxamp import ir
-from fxamp.converted import Engine, Variant
+from fxamp.engine import Engine, Variant
 
 _NAMED = 3
 """Weights that are named."""

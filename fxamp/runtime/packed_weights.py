@@ -20,8 +20,8 @@ _PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter, FakeTensor})
 def packed_cast(dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Fresh copies of `weights` in `dtype`, with their strides; gradients flow back in the weights' dtype.
 
-    One `_foreach_copy_` each way. Plain `.to` where that would not do: while torch.compile, torch.export or
-    torch.jit trace (Inductor fuses plain casts), under functorch transforms and forward-mode AD, and for tensor subclasses.
+    One `_foreach_copy_` each way. Plain `.to` where that would not do: while torch.compile, torch.export or torch.jit
+    trace (Inductor fuses plain casts), under functorch transforms and forward-mode AD, and for tensor subclasses.
 
     Args:
         dtype: of the copies.

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
-from fxamp.converted import engine_of
+from fxamp.engine import engine_of
 from fxamp.errors import CaptureError, OptionError
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)

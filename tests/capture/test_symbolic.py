@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
-from fxamp.converted import engine_of
+from fxamp.engine import engine_of
 from fxamp.errors import CaptureError
 
 # Numbers for which bf16 is exact: small integers.

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxamp
 from fxamp import ir
-from fxamp.converted import engine_of
+from fxamp.engine import engine_of
 
 BF16 = torch.bfloat16
 

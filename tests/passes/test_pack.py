@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import fxamp
 from fxamp import ir
-from fxamp.converted import engine_of
+from fxamp.engine import engine_of
 from fxamp.errors import InvariantError
 from fxamp.passes.alias import find_aliases
 from fxamp.passes.base import run_passes

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import fxamp
 from fxamp import ir
-from fxamp.converted import engine_of
+from fxamp.engine import engine_of
 from fxamp.errors import InvariantError
 from fxamp.passes.pad import PadGemms
 from fxamp.passes.pad_advice import padding_advice

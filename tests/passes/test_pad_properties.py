@@ -15,7 +15,8 @@ import fxamp
 from fxamp import ir
 from fxamp.capture.inputs import flatten_call
 from fxamp.convert import build_variant
-from fxamp.converted import engine_of, plain_view
+from fxamp.engine import engine_of
+from fxamp.views import plain_view
 from tests.passes.pad_models import Attention, Head, Unet, check, numbers, smoothed, whole_numbers, words
 
 SIZES = st.integers(1, 130)

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
 import fxamp
-from fxamp.converted import engine_of
+from fxamp.engine import engine_of
 
 LOW = torch.bfloat16
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -1,0 +1,360 @@
+"""What runs a converted model: its rewritten graphs, and which of them a call takes.
+
+A graph is made for one call structure and for the Python state it read; the engine finds the one that holds, or has
+one made, and falls back to Dynamo where a graph cannot hold the model. Copies of a model share one engine.
+"""
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fxamp.capture.captured import Captured
+from fxamp.capture.inputs import flatten_call
+from fxamp.capture.reads import Place
+from fxamp.capture.state import Cell, StateCheck, flag_cell
+from fxamp.codegen import CompiledForward
+from fxamp.errors import CaptureError
+from fxamp.ir import BLOCK_PATH, ENGINE
+from fxamp.structure import Structure
+from fxamp.views import plain_tree
+
+log = logging.getLogger("fxamp")
+
+
+@dataclasses.dataclass
+class Variant:
+    """One rewritten graph of a model, and when it may run.
+
+    Attributes:
+        captured: where the graph came from; its graph is the rewritten one.
+        before: text of the captured graph, as code.
+        compiled: the rewritten graph as a function.
+        total_nodes: of the captured graph, before any pass.
+        where: the block of the model it is for, "" for the model itself.
+        is_preview: made without example inputs, from assumed types: never run, only shown.
+        again: the graph as it was captured, rewritten under other options; None where the model can be captured
+            again instead.
+    """
+
+    captured: Captured
+    before: str
+    compiled: CompiledForward
+    total_nodes: int
+    is_preview: bool = False
+    where: str = ""
+    again: Callable[[Any], "Variant"] | None = dataclasses.field(default=None, repr=False, compare=False)
+    checks: "weakref.WeakKeyDictionary[nn.Module, StateCheck]" = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary, repr=False
+    )
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.captured.graph
+
+    def holds(self, module: nn.Module, inputs: list[Any]) -> bool:
+        """Whether the graph is what the model's forward would do now. Dynamo and torch.jit.trace come through here."""
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            plain = [cell for cell in self.captured.state if cell.is_plain]
+            return self.fits(module, inputs) and all(_attribute(module, cell) == cell.frozen[1] for cell in plain)
+        return self._is_for(inputs) and self._state(module).holds()
+
+    def fits(self, module: nn.Module, inputs: list[Any]) -> bool:
+        """Whether it was made for such inputs and these modes, whatever other Python state the model has."""
+        return self._is_for(inputs) and all(_training(module, path) is flag for path, flag in self.captured.training)
+
+    def _is_for(self, inputs: list[Any]) -> bool:
+        example = self.captured.example
+        if self.captured.decisions and example is not None and list(map(_shape, inputs)) != list(map(_shape, example)):
+            return False
+        return self.captured.grad_mode in (None, torch.is_grad_enabled())
+
+    def _state(self, module: nn.Module) -> StateCheck:
+        check = self.checks.get(module)
+        if check is None:
+            flags = (flag_cell(path, flag) for path, flag in self.captured.training)
+            check = self.checks[module] = StateCheck(module, (*flags, *self.captured.state))
+        return check
+
+    def changed_state(self, module: nn.Module) -> list[Cell]:
+        """What holds something else than when the graph was made."""
+        return self._state(module).changed()
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else value
+
+
+def _training(module: nn.Module, path: str) -> bool:
+    if path:
+        for name in path.split("."):
+            module = module._modules[name]  # type: ignore[assignment]
+    return bool(module.training)
+
+
+def _attribute(module: nn.Module, cell: Cell) -> Any:
+    for name in cell.path.split(".") if cell.path else ():
+        module = module._modules[name]  # type: ignore[assignment]
+    return getattr(module, cell.name, None)
+
+
+Build = Callable[..., Variant]  # see fxamp.convert.build_variant
+
+
+@dataclasses.dataclass(frozen=True)
+class Workshop:
+    """What an engine has done for it by those who know the passes; module-level functions, so that it pickles.
+
+    Attributes:
+        build: makes a variant for (plain model, spec, inputs, options).
+        announce: tells of a model's new graphs.
+        keep_weights: lets a variant keep its low weights from call to call.
+    """
+
+    build: Build
+    announce: Callable[[nn.Module], None]
+    keep_weights: Callable[[Variant, nn.Module], None]
+
+
+class Engine:
+    """The rewritten forwards of one model; copies of the model share it.
+
+    Args:
+        options: what convert() was asked for; must pickle.
+        workshop: builds variants.
+        dynamo: the same forward through Dynamo, for calls that symbolic capture cannot follow.
+        is_frozen: whether low weights are kept from call to call.
+    """
+
+    # A model that decides on shapes gets a graph for each; past this many the sizes are not worth a graph each.
+    max_variants = 16
+    # Graphs that differ in Python state alone, and changes of one piece of it that pass without a warning.
+    most_changes = 4
+
+    def __init__(
+        self,
+        options: Any,
+        workshop: Workshop,
+        dynamo: Any = None,
+        is_frozen: bool = False,
+    ) -> None:
+        self.options = options
+        self.workshop = workshop
+        self.dynamo = dynamo
+        self.blocks: dict[str, Engine] = {}  # boundaries inside this model, by path
+        self.is_boundary = False
+        self.paths: tuple[str, ...] = ()  # of a boundary and those equal to it, in the model they belong to
+        self.announced = -1  # so that a call which made no graph is told of too
+        self.fallbacks: dict[str, None] = {}
+        self.unfollowable: dict[Any, CaptureError] = {}
+        self.is_frozen = is_frozen
+        self.live: frozenset[Place] = frozenset()  # numbers of modules that have changed between calls
+        self.changes: collections.Counter[str] = collections.Counter()
+        self.variants: dict[Any, list[Variant]] = {}
+        self.previews: list[Variant] = []
+        self.structures: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDictionary()
+        self.fingerprint: Any = None
+
+    def __reduce__(self) -> Any:
+        boundaries = {"blocks": self.blocks, "is_boundary": self.is_boundary, "paths": self.paths}
+        return Engine, (self.options, self.workshop, self.dynamo, self.is_frozen), boundaries
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Engine":
+        return self  # graphs read everything by path, so copies of the model can share them
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.options.capture == "dynamo":
+            return self._call_dynamo(module, args, kwargs)
+        if not torch.compiler.is_compiling():
+            structure = self.structures.get(module)
+            if structure is None or not structure.holds():
+                return self._recheck(module)(module, args, kwargs)
+        try:
+            key, inputs = _key(args, kwargs)
+            for variant in self.variants.get(key, ()):
+                if variant.holds(module, inputs):
+                    break
+            else:
+                variant = self.capture(module, args, kwargs)
+                self.tell(module)
+        except CaptureError as error:
+            self.fall_back(module, error)
+            return self._call_dynamo(module, args, kwargs)
+        if not self.blocks:
+            return _run(variant, module, inputs)
+        result = _run(variant, module, inputs)
+        self.tell(module)  # of graphs that the blocks have made
+        return result
+
+    def _recheck(self, module: nn.Module) -> "Engine":
+        """The engine for a model that is new here, or whose modules or hooks have changed: itself, or a fresh one."""
+        engine, structure = self, Structure(module)
+        if self.fingerprint is not None and structure.fingerprint != self.fingerprint:
+            log.info("%s has changed since it was captured: it is captured again", type(module).__qualname__)
+            engine = Engine(self.options, self.workshop, copy.deepcopy(self.dynamo), self.is_frozen)
+            engine.blocks, engine.is_boundary, engine.paths = self.blocks, self.is_boundary, self.paths
+            module.__dict__[ENGINE] = engine
+        engine.fingerprint = structure.fingerprint
+        engine.structures[module] = structure
+        return engine
+
+    def current(self, module: nn.Module) -> "Engine":
+        """The engine of the model as it is now: a fresh one where it has changed since its graphs were made."""
+        structure = self.structures.get(module)
+        return self if structure is None or structure.holds() else self._recheck(module)
+
+    def fall_back(self, module: nn.Module, reason: CaptureError) -> None:
+        """Leave calls that symbolic capture cannot follow to Dynamo, saying why the first time.
+
+        Raises:
+            CaptureError: the reason, where the user asked for symbolic capture, or for O2 or O3.
+        """
+        if self.options.capture == "symbolic" or self.options.opt_level != "O1":
+            raise reason
+        text = str(reason)
+        if text not in self.fallbacks:
+            level = logging.DEBUG if self.fallbacks else logging.INFO
+            name = type(module).__qualname__
+            instead = "runs as written around its blocks" if self.blocks else "captured by Dynamo"
+            log.log(level, "%s: %s, because symbolic capture cannot follow it: %s", name, instead, text)
+            self.fallbacks[text] = None
+
+    def _call_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base: Any = type(module)._fxamp_base  # type: ignore[attr-defined]
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            with _without_autocast():
+                return self.dynamo(base, module, args, kwargs)
+        result = self.dynamo(base, module, args, kwargs)
+        self.tell(module)
+        return result
+
+    def tell(self, module: nn.Module) -> None:
+        """Announce graphs that are new since the last time."""
+        count = sum(not variant.is_preview for variant in self.graphs())
+        if not count and torch._C._len_torch_dispatch_stack():
+            return  # Dynamo steps aside for the mode; the next call may make graphs
+        if count != self.announced and not self.is_boundary and not torch.compiler.is_compiling():
+            self.announced = count
+            if not count:
+                self.previews.clear()  # Dynamo gave up, whatever the preview promised
+            self.workshop.announce(module)
+
+    def capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        """Make, or find, the variant for one call; nothing is run on the real inputs."""
+        key, inputs = _key(args, kwargs)
+        known = self.variants.setdefault(key, [])
+        for variant in known:
+            if variant.holds(module, inputs):
+                return variant
+        if key in self.unfollowable:
+            raise self.unfollowable[key]
+        self._follow_changes(module, [variant for variant in known if variant.fits(module, inputs)], known)
+        if sum(map(len, self.variants.values())) >= self.max_variants:
+            raise CaptureError(
+                f"{type(module).__qualname__} asked for more than {self.max_variants} graphs: its forward decides on "
+                "sizes or arguments that differ at every call. Pad the inputs to a few sizes, or use capture='dynamo'."
+            )
+        spec, inputs = flatten_call(args, kwargs)
+        if self.fingerprint is None:
+            self.fingerprint = Structure(module).fingerprint
+        try:
+            with _disable_current_modes():  # torch.export calls a model under modes of its own
+                variant = self.workshop.build(plain_tree(module), spec, inputs, self.options, self.live)
+        except CaptureError as error:
+            self.unfollowable[key] = error
+            raise
+        if self.is_frozen:
+            self.workshop.keep_weights(variant, module)
+        if self.is_boundary:
+            mark_block(variant, self.paths)
+        known.append(variant)
+        self.previews.clear()
+        return variant
+
+    def _follow_changes(self, module: nn.Module, stale: list[Variant], known: list[Variant]) -> None:
+        """Python state that a graph was made with has changed: see that the next graph lasts longer.
+
+        A number becomes a value that is read at each call. A few graphs are kept for other state, which may come
+        back; the oldest makes room.
+        """
+        for variant in stale[-1:]:  # the newest graph tells what has changed since
+            changed = variant.changed_state(module)
+            places = {(cell.path or "", cell.name) for cell in changed if cell.is_number} - self.live
+            if places and len(places) == len(changed):
+                known.remove(variant)  # the next graph is for every value
+            self.live |= places
+            self.changes.update(cell.title for cell in changed if (cell.path or "", cell.name) not in places)
+        name = type(module).__qualname__
+        for title, count in self.changes.items():
+            if count > self.most_changes and title not in self.fallbacks:
+                self.fallbacks[title] = None
+                log.warning(
+                    "%s of %s has changed %d times between calls, and each time the model is captured again. Pass "
+                    "it to forward as an argument, or keep it in a buffer.",
+                    title,
+                    name,
+                    count,
+                )
+        if len(stale) > self.most_changes:
+            known.remove(next(variant for variant in stale if variant in known))
+
+    def freeze(self, module: nn.Module) -> None:
+        """Keep the low weights from call to call while gradients are off, in these graphs and in later ones."""
+        self.is_frozen = True
+        for path, inner in self.blocks.items():
+            inner.freeze(module.get_submodule(path))
+        for variant in [variant for known in self.variants.values() for variant in known] or self.previews:
+            self.workshop.keep_weights(variant, module)
+
+    def all_variants(self) -> list[Variant]:
+        """Every graph there is: those that run, or the preview before the first call."""
+        own = [variant for known in self.variants.values() for variant in known]
+        return [*own, *(self.dynamo.variants if self.dynamo else ())] or self.previews
+
+    def graphs(self) -> list[Variant]:
+        """These, and those of the blocks that are converted by themselves; one of equal blocks stands for all."""
+        inner = {id(engine): engine for engine in self.blocks.values()}
+        return [*self.all_variants(), *(variant for engine in inner.values() for variant in engine.graphs())]
+
+
+def mark_block(variant: Variant, paths: tuple[str, ...]) -> None:
+    """Note on a graph, and on its nodes, which block of the model it is for."""
+    variant.where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} like it"
+    for node in variant.graph.nodes:
+        node.meta[BLOCK_PATH] = paths[0]
+
+
+def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """What distinguishes calls that need different graphs, and the graph's inputs."""
+    if not kwargs and all(isinstance(value, torch.Tensor) for value in args):
+        return tuple((value.dtype, value.dim()) for value in args), list(args)
+    spec, inputs = flatten_call(args, kwargs)
+    return spec, inputs
+
+
+def _run(variant: Variant, module: nn.Module, inputs: list[Any]) -> Any:
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        with _without_autocast():
+            return variant.compiled.run(module, *inputs)
+    return variant.compiled.run(module, *inputs)
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """A converted model inside an autocast region makes its own casts, and only those."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+def engine_of(model: Any) -> Engine | None:
+    """The engine of a converted model, None for any other object."""
+    found = getattr(model, "__dict__", {}).get(ENGINE)
+    return found if isinstance(found, Engine) else None

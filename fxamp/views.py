@@ -1,0 +1,64 @@
+"""A converted model without its engine: an instance of the user's own class on the same state."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from fxamp.capture.leaves import is_boundary
+from fxamp.ir import ENGINE
+
+
+def plain_view(model: nn.Module) -> nn.Module:
+    """The model without its engine: an instance of the user's own class on the same state."""
+    base = getattr(type(model), "_fxamp_base", type(model))
+    plain = object.__new__(base)
+    plain.__dict__.update(own_state(model))
+    if plain.__dict__.pop(ENGINE, None) is not None:
+        plain.__dict__.pop("forward", None)  # set since (Accelerate does): it wraps the converted forward
+    return plain  # type: ignore[no-any-return]
+
+
+def plain_tree(model: nn.Module) -> nn.Module:
+    """The plain view of a model and of every converted model inside it, on the same state."""
+    views: dict[int, nn.Module] = {}
+
+    def view(module: nn.Module) -> nn.Module:
+        if id(module) not in views:
+            views[id(module)] = plain = plain_view(module)
+            for name, child in module._modules.items():
+                if child is not None and not is_boundary(child) and nested(child, itself=True):
+                    plain._modules[name] = view(child)
+        return views[id(module)]
+
+    return view(model)
+
+
+def nested(model: nn.Module, itself: bool = False) -> list[str]:
+    """Paths of the converted models inside a model, but for its boundaries and what they hold."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    borders = tuple(f"{path}." for path, module in modules.items() if path and is_boundary(module))
+    inside = [path for path, module in modules.items() if ENGINE in module.__dict__ and (path or itself)]
+    return [path for path in inside if not f"{path}.".startswith(borders)]
+
+
+@contextlib.contextmanager
+def plain_inside(model: nn.Module, paths: list[str]) -> Iterator[None]:
+    """The converted models at `paths` run their plain forwards: what is around them converts those."""
+    inner = {id(module): module for module in map(model.get_submodule, paths)}
+    engines = [(module, module.__dict__.pop(ENGINE)) for module in inner.values() if ENGINE in module.__dict__]
+    try:
+        yield
+    finally:
+        for module, engine in engines:
+            module.__dict__[ENGINE] = engine
+
+
+def own_state(model: nn.Module) -> dict[str, Any]:
+    """A copy of `__dict__`: own children and hooks, the same parameters and buffers."""
+    state = dict(model.__dict__)
+    for name, value in state.items():
+        if name not in ("_parameters", "_buffers") and isinstance(value, dict) and name.startswith("_"):
+            state[name] = value.copy()
+    return state
