@@ -10,15 +10,19 @@ weights, same batches. The exit code is 1 where one of the claims under the tabl
 
 import argparse
 import contextlib
+import dataclasses
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from fxamp.counting import results
 from fxamp.demo.jobs import Job, Runner, task_of
-from fxamp.demo.loop import COUNT_FROM, FP32, MIXED, Mode
+from fxamp.demo.loop import COUNT_FROM, FP32, MIXED, Mode, Result
 from fxamp.demo.table import LEGEND, Claim, claims, median_of, table
 from fxamp.demo.tasks import TASKS
 from fxamp.errors import FxampError, OptionError
@@ -52,15 +56,22 @@ def run(chosen: argparse.Namespace) -> int:
     workers = chosen.workers or _workers(device)
     print(f"torch {torch.__version__}, {_name(device)}; runs at a time: {workers}")
     start, found = time.perf_counter(), []
+    runs: dict[str, list[Result]] = {}
     for name in chosen.tasks:
-        found += compare(name, chosen.steps, str(device), workers, chosen.out / name)
+        trained, claimed = compare(name, chosen.steps, str(device), workers, chosen.out / name)
+        runs[task_of(name, chosen.steps, str(device)).title] = trained
+        found += claimed
     print(f"{LEGEND}\n\n{sum(claim.holds for claim in found)} of {len(found)} claims hold; ", end="")
     print(f"{time.perf_counter() - start:.0f} s in all.")
     print(f"The graphs, before and after, with the reason of every node: {chosen.out}")
+    if chosen.save:
+        data = {title: [facts(result) for result in trained] for title, trained in runs.items()}
+        typed = sys.argv[sys.argv.index("demo") + 1 :] if "demo" in sys.argv else []
+        results.save(results.make("tools/train", typed, data, time.perf_counter() - start, device.type), chosen.save)
     return 0 if all(claim.holds for claim in found) else 1
 
 
-def compare(name: str, steps: int | None, device: str, workers: int, folder: Path) -> list[Claim]:
+def compare(name: str, steps: int | None, device: str, workers: int, folder: Path) -> tuple[list[Result], list[Claim]]:
     """Train one task in every mode, print its table and its claims, dump fxamp's graphs below `folder`."""
     task = task_of(name, steps, device)
     print(f"\n{task.title}", flush=True)
@@ -75,7 +86,12 @@ def compare(name: str, steps: int | None, device: str, workers: int, folder: Pat
     found = claims(fp32, mixed)
     print(f"\n{table([*fp32, *mixed])}\n")
     print(*found, sep="\n", end="\n\n", flush=True)
-    return found
+    return [*fp32, *mixed], found
+
+
+def facts(result: Result) -> dict[str, Any]:
+    """A run as JSON can hold it."""
+    return {**dataclasses.asdict(result), "mode": result.mode.name}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--workers", type=int, help="runs at a time; default: 2 on a CPU of two cores, else 1")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the graphs' dumps")
+    results.add_save(parser, "train")
 
 
 def _device(name: str | None) -> torch.device:

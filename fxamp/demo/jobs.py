@@ -74,20 +74,24 @@ class Runner:
             self.pool.shutdown(cancel_futures=True)
         self.bar.close()
 
-    def run(self, what: str, jobs: Sequence[Job]) -> list[Result]:
+    def run(self, what: str, jobs: Sequence[Any]) -> list[Any]:
         """Their results, in their order."""
+        results = dict(self.each(what, jobs))
+        return [results[job] for job in jobs]
+
+    def each(self, what: str, jobs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        """Every job with its result, as they end; a job is a value with `run(on_step)`."""
         self.bar.set_description(what)
         if self.pool is None:
-            return [job.run(self.bar.update) for job in jobs]
-        return list(self._together(self.pool, jobs))
+            return ((job, job.run(self.bar.update)) for job in jobs)
+        return self._together(self.pool, jobs)
 
-    def _together(self, pool: concurrent.futures.Executor, jobs: Sequence[Job]) -> Iterator[Result]:
-        waiting = futures = [pool.submit(_run, job) for job in jobs]
+    def _together(self, pool: concurrent.futures.Executor, jobs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        waiting = {pool.submit(_run, job): job for job in jobs}
         while waiting:
-            _, still = concurrent.futures.wait(waiting, POLL_SECONDS, concurrent.futures.FIRST_EXCEPTION)
-            waiting = list(still)
+            ended, _ = concurrent.futures.wait(waiting, POLL_SECONDS, concurrent.futures.FIRST_COMPLETED)
             self.bar.update(self.done.value - self.bar.n)
-        return (future.result() for future in futures)
+            yield from ((waiting.pop(future), future.result()) for future in ended)
 
 
 _steps_done: Any = None
@@ -100,7 +104,7 @@ def _start(steps_done: Any) -> None:
     torch.set_num_threads(1)
 
 
-def _run(job: Job) -> Result:
+def _run(job: Any) -> Any:
     return job.run(_count)
 
 

@@ -4,18 +4,18 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import nn
 
 from fxamp.convert import convert
 from fxamp.counting.counts import Counter
-from fxamp.demo.tasks import Task
+from fxamp.demo.tasks import Task, Values, parts, take
 from fxamp.review.report import report
+from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
 
 COUNT_EVERY, COUNT_FROM = 50, 1
@@ -30,16 +30,23 @@ TEST_BATCH = 256
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How a model is trained: by which engine ("autocast", "fxamp" or none), and in which dtype its GEMMs run."""
+    """How a model is trained: by which engine ("autocast", "fxamp" or none), and in which dtype its GEMMs run.
+
+    `level` and `opt_level` are those of `fxamp.convert`.
+    """
 
     engine: str
     dtype: torch.dtype
+    level: str = "balanced"
+    opt_level: str = "O1"
 
     @property
     def name(self) -> str:
-        """mode.name == "fxamp fp16"."""
+        """mode.name == "fxamp fp16"; what is not as `fxamp.convert` has it by itself is named too."""
         short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
-        return f"{self.engine} {short}".strip()
+        level = self.level if self.level != "balanced" else ""
+        opt_level = self.opt_level if self.opt_level != "O1" else ""
+        return " ".join(filter(None, (self.engine, opt_level, level, short)))
 
 
 FP32 = Mode("", torch.float32)
@@ -52,7 +59,8 @@ class Result:
 
     Attributes:
         loss: mean training loss of the last tenth of the steps.
-        held_out_loss, accuracy: over the whole held-out set, in the precision that trained.
+        held_out_loss, accuracy: over the whole held-out set, in the precision that trained; where the task has another
+            metric than accuracy, that.
         low, nodes: of the graph that trained; None where there is none.
         casts: calls that convert one floating dtype to another, in a step (forward, loss, backward).
         tensors_cast: tensors that they convert; a bucket of weights is one call.
@@ -81,26 +89,27 @@ class Run:
     The seed decides the first weights and the batches; they are the same in every mode.
     """
 
+    count_every = COUNT_EVERY
+
     def __init__(self, task: Task, mode: Mode, seed: int) -> None:
         torch.manual_seed(seed)
         self.task, self.mode, self.seed = task, mode, seed
-        self.model = task.model().to(task.device)
-        if mode.engine == "fxamp":
-            inputs, _ = next(task.batches(seed))
-            self.model = convert(self.model, mode.dtype, example_inputs=(inputs,))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=task.learning_rate, weight_decay=WEIGHT_DECAY)
+        self.model = self.prepared(task.model(), next(task.batches(seed))[0])
+        self.optimizer = self.optimizer_of(self.model)
+        self.models, self.optimizers = [self.model], [self.optimizer]
         self.scaler = scaler_of(mode, task.device)
         self.counts: list[Counter] = []
+        self.losses: list[float] = []
         self.skipped = 0
 
     def __call__(self, on_step: Callable[[], Any] = lambda: None) -> Result:
         """Train, then test. `on_step` is called after every step."""
         start = time.perf_counter()
-        losses, times = [], []
+        losses, times = self.losses, []
         for number, batch in enumerate(self.task.batches(self.seed)):
             self.set_rate(number)
             began = time.perf_counter()
-            if number % COUNT_EVERY == COUNT_FROM:
+            if number % self.count_every == COUNT_FROM:
                 losses.append(self.counted_step(*batch))
             else:
                 losses.append(self.step(*batch))
@@ -123,25 +132,42 @@ class Run:
             seconds=time.perf_counter() - start,
         )
 
-    def step(self, inputs: Tensor, targets: Tensor) -> float:
+    def prepared(self, model: nn.Module, inputs: Values) -> nn.Module:
+        """The model on its device, converted where the engine is fxamp."""
+        model = model.to(self.task.device)
+        if self.mode.engine != "fxamp":
+            return model
+        level, opt_level = self.mode.level, self.mode.opt_level
+        return convert(model, self.mode.dtype, example_inputs=parts(inputs), level=level, opt_level=opt_level)
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        """AdamW; with master weights where the parameters are low."""
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.task.learning_rate, weight_decay=WEIGHT_DECAY)
+        return MasterWeightOptimizer(optimizer) if self.mode.opt_level == "O2" else optimizer
+
+    def step(self, inputs: Values, targets: Values) -> float:
         """One step of training; returns its loss."""
         self.model.train()
         self.optimizer.zero_grad()
         with self.precision():
-            loss = loss_of(self.model(inputs), targets)
+            loss = self.task.loss(self.model(*parts(inputs)), targets)
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self.scaler.step(self.optimizer)
+        self.update_scale()
+        return loss.item()
+
+    def update_scale(self) -> None:
+        """The scaler's end of a step, and whether it skipped that."""
         scale = self.scaler.get_scale()
         self.scaler.update()
         self.skipped += self.scaler.get_scale() < scale
-        return loss.item()
 
     def set_rate(self, number: int) -> None:
         """The learning rate of a step; by its number, so that a skipped step moves nothing."""
-        for group in self.optimizer.param_groups:
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = self.task.learning_rate * rate(number / self.task.steps)
 
-    def counted_step(self, inputs: Tensor, targets: Tensor) -> float:
+    def counted_step(self, inputs: Values, targets: Values) -> float:
         """The same step, its casts counted; the optimizer makes none."""
         # Autograd in this thread: a thread of its own could still hold the counter when the interpreter ends.
         with Counter() as counter, torch.autograd.set_multithreading_enabled(False):
@@ -150,17 +176,17 @@ class Run:
         return loss
 
     @torch.no_grad()
-    def test(self, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
-        """Mean loss, and share of right answers."""
+    def test(self, inputs: Values, targets: Values) -> tuple[float, float]:
+        """Mean loss, and the metric."""
         self.model.eval()
-        loss, right = 0.0, 0
-        for start in range(0, len(inputs), TEST_BATCH):
-            answers = targets[start : start + TEST_BATCH]
+        loss, outputs, examples = 0.0, [], len(parts(targets)[0])
+        for start in range(0, examples, TEST_BATCH):
+            some = slice(start, min(start + TEST_BATCH, examples))
             with self.precision():
-                logits = self.model(inputs[start : start + TEST_BATCH])
-                loss += loss_of(logits, answers).item() * answers.numel()
-            right += int((logits.argmax(-1) == answers).sum())
-        return loss / targets.numel(), right / targets.numel()
+                found = self.model(*parts(take(inputs, some)))
+                loss += self.task.loss(found, take(targets, some)).item() * (some.stop - some.start)
+            outputs.append(found)
+        return loss / examples, self.task.metric(joined(outputs), targets)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast region, for the engine that needs one."""
@@ -182,9 +208,11 @@ def scaler_of(mode: Mode, device: torch.device) -> torch.amp.GradScaler:
     return scaler(device=device.type, enabled=mode.dtype == torch.float16)
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy over all answers."""
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+def joined(outputs: Sequence[Any]) -> Any:
+    """The outputs of several batches as those of one."""
+    if isinstance(outputs[0], tuple):
+        return tuple(torch.cat(part) for part in zip(*outputs, strict=True))
+    return torch.cat(list(outputs))
 
 
 def rate(progress: float) -> float:

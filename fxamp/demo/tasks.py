@@ -1,4 +1,4 @@
-"""The two tasks of the demo: real data, a small model each, and the batches that a seed stands for."""
+"""What a task is, and the two of the demo: real data, a small model each, and the batches that a seed stands for."""
 
 import dataclasses
 import importlib
@@ -13,14 +13,33 @@ from torch.nn import functional as F
 
 from fxamp.errors import FxampError
 
-Batch = tuple[Tensor, Tensor]
+Values = Tensor | tuple[Tensor, ...]
+"""Inputs or targets; the first dimension of each tensor counts the examples."""
+Batch = tuple[Any, Any]
+"""Inputs and targets, each of them `Values`."""
 SPLIT_SEED = 1797
 """Which scans are held out; the same for every run, whatever its own seed."""
 
 
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all answers."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def accuracy(logits: Tensor, targets: Tensor) -> float:
+    """Share of right answers."""
+    return int((logits.argmax(-1) == targets).sum()) / targets.numel()
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One thing to learn. `batches(seed)` yields `steps` batches, the same for the same seed."""
+    """One thing to learn.
+
+    Attributes:
+        batches: of a seed: yields `steps` batches, the same for the same seed.
+        loss: of the model's outputs and the targets.
+        metric: the same, over the whole held-out set.
+    """
 
     name: str
     title: str
@@ -29,11 +48,36 @@ class Task:
     held_out: Batch
     steps: int
     learning_rate: float
+    loss: Callable[[Any, Any], Tensor] = cross_entropy
+    metric: Callable[[Any, Any], float] = accuracy
 
     @property
     def device(self) -> torch.device:
         """Where the data is."""
-        return self.held_out[0].device
+        return parts(self.held_out[0])[0].device
+
+
+def parts(values: Values) -> tuple[Tensor, ...]:
+    """The tensors, also of a single one."""
+    return values if isinstance(values, tuple) else (values,)
+
+
+def take(values: Values, rows: Tensor | slice) -> Any:
+    """These examples only."""
+    return tuple(part[rows] for part in values) if isinstance(values, tuple) else values[rows]
+
+
+def draw(inputs: Values, targets: Values, steps: int, batch: int) -> Callable[[int], Iterator[Batch]]:
+    """`batches` of a task that draws its examples at random, with repetition."""
+    first = parts(inputs)[0]
+
+    def batches(seed: int) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(steps):
+            rows = torch.randint(len(first), (batch,), generator=generator).to(first.device)
+            yield take(inputs, rows), take(targets, rows)
+
+    return batches
 
 
 def load(module: str) -> Any:
@@ -81,28 +125,26 @@ def conv_block(channels: int, filters: int) -> tuple[nn.Module, ...]:
 
 def digits(device: torch.device, steps: int = 400, batch: int = 64) -> Task:
     """scikit-learn's digits: 1,797 scans of handwritten digits, a third of them held out."""
+    learnt, tested = scans_of_digits(device)
+    return Task(
+        name="digits",
+        title=f"digits: conv net with batch norm; {len(learnt[1])} scans to learn, {len(tested[1])} held out",
+        model=DigitsNet,
+        batches=draw(*in_nine_places(*learnt), steps, batch),
+        held_out=in_nine_places(*tested),
+        steps=steps,
+        learning_rate=1e-3,
+    )
+
+
+def scans_of_digits(device: torch.device) -> tuple[Batch, Batch]:
+    """scikit-learn's digits, to learn and held out: scans of 1 x 8 x 8 (0 is paper, 1 is ink) with their labels."""
     data = load("sklearn.datasets").load_digits()
     scans = torch.from_numpy(data.images).float().div(INK).unsqueeze(1).to(device)
     labels = torch.from_numpy(data.target).to(device)
     order = torch.randperm(len(scans), generator=torch.Generator().manual_seed(SPLIT_SEED)).to(device)
     learnt, tested = order[len(order) // 3 :], order[: len(order) // 3]
-    inputs, targets = in_nine_places(scans[learnt], labels[learnt])
-
-    def batches(seed: int) -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(steps):
-            rows = torch.randint(len(inputs), (batch,), generator=generator).to(device)
-            yield inputs[rows], targets[rows]
-
-    return Task(
-        name="digits",
-        title=f"digits: conv net with batch norm; {len(learnt)} scans to learn, {len(tested)} held out",
-        model=DigitsNet,
-        batches=batches,
-        held_out=in_nine_places(scans[tested], labels[tested]),
-        steps=steps,
-        learning_rate=1e-3,
-    )
+    return (scans[learnt], labels[learnt]), (scans[tested], labels[tested])
 
 
 def in_nine_places(scans: Tensor, labels: Tensor) -> Batch:
@@ -156,15 +198,17 @@ class Block(nn.Module):
 
 
 class CharacterModel(nn.Module):
-    """A causal transformer over characters; gives the logits of each next one."""
+    """A causal transformer over characters, or other symbols; gives the logits of each next one."""
 
-    def __init__(self, context: int, width: int = 48, heads: int = 3, depth: int = 2) -> None:
+    def __init__(
+        self, context: int, width: int = 48, heads: int = 3, depth: int = 2, symbols: int = len(CHARACTERS) + 1
+    ) -> None:
         super().__init__()
-        self.characters = nn.Embedding(len(CHARACTERS) + 1, width)
+        self.characters = nn.Embedding(symbols, width)
         self.positions = nn.Parameter(torch.randn(context, width) * 0.02)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, len(CHARACTERS) + 1)
+        self.head = nn.Linear(width, symbols)
         nn.init.normal_(self.characters.weight, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:

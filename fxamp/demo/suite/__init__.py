@@ -1,0 +1,79 @@
+"""The accuracy suite: twelve small tasks, each trained in fp32, with torch.autocast and with fxamp, three seeds each.
+
+    tools/accuracy                               # all of it; what is in docs/accuracy.json is not run again
+    tools/accuracy --only detection flow         # some tasks
+    tools/accuracy --modes fp32 "O1 strict fp16" --seeds 1 2
+    tools/accuracy --device cuda                 # the same, with TF32; docs/accuracy-cuda.json
+    tools/accuracy --tables                      # run nothing, write the tables and the plot again
+
+The claim of each row of fxamp: the mean of its metric over the seeds lies between the worst and the best of fp32's
+seeds. The exit code is 1 where one does not hold, or a run failed.
+"""
+
+import argparse
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fxamp.demo.jobs import Runner
+from fxamp.demo.suite.modes import MODES, modes_of
+from fxamp.demo.suite.plot import plot
+from fxamp.demo.suite.records import Store, SuiteJob, facts_of, task_of
+from fxamp.demo.suite.table import page, verdicts
+from fxamp.demo.suite.tasks import TASKS
+
+SEEDS = (1, 2, 3)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is missing, write the page and the plot; returns 0 where every claim holds, else 1."""
+    chosen = _parser().parse_args(arguments)
+    device = torch.device(chosen.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    base = chosen.out / ("accuracy" if device.type == "cpu" else f"accuracy-{device.type}")
+    store = Store(base.with_suffix(".json"), machine(device))
+    if not chosen.tables:
+        train(store, chosen, device)
+    base.with_suffix(".md").write_text(page(store, base.name))
+    plot(store, base.with_suffix(".png"))
+    found = verdicts(store)
+    print(page(store, base.name))
+    return 0 if all(verdict.holds for verdict in found) else 1
+
+
+def train(store: Store, chosen: argparse.Namespace, device: torch.device) -> None:
+    """Every run that the store does not have, one task after the other."""
+    for name in chosen.only:
+        task = task_of(name, chosen.steps, str(device))
+        store.tasks[name] = facts_of(task)
+        modes = [mode for mode in chosen.modes or modes_of(device)]
+        jobs = [SuiteJob(name, mode, seed, str(device), chosen.steps) for mode in modes for seed in chosen.seeds]
+        missing = [job for job in jobs if not store.has(job, task.steps)]
+        if missing:
+            with Runner(chosen.jobs, task.steps * len(missing)) as runner:
+                for _, record in runner.each(name, missing):
+                    store.add(record)
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What the numbers depend on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return {"torch": torch.__version__, "python": platform.python_version(), "device": f"{device.type} ({name})"}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tools/accuracy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK", help=", ".join(TASKS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, metavar="MODE", help=", ".join(MODES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, help="default: 1 2 3")
+    parser.add_argument("--steps", type=int, help="of each run; default: the task's own")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own; default: 1")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of json, md and png; default: docs")
+    parser.add_argument("--tables", action="store_true", help="run nothing, write md and png from the json")
+    return parser
