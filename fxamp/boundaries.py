@@ -24,6 +24,7 @@ from fxamp.structure import Structure
 from fxamp.views import own_state
 
 BLOCKS = "blocks"
+_OF_MODULE = frozenset(nn.Module().__dict__)
 
 
 class AsWritten:
@@ -169,18 +170,29 @@ def _converted(
 
 
 def _likeness(block: nn.Module) -> tuple[Any, ...]:
-    """Equal for blocks of one structure: classes, shapes, training and gradient flags, numbers and names."""
+    """Equal for blocks of one structure: classes, shapes, flags, numbers and names, and the same objects."""
     plain = [
         (path, name, type(value), value)
         for path, module in block.named_modules()
         for name, value in sorted(module.__dict__.items())
         if isinstance(value, (bool, int, float, str, torch.dtype))
     ]
+    others = [
+        (path, name, value if _is_plain_tuple(value) else id(value))
+        for path, module in block.named_modules()
+        for name, value in sorted(module.__dict__.items())
+        if name not in _OF_MODULE
+        and not isinstance(value, (bool, int, float, str, torch.dtype, torch.Tensor, type(None)))
+    ]
     shapes = [
         (name, tensor.shape, tensor.requires_grad)
         for name, tensor in (*block.named_parameters(), *block.named_buffers())
     ]
-    return type(block), Structure(block).fingerprint, tuple(plain), tuple(shapes)
+    return type(block), Structure(block).fingerprint, tuple(plain), tuple(others), tuple(shapes)
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    return type(value) in (tuple, torch.Size) and all(isinstance(each, (bool, int, float, str)) for each in value)
 
 
 def _inner_overrides(block: nn.Module, path: str, overrides: Mapping[str, Colour]) -> dict[str, Colour]:

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -248,7 +249,11 @@ class Engine:
             self.workshop.announce(module)
 
     def capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
-        """Make, or find, the variant for one call; nothing is run on the real inputs."""
+        """Make, or find, the variant for one call; nothing is run on the real inputs. One thread at a time."""
+        with _capturing:  # a trace patches torch's modules for its length
+            return self._capture(module, args, kwargs)
+
+    def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         key, inputs = _key(args, kwargs)
         known = self.variants.setdefault(key, [])
         for variant in known:
@@ -266,7 +271,8 @@ class Engine:
         if self.fingerprint is None:
             self.fingerprint = Structure(module).fingerprint
         try:
-            with _disable_current_modes():  # torch.export calls a model under modes of its own
+            # torch.export calls a model under modes of its own, and checkpoint under hooks that count what is saved.
+            with _disable_current_modes(), _no_saved_tensor_hooks():
                 variant = self.workshop.build(plain_tree(module), spec, inputs, self.options, self.live)
         except CaptureError as error:
             self.unfollowable[key] = error
@@ -330,6 +336,23 @@ def mark_block(variant: Variant, paths: tuple[str, ...]) -> None:
     variant.where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} like it"
     for node in variant.graph.nodes:
         node.meta[BLOCK_PATH] = paths[0]
+
+
+_capturing = threading.RLock()
+
+
+@contextlib.contextmanager
+def _no_saved_tensor_hooks() -> Iterator[None]:
+    """The user's hooks on saved tensors see the model's own tensors, and none of a capture."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:

@@ -8,10 +8,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
 
+from fxamp.errors import CaptureError
 from fxamp.ir import ENGINE
 
 UNKNOWN = object()
+
+# Modules that may write into their input and say so: `inplace=True`.
+_WRITERS = (nn.modules.dropout._DropoutNd,)
 
 _log = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -86,8 +91,16 @@ class Fakes:
         if path not in self._modules:
             state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             self._modules[path] = {name: self.of(value) for name, value in state.items()}
+        given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        before = [value._version for value in given]
         with _swapped(module, self._modules[path]), as_written(module):
-            return module.forward(*args, **kwargs)
+            result = module.forward(*args, **kwargs)
+        if [value._version for value in given] != before and not isinstance(module, _WRITERS):
+            raise CaptureError(
+                f"{path!r} stays whole (hooks on it, or boundaries=) and writes into an argument, which the graph "
+                "around it cannot see. Return the new value from it instead."
+            )
+        return result
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fxamp.dtypes import dtype_name, resolve_dtype
 from fxamp.engine import Engine, engine_of
@@ -65,6 +66,11 @@ def check_model(model: Any) -> None:
     if type(model).__name__ == "OptimizedModule":
         raise OptionError("model is compiled. Convert first and compile after: torch.compile(fxamp.convert(model)).")
     tensors = [*model.parameters(), *model.buffers()]
+    if any(map(is_lazy, tensors)):
+        raise OptionError(
+            f"{type(model).__qualname__} has lazy modules, whose parameters have no shape yet. Call it once, then "
+            "convert it."
+        )
     if engine_of(model) is None and not any(t.is_floating_point() for t in tensors):
         raise OptionError(f"{type(model).__qualname__} has no floating-point parameters: there is nothing to convert.")
     for kind in ("cuda", "cpu"):

@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+
+from fxamp.capture.locations import user_line
+from fxamp.errors import CaptureError
 
 
 class Creations(TorchFunctionMode):
@@ -24,7 +28,59 @@ class Creations(TorchFunctionMode):
             return self.tracer.create_proxy("call_function", func, args, kwargs)
         if recording and func in _RANDOM and not holds_proxy((args, kwargs)):
             return self.tracer.create_proxy("call_function", func, args, kwargs)
+        if recording and not holds_proxy((args, kwargs)) and holds_tensor((args, kwargs)):
+            return self._on_tensors(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _on_tensors(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call on tensors of the model's own, reached around `getattr`: in a loop over parameters, in a list.
+
+        Run now it would happen once, to the user's tensors, and its result would be frozen; so it becomes a node.
+        """
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            field = getattr(getattr(func, "__self__", None), "__name__", "")
+            if field in _VIEWS:
+                return self.tracer.create_proxy("call_function", getattr, (args[0], field), {})
+            if field in ("data", "grad"):
+                raise CaptureError(f"{user_line()}: forward reads .{field} of a tensor, which no graph holds")
+            return func(*args, **kwargs)
+        if name in _QUESTIONS:
+            return func(*args, **kwargs)
+        if name in _NUMBERS_OF:
+            raise CaptureError(
+                f"{user_line()}: Python reads the numbers of a tensor ({name}), which a graph would freeze"
+            )
+        if is_tensor_method_or_property(func):
+            return self.tracer.create_proxy("call_method", name, args, kwargs)
+        return self.tracer.create_proxy("call_function", func, args, kwargs)
+
+
+# Fields that are tensors; what is asked of a tensor besides its numbers; and what reads its numbers.
+_VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+_QUESTIONS = frozenset(
+    """size dim numel nelement ndimension stride storage_offset element_size is_contiguous is_floating_point is_complex
+    is_signed get_device type __len__ __repr__ __format__ __hash__ is_tensor data_ptr untyped_storage
+    __deepcopy__ __reduce_ex__ is_pinned is_shared is_set_to has_names is_inference is_conj is_neg is_same_size
+    is_storage result_type can_cast promote_types broadcast_shapes""".split()
+)
+_NUMBERS_OF = frozenset(
+    """item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __contains__ is_nonzero equal allclose
+    __array__""".split()
+)
+
+
+def holds_tensor(arguments: Any) -> bool:
+    """Whether a real tensor is among the arguments."""
+    found = False
+
+    def look(value: Any) -> Any:
+        nonlocal found
+        found = found or (isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor))
+        return value
+
+    fx.node.map_aggregate(arguments, look)
+    return found
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ _OPAQUE = (nn.AdaptiveLogSoftmaxWithLoss,)
 # Hooks that only compute a weight from parameters are traced with the forward they stand before.
 _TRACED_HOOKS = (WeightNorm,)
 
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -55,4 +55,4 @@ def recomputed_weights(module: nn.Module) -> list[str]:
 
 def hook_dictionaries(module: nn.Module) -> list[dict[int, object]]:
     """The module's hook dictionaries; hooks that are added later appear in them."""
-    return [module.__dict__[name] for name in _HOOKS if name in module.__dict__]
+    return [module.__dict__[name] for name in HOOKS if name in module.__dict__]

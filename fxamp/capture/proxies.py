@@ -32,6 +32,13 @@ def is_static(node: fx.Node) -> bool:
     return bool(given) and all(value.meta.get("static", False) for value in given)
 
 
+def asks_of_autograd(node: fx.Node) -> bool:
+    """Whether a value is a flag that sizes and dtypes do not decide: the next call may answer otherwise."""
+    if node.op == "call_function" and node.target is getattr:
+        return node.args[1] in ("requires_grad", "is_leaf", "grad_fn", "grad")
+    return node.op == "call_method" and node.target in ("is_contiguous", "stride", "is_pinned", "data_ptr")
+
+
 class ValueProxy(fx.Proxy):
     """A proxy that stays honest about in-place writes and about Python's questions."""
 
@@ -58,6 +65,22 @@ class ValueProxy(fx.Proxy):
     def __index__(self) -> int:
         return int(self.tracer.decide(self, "int"))  # type: ignore[attr-defined]
 
+    def __hash__(self) -> int:
+        """That of a number, a dtype or a device, so that sets and dictionaries know it; else the proxy's own."""
+        value = self.node.meta.get("val", UNKNOWN)
+        if isinstance(value, _HASHED):
+            return hash(self.tracer.decide(self, "hash"))  # type: ignore[attr-defined]
+        return id(self)
+
+    def __format__(self, how: str) -> str:
+        value = self.node.meta.get("val", UNKNOWN)
+        if isinstance(value, _HASHED):
+            return format(self.tracer.decide(self, "format"), how)  # type: ignore[attr-defined]
+        return str(super().__format__(how))
+
+    def __str__(self) -> str:
+        return self.__format__("")
+
     def __int__(self) -> int:
         return int(self.tracer.decide(self, "int"))  # type: ignore[attr-defined]
 
@@ -78,6 +101,9 @@ class ValueProxy(fx.Proxy):
             if isinstance(value, torch.Tensor)
             else AttributeProxy(self, "is_floating_point")()
         )
+
+
+_HASHED = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
 
 def _inplace_operator(name: str) -> Callable[[Any, Any], Any]:

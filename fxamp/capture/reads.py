@@ -1,6 +1,9 @@
 """Notes what a trace reads of Python's state; see state.py for what is done with it."""
 
+import collections
 import contextlib
+import functools
+import random
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +24,7 @@ from fxamp.capture.state import (
     SCALARS,
     Cell,
     Scope,
+    frozen,
     is_library,
     is_library_module,
     paths_of,
@@ -31,6 +35,11 @@ from fxamp.errors import CaptureError, OptionError
 # What nn.Module itself keeps in an instance; Structure looks after parameters, modules and hooks.
 _OWN = frozenset({*nn.Module().__dict__, "__dict__", "__class__", "_fxamp_engine"})
 _INHERITED = frozenset(dir(nn.Module)) - {"forward"}
+# Methods that are called without being named.
+_PROTOCOL = frozenset(
+    "__call__ __getattr__ __getitem__ __len__ __iter__ __contains__ __bool__ __float__ __int__".split()
+)
+
 Place = tuple[str, str]  # path of a module, and the name of an attribute
 
 
@@ -49,10 +58,14 @@ class Reads:
         self._is_paused = is_paused
         self._lift = lift
         self._found: dict[tuple[int, str], tuple[Any, Any]] = {}  # (id of owner, name) -> owner, value
-        self._registered: dict[Place, tuple[str, torch.Tensor | None]] = {}  # -> kind, value
+        self._registered: dict[tuple[int, str], tuple[nn.Module, str, torch.Tensor | None]] = {}  # -> kind, value
         self._lifted: set[Place] = set()
         self._functions: dict[int, types.FunctionType] = {}
         self._containers: list[tuple[Any, Any]] = []
+        self._caches: list[tuple[Any, str, Any]] = []
+        self._modules: set[int] = set()
+        self._held: dict[type, dict[str, Any]] = {}
+        self._generators: dict[int, tuple[Any, Any]] = {}
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -71,11 +84,15 @@ class Reads:
                 if name not in _OWN and not self._is_paused():
                     self._keep_registered(module, name)
                 raise
-            if name in _OWN or name in _INHERITED or self._is_paused():
+            if name == "training" and id(module) not in self._paths and not self._is_paused():
+                self._keep(module, name, value)  # a module outside of the model's tree
+            if name in _OWN or self._is_paused() or (name in _INHERITED and name not in module.__dict__):
                 return value
             return self._note(module, name, value)
 
         self._function(type(self._root).forward)
+        for module in self._root.modules():
+            self._class(module)
         nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
         try:
             yield
@@ -83,11 +100,15 @@ class Reads:
             self._check_hooks()
         finally:
             del nn.Module.__getattribute__
+            for owner, name, cached in self._caches:
+                _put(owner, name, cached)
+            written = self._written()
             for container, saved in self._containers:
                 _restore(container, saved)
-        if changed:
+        if written or changed:
+            what = f"sets {written}" if written else f"writes into {self._title_of(changed[0])}"
             raise CaptureError(
-                f"forward writes into {self._title_of(changed[0])}, and a graph holds no such writes. Return the "
+                f"forward {what}, and a graph holds no such writes. Return the "
                 "value instead, or write a buffer in place (self.buffer.copy_(value))."
             )
 
@@ -116,8 +137,7 @@ class Reads:
         Args:
             decided: places whose number Python's control flow used, though it is a value of the graph.
         """
-        codes = [code for function in self._functions.values() for code in codes_of(function.__code__)]
-        names = frozenset(name for code in codes for name in (*code.co_names, *_strings(code)))
+        names = self._names()
         scope = Scope(names, self._paths)
         found = []
         for (_, name), (owner, value) in self._found.items():
@@ -127,10 +147,46 @@ class Reads:
                 found.append(cell.with_frozen((type(value), LIFTED)))
             else:
                 found.append(cell.with_frozen(cell.standing_for(value, scope)))
-        for (path, name), (kind, value) in self._registered.items():
-            cell = Cell(name, (), path, None, f"self.{path}.{name}", names, kind)
+        ties = _ties(self._root)
+        for (_, name), (owner, kind, value) in self._registered.items():
+            path = self._paths.get(id(owner))
+            holder, title = (None if path is not None else owner), _title(owner, path, name)
+            cell = Cell(name, (), path, holder, title, names, kind, ties.get((path or "", name)))
             found.append(cell.with_frozen(cell.standing_for(value, scope)))
+        found += [
+            Cell(name, frozen(vars(kind)[name], scope), None, kind, f"{kind.__qualname__}.{name}", names)
+            for kind in self._classes()
+            for name in sorted(names & vars(kind).keys())
+        ]
+        found += [
+            Cell(name, frozen(value, scope), None, kind, f"{kind.__qualname__}.{name}", names)
+            for kind, held in self._held.items()
+            for name, value in held.items()
+            if name in names and issubclass(kind, nn.Module)
+        ]
         return tuple(found)
+
+    def _names(self) -> frozenset[str]:
+        """What the functions that may have run name: the model's, and methods that those name of the user's objects."""
+        while True:
+            count = len(self._functions)
+            codes = [code for function in self._functions.values() for code in codes_of(function.__code__)]
+            names = frozenset(name for code in codes for name in (*code.co_names, *_strings(code)))
+            for kind in self._classes():
+                for name in (names | _PROTOCOL) & vars(kind).keys():
+                    self._function(vars(kind)[name])
+            if len(self._functions) == count:
+                return names
+
+    def _classes(self) -> list[type]:
+        """User classes of what was read: namespaces themselves, or where objects have defaults and methods from."""
+        found: dict[type, None] = {}
+        for _, value in self._found.values():
+            for part in _walk(value):
+                kind = part if isinstance(part, type) else type(part)
+                if not issubclass(kind, (nn.Module, torch.Tensor, tuple(SCALARS))):
+                    found |= {each: None for each in kind.__mro__ if not is_library(each)}
+        return list(found)
 
     def _note(self, module: nn.Module, name: str, value: Any) -> Any:
         if name not in module.__dict__:
@@ -155,8 +211,8 @@ class Reads:
         for kind in ("_parameters", "_buffers", "_modules"):
             entries = module.__dict__.get(kind, {})
             if name in entries:
-                if kind != "_modules" and id(module) in self._paths:
-                    self._registered.setdefault((self._paths[id(module)], name), (kind, entries[name]))
+                if kind != "_modules":
+                    self._registered.setdefault((id(module), name), (module, kind, entries[name]))
                 return
         self._keep(module, name, MISSING)
 
@@ -164,7 +220,19 @@ class Reads:
         if (id(owner), name) not in self._found:
             self._found[id(owner), name] = (owner, value)
             self._containers += _containers(value)
-            self._function(value)
+            for part in _walk(value):
+                self._function(part)
+                self._class(part)
+                if (state := _random_state(part)) is not None:
+                    self._generators.setdefault(id(part), (part, state))
+            if isinstance(value, functools._lru_cache_wrapper):
+                self._open_cache(owner, name, value)
+
+    def _class(self, value: Any) -> None:
+        """Remember what a class of the user's holds: forward may count in it."""
+        for kind in (value if isinstance(value, type) else type(value)).__mro__:
+            if not is_library(kind) and kind not in self._held:
+                self._held[kind] = {name: held for name, held in vars(kind).items() if isinstance(held, SCALARS)}
 
     def _function(self, value: Any) -> None:
         """Look at what a function of the user's, and those that it can call by name, can read from outside."""
@@ -175,6 +243,8 @@ class Reads:
             for code in codes_of(function.__code__):
                 for name in code.co_names:
                     self._global(function.__globals__, name, code.co_names)
+            for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+                self._containers += _containers(default)
             for cell in function.__closure__ or ():
                 self._outer(cell, "", read(cell, ""))
 
@@ -184,15 +254,47 @@ class Reads:
             return
         if not isinstance(value, types.ModuleType):
             self._outer(space, name, value)
-        elif not is_library_module(value):
+        elif not is_library_module(value) and id(value) not in self._modules:
+            self._modules.add(id(value))
             for inner in vars(value).keys() & set(names):
-                if not isinstance(vars(value)[inner], types.ModuleType):
-                    self._outer(vars(value), inner, vars(value)[inner])
+                self._global(vars(value), inner, names)
+            self._modules.discard(id(value))
 
     def _outer(self, space: Any, name: str, value: Any) -> None:
-        is_library = isinstance(value, types.FunctionType) and is_foreign(value.__code__.co_filename)
-        if not is_library and not isinstance(value, (type, types.BuiltinFunctionType)):
+        is_foreign_function = isinstance(value, types.FunctionType) and is_foreign(value.__code__.co_filename)
+        is_foreign_class = isinstance(value, type) and is_library(value)
+        if not is_foreign_function and not is_foreign_class and not isinstance(value, types.BuiltinFunctionType):
             self._keep(space, name, value)
+
+    def _open_cache(self, owner: Any, name: str, cached: Any) -> None:
+        """Put the function itself in the place of a cached one: a cache must not keep the values of a trace."""
+        self._caches.append((owner, name, cached))
+        _put(owner, name, cached.__wrapped__)
+
+    def _written(self) -> str:
+        """The first variable outside of the model that forward has set, "" for none; all are as they were."""
+        first = ""
+        for (_, name), (owner, value) in self._found.items():
+            if isinstance(owner, nn.Module):
+                continue  # see `untouched`
+            now = read(owner.__dict__ if isinstance(owner, type) else owner, name)
+            if now is not value and not isinstance(owner, type):
+                _put(owner, name, value)
+                first = first or _title(owner, None, name)
+            elif now is not value and value is not MISSING:
+                setattr(owner, name, value)
+                first = first or _title(owner, None, name)
+        for kind, held in self._held.items():
+            for name, value in held.items():
+                if vars(kind).get(name, MISSING) is not value:
+                    setattr(kind, name, value)
+                    first = first or f"{kind.__qualname__}.{name}"
+        for generator, state in self._generators.values():
+            now = _random_state(generator)
+            if now is None or now[0] != state[0]:
+                _set_random_state(generator, state[1])
+                first = first or f"a {type(generator).__qualname__} (it draws a number, which would be frozen)"
+        return first
 
     def _title_of(self, container: Any) -> str:
         for (_, name), (owner, value) in self._found.items():
@@ -200,6 +302,59 @@ class Reads:
                 path = self._paths.get(id(owner)) if isinstance(owner, nn.Module) else None
                 return f"{_title(owner, path, name)} ({type(container).__qualname__})"
         return f"a {type(container).__qualname__}"
+
+
+def _walk(value: Any, depth: int = DEPTH) -> Iterator[Any]:
+    """A value, and what its containers and the user's objects in it hold."""
+    yield value
+    if depth == 0 or isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)):
+        return
+    if isinstance(value, (dict, list, tuple, set, collections.deque)):
+        parts = list(value.values() if isinstance(value, dict) else value) if len(value) <= MOST else []
+    else:
+        own = None if is_library(type(value)) else getattr(value, "__dict__", None)
+        parts = list(own.values()) if isinstance(own, dict) and len(own) <= MOST else []
+    for part in parts:
+        yield from _walk(part, depth - 1)
+
+
+def _random_state(value: Any) -> tuple[str, Any] | None:
+    """The state of a generator of random numbers, as text and as it is; None for anything else."""
+    if isinstance(value, random.Random):
+        return repr(value.getstate()), value.getstate()
+    if type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+        return repr(value.bit_generator.state), value.bit_generator.state
+    return None
+
+
+def _set_random_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, types.CellType):
+        owner.cell_contents = value
+    elif isinstance(owner, (type, nn.Module)):
+        setattr(owner, name, value)
+    elif value is MISSING:
+        owner.pop(name, None)
+    else:
+        owner[name] = value
+
+
+def _ties(root: nn.Module) -> dict[Place, tuple[str, str, str]]:
+    """(path, name) of each tensor that stands in two places -> path, kind and name of the first of them."""
+    first: dict[int, tuple[str, str, str]] = {}
+    found: dict[Place, tuple[str, str, str]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in module.__dict__[kind].items():
+                if tensor is not None and first.setdefault(id(tensor), (path, kind, name)) != (path, kind, name):
+                    found[path, name] = first[id(tensor)]
+    return found
 
 
 def _strings(code: types.CodeType) -> list[str]:
@@ -220,7 +375,7 @@ def _containers(value: Any, depth: int = DEPTH) -> list[tuple[Any, Any]]:
     """The containers in a value that can change without an assignment, each with a shallow copy."""
     if depth == 0 or isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)):
         return []
-    if isinstance(value, (dict, list, set)):
+    if isinstance(value, (dict, list, set, collections.deque)):
         if len(value) > MOST:
             return []
         saved = _contents(value)
@@ -251,4 +406,4 @@ def _is_as(container: Any, saved: Any) -> bool:
 def _restore(container: Any, saved: Any) -> None:
     if not _is_as(container, saved):
         container.clear()
-        (container.extend if isinstance(container, list) else container.update)(saved)
+        (container.extend if isinstance(container, (list, collections.deque)) else container.update)(saved)

@@ -7,6 +7,7 @@ compared (`frozen`), so that an equal value written again, or the state of a cop
 """
 
 import argparse
+import collections
 import dataclasses
 import enum
 import functools
@@ -41,6 +42,7 @@ class Cell:
         title: how a message names it ("self.encoder.beta").
         names: the attributes that the model's functions read of objects.
         kind: "_parameters" or "_buffers" for what is registered there: only its shape matters.
+        tie: path, kind and name of another place that must hold the same tensor.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Cell:
     title: str
     names: frozenset[str] = dataclasses.field(repr=False)
     kind: str = ""
+    tie: tuple[str, str, str] | None = None
 
     def holder(self, root: nn.Module) -> Any:
         """What is asked for `name`: a dictionary or a closure's cell."""
@@ -89,7 +92,7 @@ def flag_cell(path: str, flag: bool) -> Cell:
 
 def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What the graph takes for granted of a parameter or a buffer."""
-    return (tensor.shape, is_sharded(tensor))
+    return (tensor.shape, tensor.is_floating_point(), is_sharded(tensor))
 
 
 def type_of_kept(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -158,11 +161,11 @@ def _parts(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
         return None
     if isinstance(value, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
-    if isinstance(value, (dict, list, tuple, set, frozenset)) and len(value) > MOST:
+    if isinstance(value, (dict, list, tuple, set, frozenset, collections.deque)) and len(value) > MOST:
         return None
     if isinstance(value, dict):
         return list(value.items())
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, collections.deque)):
         return list(enumerate(value))
     if isinstance(value, (set, frozenset)):
         return [("elements", element) for element in sorted(value, key=repr)]
@@ -247,6 +250,8 @@ class StateCheck:
         except (KeyError, AttributeError):  # the module is gone
             return False
         value = read(holder, cell.name)
+        if cell.tie is not None and value is not _tied(root, cell.tie):
+            return False
         if cell.standing_for(value, scope) == cell.frozen:
             return True
         if isinstance(value, SCALARS):
@@ -273,7 +278,7 @@ class StateCheck:
             parts = _parts(value, Scope(names, {}))
             if parts is None:
                 return
-            if isinstance(value, (dict, list, set)):
+            if isinstance(value, (dict, list, set, collections.deque)):
                 terms.append(f"{named(value)} == {named(value.copy())}")
             elif not isinstance(value, (tuple, frozenset, functools.partial)):
                 for name, part in parts:
@@ -286,6 +291,10 @@ class StateCheck:
         for cell in self._cells:
             holder = cell.holder(root)
             value = read(holder, cell.name)
+            if cell.tie is not None:
+                path, kind, name = cell.tie
+                other = root.get_submodule(path).__dict__[kind]
+                terms.append(f"{named(holder)}[{cell.name!r}] is {named(other)}[{name!r}]")
             if cell.frozen[-1] is LIFTED:
                 terms.append(f"type({named(holder)}[{cell.name!r}]) is {named(type(value))}")
             elif cell.path is not None and isinstance(value, torch.Tensor):
@@ -303,6 +312,11 @@ class StateCheck:
         exec("\n".join(["def is_as_before():", *lines, "    return True"]), space)
         made: Callable[[], bool] = space["is_as_before"]
         return made
+
+
+def _tied(root: nn.Module, tie: tuple[str, str, str]) -> Any:
+    path, kind, name = tie
+    return root.get_submodule(path).__dict__[kind].get(name, MISSING)
 
 
 def paths_of(root: nn.Module) -> dict[int, str]:

@@ -98,9 +98,15 @@ def honest_isinstance() -> Iterator[None]:
 @contextlib.contextmanager
 def unrepeatable_randomness() -> Iterator[None]:
     """Raise where forward drew a random number that the graph would freeze; leave the generators as they were."""
-    python, torch_state = random.getstate(), torch.get_rng_state()
+    python, torch_state, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state(legacy=False) if numpy else None
     try:
         yield
+        if numpy and not _same_numpy_state(numpy.random.get_state(legacy=False), numpy_state):
+            raise CaptureError(
+                "forward draws from numpy.random, which a graph would freeze to one value. Use torch's random "
+                "functions, or draw the number outside and pass it in."
+            )
         if random.getstate() != python:
             raise CaptureError(
                 "forward draws from Python's random module, which a graph would freeze to one value. "
@@ -113,6 +119,13 @@ def unrepeatable_randomness() -> Iterator[None]:
     finally:
         random.setstate(python)
         torch.set_rng_state(torch_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+def _same_numpy_state(one: Any, other: Any) -> bool:
+    mine, theirs = one["state"], other["state"]
+    return bool(mine["pos"] == theirs["pos"] and (mine["key"] == theirs["key"]).all())
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from fxamp.capture.leaves import has_hooks, is_leaf
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import explained, unfollowable, user_line
 from fxamp.capture.promotion import Promotion, low_operands, widen
-from fxamp.capture.proxies import ValueProxy, WeightProxy, is_static
+from fxamp.capture.proxies import ValueProxy, WeightProxy, asks_of_autograd, is_static
 from fxamp.capture.reads import Place, Reads
 from fxamp.capture.state import Cell
 from fxamp.capture.surroundings import (
@@ -175,8 +175,15 @@ class SymbolicTracer(fx.Tracer):
 
         forward = self._said_again(root, args, kwargs) or root.forward
 
+        given = pytree.tree_flatten((args, kwargs))
+
         def run() -> Any:
             result = forward(*args, **kwargs)
+            now = pytree.tree_flatten((args, kwargs))
+            if now[1] != given[1] or any(new is not old for new, old in zip(now[0], given[0], strict=True)):
+                raise CaptureError(
+                    "forward writes into a container among its arguments, and a graph holds no such writes"
+                )
             self._follow_grad_mode()
             flat, self.output_tree = flatten_output(result)
             return flat
@@ -304,7 +311,9 @@ class SymbolicTracer(fx.Tracer):
         What follows from dtypes, devices and numbers of dimensions is the same at every call of the graph.
         """
         value = proxy.node.meta.get("val", UNKNOWN)
-        if isinstance(value, (bool, int, float, str)) or value is None:
+        if asks_of_autograd(proxy.node):
+            raise self._unfollowable(f"Python's {question}() of what autograd or memory layout says")
+        if isinstance(value, (bool, int, float, str, torch.dtype, torch.device, torch.Size)) or value is None:
             if not proxy.node.meta.get("static"):
                 if self._numbers.decide_on(proxy.node):
                     self.decisions.append(user_line())
@@ -330,6 +339,8 @@ class SymbolicTracer(fx.Tracer):
             return UNKNOWN
         try:
             return self._value_of(node)
+        except FxampError:
+            raise
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
             if operands := low_operands(node):  # an op that does not promote: torch.autocast takes the widest dtype
                 widen(node, operands, self._value_of)

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.capture.leaves import recomputed_weights
+from fxamp.capture.leaves import HOOKS, recomputed_weights
 from fxamp.errors import CaptureError
 
 
@@ -37,9 +37,7 @@ def untouched(root: nn.Module) -> Iterator[None]:
 
 
 def _snapshot(module: nn.Module) -> dict[str, dict[str, Any]]:
-    dictionaries = {
-        name: value for name, value in module.__dict__.items() if name in ("_parameters", "_buffers", "_modules")
-    }
+    dictionaries = {name: value for name, value in module.__dict__.items() if name in _KEPT}
     return {"__dict__": dict(module.__dict__), **{name: dict(value) for name, value in dictionaries.items()}}
 
 
@@ -47,7 +45,7 @@ def _difference(path: str, module: nn.Module, saved: dict[str, dict[str, Any]]) 
     for owner, entries in saved.items():
         now = module.__dict__ if owner == "__dict__" else module.__dict__[owner]
         for name in [*entries, *(name for name in now if name not in entries)]:
-            if name in ("_parameters", "_buffers", "_modules") or name in recomputed_weights(module):
+            if name in _KEPT or name in recomputed_weights(module):
                 continue
             old, new, full = entries.get(name, _MISSING), now.get(name, _MISSING), f"{path}.{name}".lstrip(".")
             if old is not new and not _is_same_plain_value(old, new) and not _is_written_in_place(new, full):
@@ -56,6 +54,8 @@ def _difference(path: str, module: nn.Module, saved: dict[str, dict[str, Any]]) 
 
 
 _MISSING = object()
+# What a module keeps in dictionaries of its own; a hook that forward registers would be registered once, at capture.
+_KEPT = ("_parameters", "_buffers", "_modules", *HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
 def _is_same_plain_value(old: Any, new: Any) -> bool:
@@ -77,7 +77,7 @@ def _is_written_in_place(new: Any, path: str) -> bool:
 
 
 def _restore(module: nn.Module, saved: dict[str, dict[str, Any]]) -> None:
-    for owner in ("_parameters", "_buffers", "_modules"):
+    for owner in _KEPT:
         if owner in saved:
             contents = saved["__dict__"][owner]
             contents.clear()
