@@ -106,7 +106,7 @@ class Reads:
             for container, saved in self._containers:
                 _restore(container, saved)
         if written or changed:
-            what = f"sets {written}" if written else f"writes into {self._title_of(changed[0])}"
+            what = written or f"writes into {self._title_of(changed[0])}"
             raise CaptureError(
                 f"forward {what}, and a graph holds no such writes. Return the "
                 "value instead, or write a buffer in place (self.buffer.copy_(value))."
@@ -272,7 +272,7 @@ class Reads:
         _put(owner, name, cached.__wrapped__)
 
     def _written(self) -> str:
-        """The first variable outside of the model that forward has set, "" for none; all are as they were."""
+        """What forward has first done to a variable outside of the model, "" for nothing; all are as they were."""
         first = ""
         for (_, name), (owner, value) in self._found.items():
             if isinstance(owner, nn.Module):
@@ -280,20 +280,20 @@ class Reads:
             now = read(owner.__dict__ if isinstance(owner, type) else owner, name)
             if now is not value and not isinstance(owner, type):
                 _put(owner, name, value)
-                first = first or _title(owner, None, name)
+                first = first or f"sets {_title(owner, None, name)}"
             elif now is not value and value is not MISSING:
                 setattr(owner, name, value)
-                first = first or _title(owner, None, name)
+                first = first or f"sets {_title(owner, None, name)}"
         for kind, held in self._held.items():
             for name, value in held.items():
                 if vars(kind).get(name, MISSING) is not value:
                     setattr(kind, name, value)
-                    first = first or f"{kind.__qualname__}.{name}"
+                    first = first or f"sets {kind.__qualname__}.{name}"
         for generator, state in self._generators.values():
             now = _random_state(generator)
             if now is None or now[0] != state[0]:
                 _set_random_state(generator, state[1])
-                first = first or f"a {type(generator).__qualname__} (it draws a number, which would be frozen)"
+                first = first or f"draws from a {type(generator).__qualname__}"
         return first
 
     def _title_of(self, container: Any) -> str:

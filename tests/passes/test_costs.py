@@ -132,9 +132,9 @@ def problem_of(function, *inputs, **options) -> mincut.Problem:
 
 def random_function(seed: int):
     """A small graph of linear, deny, infer and clear ops in random order."""
-    rng = random.Random(seed)
 
     def forward(m, x):
+        rng = random.Random(seed)
         values = [m[0](x)]
         for _ in range(7):
             kind, value = rng.choice(("linear", "exp", "gelu", "add", "mul", "relu", "view")), rng.choice(values)
