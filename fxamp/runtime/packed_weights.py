@@ -2,10 +2,13 @@
 
     low_weight, low_bias = packed_cast(torch.float16, weight, bias)
 
+A copy may be larger than its weight: what a padded GEMM reads costs no kernel of its own where rows are added.
+
 The copies are fresh at every call, so no write to a parameter, by whatever route, is missed, and two forwards may
 precede one backward. A backward after an optimizer step uses the weights of its forward, as under autocast.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,25 +16,38 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
+from fxamp.runtime.padded_weights import Growth, copy_grown, empty_grown, grown, grows_in_rows, own_part
+
 # Other classes (DTensor, a user's subclass) say themselves what a cast is, tensor by tensor.
 _PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter, FakeTensor})
 
 
-def packed_cast(dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+Growths = tuple[Growth | None, ...]
+"""One for each weight of a bucket: how its copy grows, None where it does not."""
+
+
+def packed_cast(dtype: torch.dtype, *weights: torch.Tensor, pads: Growths | None = None) -> tuple[torch.Tensor, ...]:
     """Fresh copies of `weights` in `dtype`, with their strides; gradients flow back in the weights' dtype.
 
-    One `_foreach_copy_` each way. Plain `.to` where that would not do: while torch.compile, torch.export or torch.jit
+    One `_foreach_copy_` each way, also for copies that grow by rows; a copy that grows otherwise is filled and
+    written by itself. Plain `.to` (and a pad) where that would not do: while torch.compile, torch.export or torch.jit
     trace (Inductor fuses plain casts), under functorch transforms and forward-mode AD, and for tensor subclasses.
 
     Args:
         dtype: of the copies.
         weights: all of one dtype, on one device.
+        pads: how each copy grows; None where none does.
     """
     if _must_be_plain(weights):
-        return tuple([weight.to(dtype) for weight in weights])
+        low = tuple([weight.to(dtype) for weight in weights])
+        return low if pads is None else tuple(map(_grown, low, pads))
     if torch.is_grad_enabled():
-        return _apply(dtype, *weights)  # type: ignore[no-untyped-call, no-any-return]
-    return _copies(weights, dtype)
+        return _apply(dtype, pads, *weights)  # type: ignore[no-untyped-call, no-any-return]
+    return _copies(weights, dtype) if pads is None else _grown_copies(weights, dtype, pads)
+
+
+def _grown(low: torch.Tensor, growth: Growth | None) -> torch.Tensor:
+    return low if growth is None else grown(low, *growth)
 
 
 def _must_be_plain(weights: tuple[torch.Tensor, ...]) -> bool:
@@ -51,34 +67,68 @@ def _copies(tensors: tuple[torch.Tensor, ...] | list[torch.Tensor], dtype: torch
     return copies
 
 
+def _grown_copies(weights: Sequence[torch.Tensor], dtype: torch.dtype, pads: Growths) -> tuple[torch.Tensor, ...]:
+    made, parts, sources, zeros = [], [], [], []
+    for weight, growth in zip(weights, pads, strict=True):
+        if growth is None:
+            copy = part = torch.empty_like(weight, dtype=dtype)
+        elif grows_in_rows(weight, growth[0]):
+            copy, size = empty_grown(weight, growth[0], dtype), weight.size(0)
+            part, room = copy[:size], copy[size:]
+            if growth[1]:
+                room.fill_(growth[1])
+            else:
+                zeros.append(room)
+        else:
+            made.append(copy_grown(weight, growth, dtype))
+            continue
+        made.append(copy)
+        parts.append(part)
+        sources.append(weight)
+    if zeros:
+        torch._foreach_zero_(zeros)
+    if parts:
+        torch._foreach_copy_(parts, sources)
+    return tuple(made)
+
+
 class _PackedCast(torch.autograd.Function):
     """The cast of one bucket.
 
     1. A weight without a gradient (unused, or unused in this backward) gets None, not zeros: nothing decays it.
     2. A copy of a frozen weight does not require a gradient, so none is computed for it.
-    3. Sparse and expanded gradients, and gradients that will be differentiated, take plain `.to`.
+    3. Of the gradient of a copy that grew, the weight's own part comes back.
+    4. Sparse and expanded gradients, and gradients that will be differentiated, take plain `.to`.
     """
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, dtype: torch.dtype, pads: Growths | None, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.dtype = weights[0].dtype
-        copies = _copies(weights, dtype)
-        is_needed = ctx.needs_input_grad[1:]
+        ctx.dtype, ctx.pads = weights[0].dtype, pads
+        if pads is None:
+            copies = _copies(weights, dtype)
+        else:
+            copies, ctx.shapes = _grown_copies(weights, dtype, pads), [weight.shape for weight in weights]
+        is_needed = ctx.needs_input_grad[2:]
         if False in is_needed:
             ctx.mark_non_differentiable(*[copies[i] for i, needed in enumerate(is_needed) if not needed])
         return copies
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        usual = [grad for grad in grads if grad is not None and grad.is_contiguous()]
-        if len(usual) == len(grads) and not torch.is_grad_enabled():
-            return None, *_copies(usual, ctx.dtype)
+        is_differentiated = torch.is_grad_enabled()
+        if ctx.pads is None and not is_differentiated:
+            usual = [grad for grad in grads if grad is not None and grad.is_contiguous()]
+            if len(usual) == len(grads):
+                return None, None, *_copies(usual, ctx.dtype)
+        if ctx.pads is not None:
+            grads = tuple(
+                [_own_gradient(*of_one, ctx.dtype) for of_one in zip(grads, ctx.shapes, ctx.pads, strict=True)]
+            )
         back: list[torch.Tensor | None] = list(grads)
         together: list[int] = []
-        is_differentiated = torch.is_grad_enabled()
         for position, grad in enumerate(grads):
-            if grad is None:
+            if grad is None or grad.dtype == ctx.dtype:
                 continue
             if not is_differentiated and (grad.is_contiguous() or _is_dense(grad)):
                 together.append(position)
@@ -88,7 +138,17 @@ class _PackedCast(torch.autograd.Function):
             copies = _copies([grads[position] for position in together], ctx.dtype)  # type: ignore[misc]
             for position, copy in zip(together, copies, strict=True):
                 back[position] = copy
-        return None, *back
+        return None, None, *back
+
+
+def _own_gradient(
+    grad: torch.Tensor | None, shape: torch.Size, growth: Growth | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What of a gradient is the weight's own: a view where rows were added, else converted at once."""
+    if grad is None or growth is None:
+        return grad
+    part = own_part(grad, shape, growth[0])
+    return part if part.dim() == len(shape) and _is_dense(part) else part.to(dtype).reshape(shape)
 
 
 def _is_dense(grad: torch.Tensor) -> bool:
@@ -113,13 +173,15 @@ class KeptCast:
         self._seen: tuple[Any, ...] | None = None
         self._copies: tuple[torch.Tensor, ...] = ()
 
-    def __call__(self, dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def __call__(
+        self, dtype: torch.dtype, *weights: torch.Tensor, pads: Growths | None = None
+    ) -> tuple[torch.Tensor, ...]:
         if torch.is_grad_enabled() or _must_be_plain(weights) or not _can_be_kept(weights):
-            return packed_cast(dtype, *weights)
+            return packed_cast(dtype, *weights, pads=pads)
         state = tuple([(weight.data_ptr(), weight._version) for weight in weights])
         if state != self._seen:
             with torch.inference_mode(False):  # an inference tensor could not be used outside inference mode
-                self._copies = _copies([weight.detach() for weight in weights], dtype)
+                self._copies = packed_cast(dtype, *[weight.detach() for weight in weights], pads=pads)
             self._seen = state
         return self._copies
 

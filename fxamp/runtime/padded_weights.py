@@ -1,0 +1,95 @@
+"""Weights with room behind their elements, as GEMMs of padded sizes read them.
+
+A weight grows by zeros (or another number) at the end of its dimensions. A dimension that is made of blocks, such as
+the four gates of an LSTM, grows behind each block:
+
+    grown(weight, ((4, 1), (1, 0)))     # 4 * 1023 x 512 -> 4 * 1024 x 512
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+Dims = tuple[tuple[int, int], ...]
+"""For each dimension: blocks it is made of, and elements that are added behind each of them."""
+Growth = tuple[Dims, float]
+"""How a weight grows, and the number that fills the new elements."""
+
+
+def grown(value: torch.Tensor, dims: Dims, fill: float = 0.0) -> torch.Tensor:
+    """The value with room behind its blocks; gradients are those of its own elements.
+
+    Args:
+        value: of any shape; a size is a multiple of the dimension's blocks.
+        dims: one pair for each dimension.
+    """
+    amounts = [
+        amount for blocks, extra in reversed(dims) for amount in ((0, extra) if blocks == 1 else (0, extra, 0, 0))
+    ]
+    padded = functional.pad(value.reshape(_blocked(value.shape, dims)), amounts, value=fill)
+    return padded.reshape(grown_shape(value.shape, dims))
+
+
+def own_part(padded: torch.Tensor, shape: Sequence[int], dims: Dims) -> torch.Tensor:
+    """The part of a grown value that is the weight's own, block by block: a view.
+
+    Args:
+        shape: of the weight.
+
+    Returns:
+        Of the weight's shape where no dimension has blocks; else each such dimension is two.
+    """
+    sizes = _blocked(shape, dims)
+    part = padded if len(sizes) == padded.dim() else padded.view(_blocked(padded.shape, dims))
+    for dim, size in enumerate(sizes):
+        if part.size(dim) != size:
+            part = part.narrow(dim, 0, size)
+    return part
+
+
+def cut(padded: torch.Tensor, dims: Dims) -> torch.Tensor:
+    """What `grown` was made of, dense; gradients come back with zeros behind each block."""
+    shape = [size - blocks * extra for size, (blocks, extra) in zip(padded.shape, dims, strict=True)]
+    return own_part(padded, shape, dims).reshape(shape)
+
+
+def grown_shape(shape: Sequence[int], dims: Dims) -> tuple[int, ...]:
+    """The sizes of a weight of `shape` when it has grown."""
+    return tuple(size + blocks * extra for size, (blocks, extra) in zip(shape, dims, strict=True))
+
+
+def copy_grown(weight: torch.Tensor, growth: Growth, dtype: torch.dtype) -> torch.Tensor:
+    """A fresh grown copy in `dtype`, laid out as the weight is: one fill and one copy that converts."""
+    copy = empty_grown(weight, growth[0], dtype).fill_(growth[1])
+    part = own_part(copy, weight.shape, growth[0])
+    part.copy_(weight.reshape(part.shape))
+    return copy
+
+
+def empty_grown(weight: torch.Tensor, dims: Dims, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a grown copy, with the weight's order of strides."""
+    shape = grown_shape(weight.shape, dims)
+    if weight.is_contiguous():
+        return weight.new_empty(shape, dtype=dtype)
+    order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
+    return torch.empty_permuted(shape, order, dtype=dtype, device=weight.device)
+
+
+def grows_in_rows(weight: torch.Tensor, dims: Dims) -> bool:
+    """Whether only whole rows are added behind a weight's own: then that part is as dense as the weight."""
+    if dims[0][0] != 1 or any(extra for _, extra in dims[1:]):
+        return False
+    layout = _CHANNELS_LAST.get(weight.dim(), torch.contiguous_format)
+    return weight.is_contiguous() or weight.is_contiguous(memory_format=layout)
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _blocked(shape: Sequence[int], dims: Dims) -> list[int]:
+    """The sizes with each dimension of several blocks as two."""
+    found: list[int] = []
+    for size, (blocks, _) in zip(shape, dims, strict=True):
+        found += [size] if blocks == 1 else [blocks, size // blocks]
+    return found

@@ -1,0 +1,110 @@
+"""Copies of weights that grow while they are made are those of a cast and a pad, and so are their gradients."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from fxamp.runtime.packed_weights import KeptCast, packed_cast
+from fxamp.runtime.padded_weights import grown, own_part
+from tests.runtime.test_packed_weights import LOW, Ops
+
+BF16 = torch.bfloat16
+
+
+@st.composite
+def weights_and_growths(draw):
+    """A weight of one to four dimensions in some layout, and how it grows (None: it does not)."""
+    blocks = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    shape = [count * draw(st.integers(1, 4)) for count in blocks]
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    layout = draw(st.sampled_from(["contiguous", "transposed", "channels last", "part"]))
+    if layout == "transposed" and len(shape) > 1:
+        weight = weight.transpose(0, 1).contiguous().transpose(0, 1)
+    elif layout == "channels last" and len(shape) == 4:
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    elif layout == "part":
+        weight = functional.pad(weight, (0, 1))[..., :-1]
+    dims = tuple((count, draw(st.integers(0, 2))) for count in blocks)
+    return weight, draw(st.sampled_from([None, (dims, 0.0), (dims, -3.0)]))
+
+
+@settings(deadline=None, max_examples=150)
+@given(bucket=st.lists(weights_and_growths(), min_size=1, max_size=4), low=st.sampled_from(LOW))
+def test_a_bucket_is_a_cast_and_a_pad_of_each(bucket, low):
+    ours, theirs = ([nn.Parameter(weight.detach()) for weight, _ in bucket] for _ in range(2))
+    growths = tuple(growth for _, growth in bucket)
+    copies = packed_cast(low, *ours, pads=growths)
+    expected = [w.to(low) if how is None else grown(w.to(low), *how) for w, how in zip(theirs, growths, strict=True)]
+    for copy, value in zip(copies, expected, strict=True):
+        assert copy.dtype == low and torch.equal(copy, value)
+    with torch.no_grad():
+        assert all(map(torch.equal, packed_cast(low, *ours, pads=growths), expected))
+    factors = [torch.randn(value.shape).to(low) for value in expected]
+    torch.autograd.backward(copies, factors)
+    torch.autograd.backward(expected, factors)
+    for weight, reference in zip(ours, theirs, strict=True):
+        assert weight.grad.dtype == torch.float32 and torch.equal(weight.grad, reference.grad)
+
+
+def test_blocks_grow_one_by_one():
+    gates = grown(torch.arange(6.0).view(6, 1), ((3, 1), (1, 1)), 7.0)
+    assert gates[:, 0].tolist() == [0, 1, 7, 2, 3, 7, 4, 5, 7] and gates[:, 1].tolist() == [7] * 9
+    assert own_part(gates, (6, 1), ((3, 1), (1, 1))).flatten().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_rows_cost_no_kernel_of_their_own():
+    weights = [nn.Parameter(torch.ones(3, 4)) for _ in range(3)]
+    weights += [nn.Parameter(torch.ones(3, 4, 2, 2).to(memory_format=torch.channels_last))]
+    growths = (None, (((1, 5), (1, 0)), 0.0), (((1, 1), (1, 0)), 0.0), (((1, 5), (1, 0), (1, 0), (1, 0)), 0.0))
+    with Ops() as ops:
+        copies = packed_cast(BF16, *weights, pads=growths)
+        torch.autograd.backward(copies, [torch.ones_like(copy) for copy in copies])
+    kernels = [
+        name for name in ops.names if not name.startswith(("empty", "new_empty", "slice", "view", "detach", "ones"))
+    ]
+    assert kernels == ["_foreach_zero_", "_foreach_copy_", "_foreach_copy_"]
+
+
+def test_columns_cost_a_fill_and_a_copy():
+    weight = nn.Parameter(torch.ones(3, 4))
+    with Ops() as ops:
+        (copy,) = packed_cast(BF16, weight, pads=((((1, 5), (1, 4)), 0.0),))
+        copy.backward(torch.ones_like(copy))
+    assert [name for name in ops.names if name in ("fill_", "copy_", "_to_copy")] == ["fill_", "copy_", "_to_copy"]
+
+
+def test_a_gradient_of_a_gradient():
+    weight = nn.Parameter(torch.full((3, 2), 2.0, dtype=torch.float64))
+    (copy,) = packed_cast(torch.float32, weight, pads=((((3, 1), (1, 1)), 0.0),))
+    (first,) = torch.autograd.grad(copy.pow(3).sum(), weight, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), weight)
+    assert torch.equal(first.detach(), torch.full((3, 2), 12.0, dtype=torch.float64))
+    assert torch.equal(second, torch.full((3, 2), 12.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("how", ["vmap", "forward mode", "compile"])
+def test_where_casts_are_plain(how):
+    growths = ((((1, 1), (1, 1)), 0.0), None)
+    weights = torch.randn(2, 3), torch.randn(2)
+    copies = lambda a, b: packed_cast(BF16, a, b, pads=growths)  # noqa: E731
+    if how == "vmap":
+        found = torch.func.vmap(copies)(*[torch.stack([weight] * 2) for weight in weights])
+        found = tuple(value[1] for value in found)
+    elif how == "forward mode":
+        found, tangents = torch.func.jvp(copies, weights, weights)
+        assert all(map(torch.equal, tangents, found))
+    else:
+        found = torch.compile(copies, fullgraph=True, backend="eager")(*weights)
+    assert all(map(torch.equal, found, copies(*weights)))
+
+
+def test_kept_copies_are_grown():
+    kept, weight = KeptCast(0), torch.ones(2, 3)
+    with torch.no_grad():
+        first, again = (kept(BF16, weight, pads=((((1, 1), (1, 1)), 0.0),))[0] for _ in range(2))
+        assert first is again and first.shape == (3, 4) and first.sum() == 6
+        weight.add_(1)
+        assert kept(BF16, weight, pads=((((1, 1), (1, 1)), 0.0),))[0].sum() == 12
