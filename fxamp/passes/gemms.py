@@ -4,60 +4,15 @@
 the last dimension of the result. M is everything else: rows, which no stride depends on.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 from torch import fx
 
 from fxamp import ir
-from fxamp.ir import TensorType
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """One dimension of one argument of a node; `dim` counts from the front."""
-
-    position: int
-    keyword: str
-    dim: int
-
-
-@dataclasses.dataclass(frozen=True)
-class GemmDim:
-    """One dimension of a GEMM.
-
-    Attributes:
-        name: "K" (summed over) or "N".
-        size: in elements.
-        places: where it stands in the arguments.
-        out: the dimension of the result, None for one that is summed over.
-    """
-
-    name: str
-    size: int
-    places: tuple[Place, ...]
-    out: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Gemm:
-    """One GEMM (or convolution, or attention) of a graph.
-
-    Attributes:
-        dims: those that a graph can pad.
-        rows: size of M.
-        macs: multiplications, each with an addition.
-        nbytes: read and written once, in the low dtype.
-    """
-
-    node: fx.Node
-    dims: tuple[GemmDim, ...]
-    rows: int
-    macs: int
-    nbytes: int
-
+from fxamp.passes import recurrent_gemms
+from fxamp.passes.gemm_types import UNKNOWN_SIZES, Gemm, GemmDim, Place, count_of, operands, shape_of
+from fxamp.passes.recurrent_gemms import describe_recurrent
 
 # (dimension name, ((position, keyword, dimension from the end or the front), ...), dimension of the result)
 _Row = tuple[str, tuple[tuple[int, str, int], ...], int | None]
@@ -114,25 +69,17 @@ NO_RULE = {
     "convolution": "a backend form of convolution",
     "embedding": "no GEMM: rows are padded where a GEMM reads them",
     "embedding_bag": "no GEMM: rows are padded where a GEMM reads them",
-    "gru": _MODULE_WEIGHTS,
-    "gru_cell": _MODULE_WEIGHTS,
     "inner": "no padding rule for this product",
     "linalg_multi_dot": "several products in one call",
     "linear_cross_entropy": "the product and its loss are one kernel",
-    "lstm": _MODULE_WEIGHTS,
-    "lstm_cell": _MODULE_WEIGHTS,
     "multi_head_attention_forward": "projections and products are one call; example inputs have it traced into",
     "rmatmul": "no padding rule for this product",
     "rnn": _MODULE_WEIGHTS,
     "rnn_cell": _MODULE_WEIGHTS,
-    "rnn_relu": _MODULE_WEIGHTS,
-    "rnn_relu_cell": _MODULE_WEIGHTS,
-    "rnn_tanh": _MODULE_WEIGHTS,
-    "rnn_tanh_cell": _MODULE_WEIGHTS,
 }
 """What multiplies, or feeds what multiplies, and has no padding rule: op -> why."""
 
-OPS = frozenset({*_TABLE, *NO_RULE, "einsum"})
+OPS = frozenset({*_TABLE, *NO_RULE, *recurrent_gemms.OPS, "einsum"})
 """Every op that gets an answer."""
 
 _VECTOR = "a product with a vector reads its matrix once: no Tensor Core is involved"
@@ -143,9 +90,11 @@ def describe(node: fx.Node) -> Gemm | str:
     op = ir.mark(node).op
     if op in NO_RULE:
         return NO_RULE[op]
+    if op in recurrent_gemms.OPS:
+        return describe_recurrent(node)
     out = shape_of(node)
     if out is None or any(shape_of(value) is None for value in operands(node)):
-        return "sizes are not known: give example_inputs, or see the report after the first call"
+        return UNKNOWN_SIZES
     if "out" in node.kwargs:
         return "it writes into out="
     groups = ir.argument_of(node, 6, "groups", 1) if op.startswith("conv") else 1
@@ -157,26 +106,8 @@ def describe(node: fx.Node) -> Gemm | str:
     if isinstance(dims, str):
         return dims
     columns = next((dim.size for dim in dims if dim.name == "N"), 1)
-    nbytes = 2 * sum(_count(value) for value in (node, *operands(node)))
-    return Gemm(node, dims, _count(node) // columns, _macs(node, op, dims), nbytes)
-
-
-def shape_of(node: Any) -> tuple[int, ...] | None:
-    """The sizes of a node's one tensor value; of a symbolic one, that of the example."""
-    kind = ir.mark(node).type if isinstance(node, fx.Node) else None
-    if not isinstance(kind, TensorType) or kind.shape is None:
-        return None
-    sizes = [size if type(size) is int else size.node.hint for size in kind.shape]  # type: ignore[attr-defined]
-    return None if None in sizes else tuple(map(int, sizes))
-
-
-def operands(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments of a GEMM."""
-    return [value for value in node.all_input_nodes if isinstance(ir.mark(value).type, TensorType)]
-
-
-def _count(node: fx.Node) -> int:
-    return math.prod(shape_of(node) or ())
+    nbytes = 2 * sum(count_of(value) for value in (node, *operands(node)))
+    return Gemm(node, dims, count_of(node) // columns, _macs(node, op, dims), nbytes)
 
 
 def _table_dims(node: fx.Node, rows: tuple[_Row, ...]) -> tuple[GemmDim, ...] | str:
@@ -211,14 +142,14 @@ def _macs(node: fx.Node, op: str, dims: tuple[GemmDim, ...]) -> int:
         weight = shape_of(ir.argument_of(node, 1, "weight")) or ()
         pixels = node if "transpose" not in op else ir.argument_of(node, 0, "input")
         channels = weight[0]
-        return _count(pixels) * math.prod(weight) // channels
+        return count_of(pixels) * math.prod(weight) // channels
     if op == "scaled_dot_product_attention":
         query, key = (shape_of(ir.argument_of(node, i, name)) or () for i, name in ((0, "query"), (1, "key")))
         return math.prod(query[:-1]) * key[-2] * (dims[0].size + dims[1].size)
     if op == "einsum":
         sizes = _label_sizes(node)
         return math.prod(sizes.values()) if isinstance(sizes, dict) else 0
-    return _count(node) * math.prod(dim.size for dim in dims if dim.name == "K")
+    return count_of(node) * math.prod(dim.size for dim in dims if dim.name == "K")
 
 
 # ------------------------------------------------------------------------------------------------- einsum

@@ -3,9 +3,10 @@
 import dataclasses
 import operator
 from collections import defaultdict
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
+from torch.nn import functional
 
 from fxamp import ir
 from fxamp.errors import InvariantError
@@ -13,8 +14,10 @@ from fxamp.ir import Reason
 from fxamp.passes.alias import Aliases, find_aliases
 from fxamp.passes.base import Pass
 from fxamp.passes.cast import grad_regions
+from fxamp.passes.gemm_types import shape_of
 from fxamp.passes.verify import casts_minimal, operands_agree
 from fxamp.runtime.packed_weights import packed_cast
+from fxamp.runtime.padded_weights import Growth, grown
 
 # Bytes of low copies in one bucket: DistributedDataParallel sends as much at a time (`bucket_cap_mb=25`).
 BUCKET_BYTES = 25 << 20
@@ -51,18 +54,22 @@ class PackWeights(Pass):
         a = w.to(low); y = linear(x, a); b = v.to(low); z = linear(y, b)
         a, b = packed_cast(low, w, v); y = linear(x, a); z = linear(y, b)
 
+    A pad of such a cast is part of the copy: `pads` says by how much each grows.
+
     1. A bucket holds weights in the order of their first use, up to `bucket_bytes` of low copies; casts at the start
        of the forward would run last in backward, when nothing is left to overlap an all-reduce with.
     2. Weights that reach different outputs are in different buckets: an unused auxiliary head stays unused.
     3. Buckets do not cross the border of a torch.no_grad region.
-    4. Alone stay a weight that is written in place, a table that is only gathered from, and a bucket of one.
+    4. Alone stay a weight that is written in place, a table that is only gathered from, and a bucket of one whose
+       copy does not grow.
+    5. A copy grows where its pad is all that reads it: other readers want the weight's own sizes.
     """
 
     ensures: ClassVar = (operands_agree, casts_minimal, packs_sound)
     bucket_bytes: int = BUCKET_BYTES
 
     def apply(self, graph: fx.Graph) -> bool:
-        buckets = [bucket for bucket in self._buckets(graph) if len(bucket) > 1]
+        buckets = [bucket for bucket in self._buckets(graph) if len(bucket) > 1 or growth_of(bucket[0]) is not None]
         for bucket in buckets:
             _pack(graph, bucket)
         return bool(buckets)
@@ -79,7 +86,7 @@ class PackWeights(Pass):
                 continue
             key = (node.args[1], regions[node], reached[node])
             bucket, size = open_buckets.get(key, ([], 0))
-            nbytes = _nbytes(node)
+            nbytes = _nbytes(_result(node))
             if not bucket or size + nbytes > self.bucket_bytes:
                 bucket, size = [], 0
                 buckets.append(bucket)
@@ -119,6 +126,29 @@ def outputs_reached(graph: fx.Graph, aliases: Aliases) -> dict[fx.Node, int]:
     return reached
 
 
+def growth_of(cast: fx.Node) -> Growth | None:
+    """How the copy of a weight can grow while it is made: as its pad, if that is its one reader, says."""
+    reader = next(iter(cast.users), None)
+    return None if reader is None or len(cast.users) > 1 else growth_by(reader)
+
+
+def growth_by(pad: fx.Node) -> Growth | None:
+    """What a pad of the padding pass makes of the value it reads; None for any other node."""
+    shape = shape_of(pad.args[0]) if ir.mark(pad).role == "pad" and pad.args else None
+    if shape is None or pad.target not in (grown, functional.pad):
+        return None
+    if pad.target is grown:
+        return pad.args[1], float(pad.kwargs.get("fill", 0.0))  # type: ignore[return-value, arg-type]
+    amounts: list[int] = list(pad.args[1])  # type: ignore[arg-type]
+    behind = [*amounts[1::2], *[0] * len(shape)][: len(shape)]
+    return tuple((1, extra) for extra in reversed(behind)), float(pad.kwargs.get("value", 0.0))  # type: ignore[arg-type]
+
+
+def _result(cast: fx.Node) -> fx.Node:
+    """What the copy is for: the cast, or the pad behind it."""
+    return cast if growth_of(cast) is None else next(iter(cast.users))
+
+
 def _nbytes(cast: fx.Node) -> int:
     """Bytes of the low copy; without shapes a bucket is not limited."""
     return sum(found.nbytes or 0 for found in ir.tensors_in(ir.mark(cast).type))
@@ -127,27 +157,38 @@ def _nbytes(cast: fx.Node) -> int:
 def _pack(graph: fx.Graph, casts: list[fx.Node]) -> None:
     first = casts[0]
     weights = [cast.args[0] for cast in casts]
+    growths = tuple(growth_of(cast) for cast in casts)
+    results = [_result(cast) for cast in casts]
     for weight in weights:
         assert isinstance(weight, fx.Node)
         if weight > first:  # one that was read before stays where its other readers find it
             first.prepend(weight)
     with graph.inserting_before(first):
-        packed = graph.call_function(packed_cast, (first.args[1], *weights))
+        pads: dict[str, Any] = {"pads": growths} if any(growths) else {}
+        packed = graph.call_function(packed_cast, (first.args[1], *weights), pads)
         items = [graph.call_function(operator.getitem, (packed, number)) for number in range(len(casts))]
-    _describe(packed, casts)
-    for cast, item in zip(casts, items, strict=True):
+    _describe(packed, casts, results)
+    for cast, result, item in zip(casts, results, items, strict=True):
         item.meta.update(cast.meta)
-        cast.replace_all_uses_with(item)
+        if result is not cast:
+            why = ir.mark(cast).reason
+            readers = ", ".join(reader.name for reader in result.users)
+            why = dataclasses.replace(why, text=f"{why.text}; its copy is padded for {readers}")
+            ir.set_mark(item, type=ir.mark(result).type, reason=why)
+            result.replace_all_uses_with(item)
+            graph.erase_node(result)
+        else:
+            cast.replace_all_uses_with(item)
         graph.erase_node(cast)
 
 
-def _describe(packed: fx.Node, casts: list[fx.Node]) -> None:
+def _describe(packed: fx.Node, casts: list[fx.Node], results: list[fx.Node]) -> None:
     packed.meta.update({key: casts[0].meta[key] for key in ("source", "nn_module_stack") if key in casts[0].meta})
-    size = sum(map(_nbytes, casts)) / 2**20
+    size = sum(map(_nbytes, results)) / 2**20
     ir.set_mark(
         packed,
         op="packed_cast",
-        type=tuple(ir.mark(cast).type for cast in casts),
+        type=tuple(ir.mark(result).type for result in results),
         colour="clear",
         precision="low",
         reason=Reason("pack", f"{len(casts)} weights ({size:.1f} MiB) are cast by one copy before their first use"),

@@ -11,13 +11,15 @@ from fxamp.fakes import Fakes
 from fxamp.ir import PadNote
 from fxamp.passes.alias import Aliases, find_aliases
 from fxamp.passes.base import Pass
-from fxamp.passes.gemms import OPS, Gemm, describe
+from fxamp.passes.gemm_types import Gemm
+from fxamp.passes.gemms import OPS, describe
 from fxamp.passes.pad_costs import carried, extra_of, is_worth_a_look, padded_size, should_pad
 from fxamp.passes.pad_edit import PadEditor
 from fxamp.passes.pad_rules import can_pad
 from fxamp.passes.pad_verify import pads_minimal
-from fxamp.passes.padding_flow import Flow, Planned, follow
+from fxamp.passes.padding_flow import Flow, Planned, follow, results_of
 from fxamp.passes.padding_keep import Known, draws_random
+from fxamp.passes.recurrent_gemms import Recurrent
 from fxamp.passes.static_dims import Static, static_dims
 
 
@@ -79,7 +81,10 @@ class PadGemms(Pass):
             pairs = list(zip(gemm.dims, wanted, strict=True))
             why = [can_pad(gemm, dim, static) if extra else "" for dim, extra in pairs]
             extras = tuple(0 if reason else extra for extra, reason in zip(wanted, why, strict=True))
-            if not any(extras):
+            if isinstance(gemm, Recurrent) and gemm.is_ambiguous(extras):
+                text = f"{_sizes(gemm)}: padded, the projection and the hidden state would have one size"
+                notes[node] = PadNote("cannot", text, _note_dims(gemm), gemm.rows)
+            elif not any(extras):
                 notes[node] = _unpadded_note(gemm, why, self.multiple)
             elif self.mode == "auto" and (reason := is_worth_a_look(gemm)):
                 notes[node] = PadNote("left", f"{_sizes(gemm)}: {reason}", _note_dims(gemm), gemm.rows)
@@ -148,11 +153,13 @@ def _padded_note(planned: Planned, flow: Flow, known: Known) -> PadNote:
         for dim, extra in zip(gemm.dims, planned.extras, strict=True)
         if not extra and padded_size(dim.size, 8) != dim.size
     ]
-    readers = [user for user in node.users if user in flow.kept or (node, user) not in flow.refused]
-    is_kept = node in flow.paddings and bool(readers)
+    results = results_of(node, flow)
+    is_kept = any(user in flow.kept or (made, user) not in flow.refused for made in results for user in made.users)
     tail = "; hidden from the loss without a slice" if node in flow.masked else ""
-    if not tail and node in flow.paddings:
+    if not tail and results:
         tail = "; stays padded" if is_kept else "; sliced off after it"
     if is_kept and any(draws_random(value, root) for value in carried(node, flow)):
         tail += "; dropout behind it draws its numbers for the padded shape"
+    if isinstance(gemm, Recurrent) and gemm.drops and results:
+        tail += "; its dropout draws numbers for the padded shape"
     return PadNote("padded", "; ".join([grown, *others]) + tail, _note_dims(gemm, planned.extras), gemm.rows, is_kept)

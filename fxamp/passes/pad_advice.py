@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from fxamp import ir
-from fxamp.passes.gemms import shape_of
+from fxamp.passes.gemm_types import shape_of
 from fxamp.passes.pad_costs import padded_size
 
 # Rows and columns of the tiles that the GEMM kernels of cuBLAS compute: larger multiples leave none half empty.

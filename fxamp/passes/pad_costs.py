@@ -7,9 +7,10 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.passes.costs import LAUNCH_BYTES
-from fxamp.passes.gemms import Gemm, GemmDim, shape_of
-from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, is_read_padded
+from fxamp.passes.gemm_types import Gemm, GemmDim, shape_of
+from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, reads_as_it_is, results_of
 from fxamp.passes.padding_values import is_parameter
+from fxamp.passes.recurrent_gemms import Recurrent
 
 # Multiplications and additions a Tensor Core does while memory moves one byte: below it a GEMM waits for memory.
 # H100 SXM: 989 TFLOP/s (bf16, dense) over 3.35 TB/s, NVIDIA H100 data sheet. (A100: 156; V100: 140, section 4.2
@@ -69,9 +70,11 @@ def _cost(planned: Planned, plan: Plan, flow: Flow) -> int:
         padding = flow.paddings.get(operand.value)
         arrives = padding is not None and fits(planned, operand, padding)
         if wants and not (arrives and len(wants) == 1):
-            total += _copy_cost(operand.value)
+            total += _weight_cost(operand.value, wants) if _grows(operand.value, plan) else _copy_cost(operand.value)
+    if isinstance(planned.gemm, Recurrent):
+        total += sum(3 * LAUNCH_BYTES for _ in planned.gemm.growths(planned.extras))
     for value in carried(node, flow):
-        is_sliced = any(not _reads(value, user, plan, flow) for user in value.users)
+        is_sliced = any(not reads_as_it_is(value, user, flow, plan) for user in value.users)
         total += _copy_cost(value) if is_sliced else 0
         how = flow.kept.get(value)
         total += 2 * sum(map(_copy_cost, value.all_input_nodes[1:])) if how is not None and how.with_stats else 0
@@ -81,7 +84,7 @@ def _cost(planned: Planned, plan: Plan, flow: Flow) -> int:
 
 def carried(node: fx.Node, flow: Flow) -> list[fx.Node]:
     """The GEMM's padded result, and what it becomes on its way."""
-    found, stack = [], [node] if node in flow.paddings else []
+    found, stack = [], results_of(node, flow)
     while stack:
         value = stack.pop()
         if value not in found:
@@ -90,15 +93,21 @@ def carried(node: fx.Node, flow: Flow) -> list[fx.Node]:
     return found
 
 
-def _reads(value: fx.Node, user: fx.Node, plan: Plan, flow: Flow) -> bool:
-    return user in flow.kept or is_read_padded(value, user, flow.paddings[value], plan)
-
-
 def _copy_cost(value: fx.Node) -> int:
     """A pad or slice: one kernel that reads and writes the value, and another in backward."""
     shape = shape_of(value) or ()
     once = LAUNCH_BYTES + 4 * math.prod(shape)
     return 2 * once if _needs_grad(value) or is_parameter(value) else once
+
+
+def _grows(value: fx.Node, plan: Plan) -> bool:
+    """Whether a weight is padded while it is cast: only padded GEMMs read it."""
+    return ir.mark(value).role == "weight cast" and all(user in plan for user in value.users)
+
+
+def _weight_cost(value: fx.Node, wants: dict[int, int]) -> int:
+    """Rows ride on the copy of the weight's bucket; otherwise it is filled, copied and converted back by itself."""
+    return 0 if set(wants) == {0} else 3 * LAUNCH_BYTES + 2 * math.prod(shape_of(value) or ())
 
 
 def _needs_grad(value: fx.Node) -> bool:

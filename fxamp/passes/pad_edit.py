@@ -15,10 +15,13 @@ from fxamp.ir import Reason, TensorType
 from fxamp.lists import TRAITS
 from fxamp.passes.alias import Aliases
 from fxamp.passes.cast import grad_regions
-from fxamp.passes.gemms import OPS, shape_of
-from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, is_read_padded
+from fxamp.passes.gemm_types import shape_of
+from fxamp.passes.gemms import OPS
+from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, reads_as_it_is
 from fxamp.passes.padding_values import PER_ELEMENT, Kept, is_parameter
+from fxamp.passes.recurrent_gemms import Recurrent
 from fxamp.runtime import padded_norm
+from fxamp.runtime.padded_weights import Dims, cut, grown
 
 # Readers whose result does not depend on whether a slice is dense; others get a dense copy, as in the model.
 _DENSE_RESULT_OPS = """
@@ -50,6 +53,7 @@ class PadEditor:
         self.root, self.fakes = root, fakes
         self.regions = grad_regions(graph)
         self.made: dict[tuple[Any, ...], fx.Node] = {}
+        self.replaced: list[fx.Node] = []
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -61,7 +65,10 @@ class PadEditor:
                 self._slice_reads(node)
             if node in self.flow.paddings:
                 padding = self.flow.paddings[node]
-                _grow(node, {padding.dim: padding.extra})
+                _grow(node, {padding.dim: padding.extra * padding.blocks})
+        for node in dict.fromkeys(self.replaced):
+            if not node.users:
+                self.graph.erase_node(node)
 
     # ------------------------------------------------------------------------------------------- readers
 
@@ -82,6 +89,22 @@ class PadEditor:
             self._add_masking_bias(planned)
         if ir.mark(node).op == "scaled_dot_product_attention":
             _keep_scale(planned)
+        if isinstance(planned.gemm, Recurrent):
+            self._grow_recurrent(planned.gemm, planned.extras)
+
+    def _grow_recurrent(self, gemm: Recurrent, extras: tuple[int, ...]) -> None:
+        """Its weights grow block by block; with a projection its first states grow each by its own size."""
+        node = gemm.node
+        for at, dims in gemm.growths(extras).items():
+            weight = _at(node, at)
+            _put_at(node, at, self._grown(weight, dims, node))
+        if gemm.projected:
+            for number, extra in enumerate(gemm.first_states(extras)):
+                state = _at(node, (gemm.states, number))
+                _put_at(node, (gemm.states, number), self._padded(state, {2: extra} if extra else {}, node))
+        for number, kind in enumerate(ir.mark(node).type if ir.is_tuple(node) else ()):  # type: ignore[arg-type]
+            extra, blocks = gemm.result(number, extras)
+            _grow(node, {len(kind.shape) - 1: extra * blocks}, number)
 
     def _lowest(self, node: fx.Node) -> float:
         kind = ir.mark(node).type
@@ -122,8 +145,7 @@ class PadEditor:
 
     def _slice_reads(self, node: fx.Node) -> None:
         for value in node.all_input_nodes:
-            padding = self.flow.paddings.get(value)
-            if padding is not None and not is_read_padded(value, node, padding, self.plan):
+            if value in self.flow.paddings and not reads_as_it_is(value, node, self.flow, self.plan):
                 node.replace_input_with(value, self._sliced(value, node))
 
     def _grow_size(self, node: fx.Node, index: int, extra: int) -> None:
@@ -179,6 +201,8 @@ class PadEditor:
         if not dims:
             return value
         key = ("pad", value, tuple(sorted(dims.items())), fill, *self._moment(value, reader))
+        if key not in self.made and not fill and self._makes_zeros(value, dims):
+            self.made[key] = self._longer_zeros(value, dims, reader)
         if key not in self.made:
             amounts = [0, 0] * len(shape_of(value) or ())
             for dim, extra in dims.items():
@@ -195,6 +219,38 @@ class PadEditor:
             self.made[key] = made
         return self.made[key]
 
+    def _makes_zeros(self, value: fx.Node, dims: dict[int, int]) -> bool:
+        """Whether a value is zeros that the model makes, as a recurrent layer does for its first states."""
+        if ir.mark(value).op != "new_zeros" or value.kwargs or value in self.aliases.storage_of:
+            return False
+        sizes = _sizes_of_zeros(value)
+        return len(sizes) == len(shape_of(value) or ()) and all(type(sizes[dim]) is int for dim in dims)
+
+    def _longer_zeros(self, value: fx.Node, dims: dict[int, int], reader: fx.Node) -> fx.Node:
+        sizes = _sizes_of_zeros(value)
+        for dim, extra in dims.items():
+            sizes[dim] += extra
+        with self.graph.inserting_before(reader):
+            made = self.graph.call_method("new_zeros", (value.args[0], tuple(sizes)))
+        made.meta.update(value.meta)
+        _grow(made, dims)
+        self.replaced.append(value)
+        return made
+
+    def _grown(self, weight: fx.Node, dims: Dims, reader: fx.Node) -> fx.Node:
+        """The weight with its blocks grown; made once, and before each reader again where it was written."""
+        if all(blocks == 1 for blocks, _ in dims):
+            return self._padded(weight, {dim: extra for dim, (_, extra) in enumerate(dims) if extra}, reader)
+        key = ("grown", weight, dims, *self._moment(weight, reader))
+        if key not in self.made:
+            with self.graph.inserting_before(reader):
+                made = self.graph.call_function(grown, (weight, dims))
+            why = f"the parameter {weight.name} is padded for {reader.name}"
+            self._describe(made, weight, ir.mark(weight).type, "pad", "pad", why)
+            _grow(made, {dim: blocks * extra for dim, (blocks, extra) in enumerate(dims)})
+            self.made[key] = made
+        return self.made[key]
+
     def _sliced(self, value: fx.Node, reader: fx.Node) -> fx.Node:
         """The model's own part of a padded value."""
         key = ("slice", value, *self._moment(value, reader))
@@ -202,7 +258,10 @@ class PadEditor:
             padding = self.flow.paddings[value]
             rank = len(shape_of(value) or ())
             with self.graph.inserting_before(reader):
-                if self._is_read_dense(value):
+                if padding.blocks > 1:
+                    dims = (*((1, 0),) * padding.dim, (padding.blocks, padding.extra))
+                    made = self.graph.call_function(cut, (value, dims))
+                elif self._is_read_dense(value):
                     back = (0, 0) * (rank - 1 - padding.dim)
                     made = self.graph.call_function(functional.pad, (value, (*back, 0, -padding.extra)))
                 else:
@@ -210,7 +269,7 @@ class PadEditor:
                     made = self.graph.call_function(operator.getitem, (value, part))
             why = self.flow.refused.get((value, reader), "nothing behind it reads the padding")
             self._describe(made, value, ir.mark(value).type, "slice", "slice", f"{reader.name}: {why}")
-            _grow(made, {padding.dim: -padding.extra})
+            _grow(made, {padding.dim: -padding.extra * padding.blocks})
             self.made[key] = made
         return self.made[key]
 
@@ -229,6 +288,12 @@ class PadEditor:
         made.meta[ir.MARK] = ir.Mark(op, kind, "clear", precision, Reason("pad", why, of.name), role, of.name)
 
 
+def _sizes_of_zeros(node: fx.Node) -> list[Any]:
+    """The sizes that new_zeros() is given, in one tuple or one by one."""
+    first = node.args[1] if len(node.args) == 2 else None
+    return list(first) if isinstance(first, (tuple, list)) else list(node.args[1:])
+
+
 def _keep_scale(planned: Planned) -> None:
     """Attention divides by the root of the head size, which must stay the model's."""
     node = planned.gemm.node
@@ -237,13 +302,39 @@ def _keep_scale(planned: Planned) -> None:
         node.kwargs = {**node.kwargs, "scale": 1 / math.sqrt(size)}
 
 
-def _grow(node: fx.Node, dims: dict[int, int]) -> None:
-    kind = ir.mark(node).type
+def _grow(node: fx.Node, dims: dict[int, int], number: int | None = None) -> None:
+    """Note that dimensions of a node's value, or of one value of its tuple, are longer."""
+    given = ir.mark(node).type
+    kind = given if number is None else given[number]  # type: ignore[index]
     assert isinstance(kind, TensorType) and kind.shape is not None
     shape = list(kind.shape)
     for dim, extra in dims.items():
         shape[dim] += extra
-    ir.set_mark(node, type=dataclasses.replace(kind, shape=tuple(shape)))
+    longer = dataclasses.replace(kind, shape=tuple(shape))
+    if number is not None:
+        assert isinstance(given, tuple)
+        ir.set_mark(node, type=(*given[:number], longer, *given[number + 1 :]))
+    else:
+        ir.set_mark(node, type=longer)
+
+
+def _at(node: fx.Node, at: tuple[int, int | None]) -> fx.Node:
+    """An argument, or one of those in a list of them."""
+    argument: Any = node.args[at[0]]
+    found = argument if at[1] is None else argument[at[1]]
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def _put_at(node: fx.Node, at: tuple[int, int | None], value: fx.Node) -> None:
+    args: list[Any] = list(node.args)
+    if at[1] is None:
+        args[at[0]] = value
+    else:
+        parts = list(args[at[0]])
+        parts[at[1]] = value
+        args[at[0]] = type(args[at[0]])(parts)
+    node.args = tuple(args)
 
 
 def _put(node: fx.Node, operand: ir.Operand, value: fx.Node) -> None:

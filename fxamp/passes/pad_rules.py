@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxamp import ir
-from fxamp.passes.gemms import Gemm, GemmDim
+from fxamp.passes.gemm_types import Gemm, GemmDim
+from fxamp.passes.recurrent_gemms import Recurrent
 from fxamp.passes.static_dims import Static, is_static
 
 
@@ -20,6 +21,8 @@ def can_pad(gemm: Gemm, dim: GemmDim, static: Mapping[fx.Node, Static]) -> str:
         return "it runs in fp32"
     if ir.mutated(node):
         return "it writes into one of its operands"
+    if isinstance(gemm, Recurrent):
+        return ""  # its sizes are its weights'
     if not any(is_static(static, ir.argument_of(node, at.position, at.keyword), at.dim) for at in dim.places):
         return f"{dim.name} = {dim.size} is known only at run time"
     if dim.name == "K" and len(dim.places) < 2:

@@ -11,9 +11,10 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.passes.alias import Aliases, Storage
-from fxamp.passes.gemms import Gemm, GemmDim, Place
-from fxamp.passes.padding_keep import Known, keep, reads_masked
+from fxamp.passes.gemm_types import Gemm, GemmDim, Place, shape_of
+from fxamp.passes.padding_keep import Known, asks_only, keep, reads_masked
 from fxamp.passes.padding_values import Kept, Padding, is_parameter
+from fxamp.passes.recurrent_gemms import Recurrent, item_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,9 @@ def follow(graph: fx.Graph, plan: Plan, known: Known, aliases: Aliases) -> Flow:
             why = "its result is written in place through a view, or by an op that would see the padding"
             named = {node: why for node in graph.nodes if node in blocked and node in plan}
             return dataclasses.replace(flow, blocked=named)
-        blocked.update(node for storage in broken for node in storage.nodes)
+        for node in (node for storage in broken for node in storage.nodes):
+            taken = item_of(node)
+            blocked.update((node, taken[0]) if taken is not None and taken[0] in plan else (node,))
 
 
 def is_read_padded(value: fx.Node, reader: fx.Node, padding: Padding, plan: Plan) -> bool:
@@ -97,9 +100,15 @@ def is_read_padded(value: fx.Node, reader: fx.Node, padding: Padding, plan: Plan
     return len(reads) == 1 and fits(planned, reads[0], padding)
 
 
+def reads_as_it_is(value: fx.Node, reader: fx.Node, flow: Flow, plan: Plan) -> bool:
+    """Whether a reader needs no slice of a padded value."""
+    padding = flow.paddings[value]
+    return reader in flow.kept or is_read_padded(value, reader, padding, plan) or asks_only(reader, {value: padding})
+
+
 def fits(planned: Planned, operand: ir.Operand, padding: Padding) -> bool:
     """Whether a padded operand is what the GEMM wants; a product of two paddings must be zero."""
-    if planned.wants(operand.position, operand.keyword).get(padding.dim) != padding.extra:
+    if planned.wants(operand.position, operand.keyword).get(padding.dim) != padding.extra or padding.blocks > 1:
         return False
     node = planned.gemm.node
     partners = [
@@ -129,15 +138,32 @@ def _spread(graph: fx.Graph, plan: Plan, known: Known, masked: frozenset[fx.Node
         given = {value: paddings[value] for value in node.all_input_nodes if value in paddings}
         if node in plan:
             out = plan[node].out
-            if out is not None and node not in blocked:
+            if out is not None and node not in blocked and not ir.is_tuple(node):
                 paddings[node] = Padding(*out, masked=node in masked)
-        elif given:
+        elif node not in blocked and (padding := _item_padding(node, plan)) is not None:
+            kept[node], paddings[node] = Kept(padding), padding
+        elif given and not asks_only(node, given):
             answer = "it is written in place elsewhere" if node in blocked else keep(node, given, known)
             if isinstance(answer, Kept):
                 kept[node], paddings[node] = answer, answer.padding
             else:
                 refused.update({(value, node): answer for value in given})
     return Flow(paddings, kept, masked, refused, {})
+
+
+def _item_padding(node: fx.Node, plan: Plan) -> Padding | None:
+    """The padding of one result of a recurrent call; None for anything else."""
+    taken = item_of(node)
+    planned = plan.get(taken[0]) if taken is not None else None
+    if taken is None or planned is None or not isinstance(planned.gemm, Recurrent):
+        return None
+    extra, blocks = planned.gemm.result(taken[1], planned.extras)
+    return Padding(len(shape_of(node) or ()) - 1, extra, blocks=blocks) if extra else None
+
+
+def results_of(node: fx.Node, flow: Flow) -> list[fx.Node]:
+    """The padded values a GEMM gives: itself, or what is taken from its tuple."""
+    return [value for value in (node, *(node.users if ir.is_tuple(node) else ())) if value in flow.paddings]
 
 
 def _masked(graph: fx.Graph, plan: Plan, known: Known, blocked: set[fx.Node]) -> frozenset[fx.Node]:
@@ -158,7 +184,8 @@ def _settle(flow: Flow, plan: Plan, aliases: Aliases) -> Flow:
     """The flow with only what somebody downstream reads padded; a written storage is padded as a whole."""
     wanted: set[fx.Node] = set()
     for value, padding in flow.paddings.items():
-        if value in plan or any(is_read_padded(value, user, padding, plan) for user in value.users):
+        is_made_padded = value in plan or _item_padding(value, plan) is not None
+        if is_made_padded or any(is_read_padded(value, user, padding, plan) for user in value.users):
             _want(value, flow, wanted, aliases.storage_of)
     refused = dict(flow.refused)
     for value in wanted:

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.ir import TensorType
-from fxamp.passes.gemms import shape_of
+from fxamp.passes.gemm_types import shape_of
 from fxamp.passes.padding_values import PER_ELEMENT, SAME, Kept, Padding, per_element
 from fxamp.passes.static_dims import Static, dims_after, dims_of_getitem, is_static
 
@@ -40,6 +40,8 @@ def keep(node: fx.Node, given: Mapping[fx.Node, Padding], known: Known) -> Kept 
         given: its padded arguments.
     """
     op = ir.mark(node).op
+    if any(padding.blocks > 1 for padding in given.values()):
+        return f"{op} reads two directions that are padded each"
     if op in PER_ELEMENT:
         return per_element(node, given)
     rule = _RULES.get(op)
@@ -49,6 +51,21 @@ def keep(node: fx.Node, given: Mapping[fx.Node, Padding], known: Known) -> Kept 
     if not isinstance(source, fx.Node) or list(given) != [source] or shape_of(node) is None:
         return f"{op} reads the padding in another way than its rule knows"
     return rule(node, source, given[source], known)
+
+
+def asks_only(node: fx.Node, given: Mapping[fx.Node, Padding]) -> bool:
+    """Whether a node only asks what padding does not change: another dimension's size, a dtype, a device."""
+    op, (value, *others) = ir.mark(node).op, given.items()
+    if others or not node.args or node.args[0] is not value[0] or node.all_input_nodes.count(value[0]) != 1:
+        return False
+    if op == "size":
+        dim = ir.argument_of(node, 1, "dim")
+        return isinstance(dim, int) and dim % len(shape_of(value[0]) or (0,)) != value[1].dim
+    is_only_source = all(value[0] not in ir.nodes_in(argument) for argument in (node.args[1:], node.kwargs))
+    return is_only_source and (op in _CREATIONS or (op == "getattr" and node.args[1] in ("device", "dtype", "ndim")))
+
+
+_CREATIONS = frozenset({"dim", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"})
 
 
 def reads_masked(node: fx.Node, value: fx.Node, padding: Padding) -> bool:

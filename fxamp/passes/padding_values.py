@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxamp import ir
 from fxamp.ir import TensorType
 from fxamp.lists import TRAITS
-from fxamp.passes.gemms import Place, shape_of
+from fxamp.passes.gemm_types import Place, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +27,14 @@ class Padding:
         extra: elements added at its end.
         content: the number in each of them.
         masked: they hold the lowest number of the dtype, so that a softmax over `dim` gives them zero.
+        blocks: equal parts of the dimension, each of which has `extra` elements at its end.
     """
 
     dim: int
     extra: int
     content: float = 0.0
     masked: bool = False
+    blocks: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,10 @@ from torch import fx
 from fxamp import ir
 from fxamp.ir import TensorType
 from fxamp.lists import TRAITS
-from fxamp.passes.gemms import OPS, Gemm, describe, shape_of
+from fxamp.passes.gemm_types import Gemm, shape_of
+from fxamp.passes.gemms import OPS, describe
+from fxamp.passes.recurrent_gemms import OPS as RECURRENT
+from fxamp.passes.recurrent_gemms import Recurrent
 
 Static = Any
 """Of a tensor: a bool for each dimension; of a tuple: one of these for each part; of a number: a bool."""
@@ -44,6 +47,9 @@ def _forced_by_weights(graph: fx.Graph, found: dict[fx.Node, Static]) -> dict[fx
     forced: dict[fx.Node, set[int]] = {}
     for node in graph.nodes:
         gemm = describe(node) if ir.mark(node).op in OPS else ""
+        if isinstance(gemm, Recurrent):
+            forced.setdefault(_uncast(node.args[0]), set()).add(gemm.dims[0].places[0].dim)
+            continue
         for dim in gemm.dims if isinstance(gemm, Gemm) else ():
             values = [(ir.argument_of(node, at.position, at.keyword), at.dim) for at in dim.places]
             if any(is_static(found, value, at) for value, at in values):
@@ -87,6 +93,8 @@ def _of(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
         return _part(found[node.args[0]], node.args[1])
     if op in ("chunk", "split", "tensor_split", "unsafe_chunk", "unsafe_split"):
         return _split(node, found)
+    if op in RECURRENT and ir.is_tuple(node) and isinstance(describe(node), Recurrent):
+        return tuple((False,) * (len(kind.shape or ()) - 1) + (True,) for kind in ir.tensors_in(ir.mark(node).type))
     if shape_of(node) is None:
         return _everywhere(node, False)
     if op in _SHAPED:
@@ -150,7 +158,9 @@ def _gemm(node: fx.Node, gemm: Gemm, found: dict[fx.Node, Static]) -> Static:
     elif ir.mark(node).op.startswith("conv") and isinstance(first, fx.Node) and len(dims) == len(found[first]):
         dims[0] = found[first][0]
     for dim in gemm.dims:
-        if dim.out is not None:
+        if dim.out is not None and isinstance(gemm, Recurrent):
+            dims[dim.out] = True
+        elif dim.out is not None:
             place = dim.places[0]
             argument = ir.argument_of(node, place.position, place.keyword)
             dims[dim.out] = is_static(found, argument, place.dim)

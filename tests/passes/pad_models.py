@@ -9,10 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fxamp
 from fxamp import ir
+from fxamp.capture.inputs import flatten_call
+from fxamp.convert import build_variant
 from fxamp.engine import engine_of
+from fxamp.views import plain_view
 
 BF16 = torch.bfloat16
 
@@ -56,8 +60,7 @@ def step(model, *inputs, **options):
     options = {"dtype": BF16, "pad": "always", "example_inputs": inputs, **options}
     converted = fxamp.convert(copy.deepcopy(model), **options)
     torch.manual_seed(0)
-    outputs = converted(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = tuple(tree_leaves(converted(*inputs)))
     sum((value.float() * (1 + at)).sum() for at, value in enumerate(outputs)).backward()
     gradients = {name: parameter.grad for name, parameter in converted.named_parameters()}
     buffers = {name: buffer.clone() for name, buffer in converted.named_buffers()}
@@ -87,6 +90,35 @@ def check(model, *inputs, **options):
     padded = step(model, *inputs, **options)
     assert_equal(padded, step(model, *inputs, **{**options, "pad_to": 0}))
     return padded
+
+
+def in_float64(model, inputs, pad_to, pad="always"):
+    """The model's step with float64 in the place of the low dtype: (loss and sums of the outputs, gradients)."""
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, inputs, pad=pad, pad_to=pad_to, output_dtype=None)
+    options = dataclasses.replace(engine_of(converted).options, low=torch.float64)
+    plain = plain_view(converted)
+    spec, flat = flatten_call(inputs, {})
+    variant = build_variant(plain, spec, flat, options)
+    torch.manual_seed(0)
+    result = variant.compiled.run(plain, *flat)
+    results = [value.double() for value in tree_leaves(result)]
+    loss = sum((value * value + value).sum() for value in results)
+    loss.backward()
+    notes = [ir.mark(node).pad for node in variant.graph.nodes]
+    assert any(note is not None and note.state == "padded" for note in notes) == bool(pad_to)
+    return torch.stack([loss.detach(), *[value.detach().sum() for value in results]]), [
+        parameter.grad for parameter in plain.parameters()
+    ]
+
+
+def assert_equal_in_float64(model, *inputs):
+    loss, gradients = in_float64(model, inputs, 8)
+    expected, theirs = in_float64(model, inputs, 0)
+    # float64 sums in another order; gradients come back through float32 parameters (one rounding of 2**-24)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for ours, reference in zip(gradients, theirs, strict=True):
+        scale = 0.0 if reference is None else float(reference.abs().max())
+        torch.testing.assert_close(ours, reference, rtol=2**-22, atol=2**-22 * scale)
 
 
 class Gemms(TorchDispatchMode):

@@ -1,5 +1,6 @@
 """PadGemms: what stays padded, what is sliced, what nobody may notice, and what every GEMM is told."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -34,6 +35,7 @@ from tests.passes.pad_models import (
     whole_numbers,
     words,
 )
+from tests.runtime.test_packed_weights import Ops
 
 
 class Between(nn.Module):
@@ -150,6 +152,49 @@ def test_a_hook_on_a_batch_norm_sees_what_it_always_saw():
     model.norm1.register_forward_hook(lambda module, given, result: seen.append(result.shape[1]))
     step(model, numbers(2, 3, 8, 8))
     assert set(seen) == {17}
+
+
+# ------------------------------------------------------------------------------------------- what weights cost
+
+
+def kernels_of(model, x):
+    """Names of the ops that pad or copy, in one forward without gradients."""
+    with Ops() as ops, torch.no_grad():
+        model(x)
+    return [name for name in ops.names if name in ("constant_pad_nd", "copy_", "fill_", "_foreach_copy_")]
+
+
+@pytest.mark.parametrize(
+    ("widths", "expected"),
+    [
+        ((8, 13), ["_foreach_copy_"]),  # rows of the weight and the bias
+        ((13, 8), ["fill_", "copy_", "_foreach_copy_", "constant_pad_nd"]),  # columns; and of the input
+        ((8, 13, 8), ["fill_", "copy_", "_foreach_copy_"]),  # the rows of one weight are the columns of the next
+    ],
+)
+def test_weights_grow_while_they_are_cast(widths, expected):
+    model = fxamp.convert(mlp(*widths), BF16, numbers(4, widths[0]), pad="always")
+    assert kernels_of(model, numbers(4, widths[0])) == expected
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_frozen_weights_are_kept_padded(opt_level):
+    x = numbers(4, 8)
+    net = mlp(8, 13, 8)
+    plain = fxamp.convert(copy.deepcopy(net), BF16, x, pad_to=0)
+    model = fxamp.convert(net, BF16, x, pad="always", opt_level=opt_level).freeze()
+    assert kernels_of(model, x) and not kernels_of(model, x)
+    with torch.no_grad():
+        before = model(x)
+        torch.testing.assert_close(before, plain(x), rtol=2**-7, atol=2**-7)
+        model[0].weight.add_(1)
+        assert not torch.equal(model(x), before)
+
+
+def test_a_table_that_is_also_the_head_is_gathered_in_its_own_size():
+    run = step(Head(), words(1009, 2, 9), words(1009, 2, 9))
+    gathers = [node for node in run.graph.nodes if ir.mark(node).op == "embedding"]
+    assert all(ir.mark(value).type.shape[0] in (1009, 2) for node in gathers for value in node.all_input_nodes)
 
 
 # ------------------------------------------------------------------------------------------------ the head

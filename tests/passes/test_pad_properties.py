@@ -1,7 +1,5 @@
 """Random chains of GEMMs of any size: padded or not, a step is the same."""
 
-import copy
-import dataclasses
 import itertools
 
 import pytest
@@ -13,11 +11,17 @@ from torch.nn import functional
 
 import fxamp
 from fxamp import ir
-from fxamp.capture.inputs import flatten_call
-from fxamp.convert import build_variant
-from fxamp.engine import engine_of
-from fxamp.views import plain_view
-from tests.passes.pad_models import Attention, Head, Unet, check, numbers, smoothed, whole_numbers, words
+from tests.passes.pad_models import (
+    Attention,
+    Head,
+    Unet,
+    assert_equal_in_float64,
+    check,
+    numbers,
+    smoothed,
+    whole_numbers,
+    words,
+)
 
 SIZES = st.integers(1, 130)
 # Exact on whole numbers; `None` stands for an op that reads the slice.
@@ -83,31 +87,6 @@ def test_a_chain_is_exact_and_pays_one_pad_and_one_slice(chain, rows, dtype, con
         assert note is None or note.state in ("padded", "aligned")
         assert note is None or all(padded % 8 == 0 for _, _, padded in note.dims)
     assert fxamp.convert(run.model) is run.model
-
-
-def in_float64(model, inputs, pad_to, pad="always"):
-    """The model's step with float64 in the place of the low dtype: (loss, gradients)."""
-    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, inputs, pad=pad, pad_to=pad_to, output_dtype=None)
-    options = dataclasses.replace(engine_of(converted).options, low=torch.float64)
-    plain = plain_view(converted)
-    spec, flat = flatten_call(inputs, {})
-    variant = build_variant(plain, spec, flat, options)
-    torch.manual_seed(0)
-    result = variant.compiled.run(plain, *flat)
-    loss = result.double().square().sum()
-    loss.backward()
-    assert (pad_to == 0) == (not any(ir.mark(node).role == "pad" for node in variant.graph.nodes))
-    return loss.detach(), [parameter.grad for parameter in plain.parameters()]
-
-
-def assert_equal_in_float64(model, *inputs):
-    loss, gradients = in_float64(model, inputs, 8)
-    expected, theirs = in_float64(model, inputs, 0)
-    # float64 sums in another order; gradients come back through float32 parameters (one rounding of 2**-24)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    for ours, reference in zip(gradients, theirs, strict=True):
-        scale = 0.0 if reference is None else float(reference.abs().max())
-        torch.testing.assert_close(ours, reference, rtol=2**-22, atol=2**-22 * scale)
 
 
 @settings(deadline=None, max_examples=20)
