@@ -106,8 +106,8 @@ def _grows(value: fx.Node, plan: Plan) -> bool:
 
 
 def _weight_cost(value: fx.Node, wants: dict[int, int]) -> int:
-    """Rows ride on the copy of the weight's bucket; otherwise it is filled, copied and converted back by itself."""
-    return 0 if set(wants) == {0} else 3 * LAUNCH_BYTES + 2 * math.prod(shape_of(value) or ())
+    """Rows ride on the copy of the bucket; a weight that grows otherwise is copied, filled and converted back alone."""
+    return 0 if set(wants) == {0} else 3 * LAUNCH_BYTES
 
 
 def _needs_grad(value: fx.Node) -> bool:

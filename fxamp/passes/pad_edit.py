@@ -168,18 +168,17 @@ class PadEditor:
         path = str(node.target)
         module = self.root.get_submodule(path)
         training = bool(module.training)
-        names = ["running_mean", "running_var"] if not training or module.track_running_stats else [None, None]
-        state = [self._state(node, path, name) for name in (*names, "weight", "bias")]
-        batches = self._state(node, path, "num_batches_tracked") if module.track_running_stats else None
+        state = [self._state(node, path, name) for name in ("running_mean", "running_var", "weight", "bias")]
+        batches, is_tracked = (self._state(node, path, name) for name in ("num_batches_tracked", "track_running_stats"))
         numbers = [self._state(node, path, name) for name in ("momentum", "eps")]
         source = node.args[0] if node.args else node.kwargs["input"]
         node.op, node.target = "call_function", padded_norm.batch_norm
         node.kwargs = {}
-        node.args = (source, *state, training, *numbers, batches)
+        node.args = (source, *state, training, *numbers, batches, is_tracked)
 
-    def _state(self, reader: fx.Node, path: str, name: str | None) -> fx.Node | None:
+    def _state(self, reader: fx.Node, path: str, name: str) -> fx.Node | None:
         """A node that reads one attribute of a module at every call; None where the module has none."""
-        value = None if name is None else ir.attribute(self.root, f"{path}.{name}")
+        value = ir.attribute(self.root, f"{path}.{name}")
         if value is None and name != "momentum":
             return None
         with self.graph.inserting_before(reader):
@@ -265,7 +264,8 @@ class PadEditor:
                     back = (0, 0) * (rank - 1 - padding.dim)
                     made = self.graph.call_function(functional.pad, (value, (*back, 0, -padding.extra)))
                 else:
-                    part = (slice(None),) * padding.dim + (slice(None, -padding.extra),)
+                    # from the back: a squeeze may give a value of fewer dimensions for another batch
+                    part: Any = (Ellipsis, slice(None, -padding.extra), *(slice(None),) * (rank - 1 - padding.dim))
                     made = self.graph.call_function(operator.getitem, (value, part))
             why = self.flow.refused.get((value, reader), "nothing behind it reads the padding")
             self._describe(made, value, ir.mark(value).type, "slice", "slice", f"{reader.name}: {why}")

@@ -43,7 +43,7 @@ def keep(node: fx.Node, given: Mapping[fx.Node, Padding], known: Known) -> Kept 
     if any(padding.blocks > 1 for padding in given.values()):
         return f"{op} reads two directions that are padded each"
     if op in PER_ELEMENT:
-        return per_element(node, given)
+        return per_element(node, given, known.static)
     rule = _RULES.get(op)
     source = node.args[0] if node.args else node.kwargs.get("input")
     if rule is None:
@@ -131,8 +131,8 @@ def _unsqueeze(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -
 
 def _squeeze(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -> Kept | str:
     dim, shape = ir.argument_of(node, 1, "dim"), shape_of(source) or ()
-    if not isinstance(dim, int) or dim % len(shape) == padding.dim:
-        return "squeeze of a dimension that is not known, or padded"
+    if not isinstance(dim, int) or dim % len(shape) == padding.dim or not is_static(known.static, source, dim):
+        return "squeeze of a dimension that is not known, not the same in every call, or padded"
     gone = shape[dim] == 1 and dim % len(shape) < padding.dim
     return Kept(dataclasses.replace(padding, dim=padding.dim - gone))
 
@@ -175,7 +175,7 @@ def _reshape(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -> 
         return f"{op} with arguments that are not known"
     last = sizes[-1]
     moved = dataclasses.replace(padding, dim=len(new) - 1)
-    if isinstance(last, fx.Node) and not is_static(known.static, node, -1):
+    if (isinstance(last, fx.Node) or last == -1) and not is_static(known.static, node, -1):
         return f"{op} to a size that is known only at run time"
     return Kept(moved, grown=None if isinstance(last, int) and last == -1 else len(sizes) - 1)
 

@@ -16,6 +16,7 @@ from fxamp import ir
 from fxamp.ir import TensorType
 from fxamp.lists import TRAITS
 from fxamp.passes.gemm_types import Place, shape_of
+from fxamp.passes.static_dims import Static, is_static
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,8 @@ _SAME_OPS = """
 SAME = frozenset(_SAME_OPS.split())
 
 
-def per_element(node: fx.Node, given: Mapping[fx.Node, Padding]) -> Kept | str:
+def per_element(node: fx.Node, given: Mapping[fx.Node, Padding], static: Mapping[fx.Node, Static]) -> Kept | str:
+    """The padding that is left behind an op that works element by element, or why none can be."""
     op, out = ir.mark(node).op, shape_of(node)
     placed = {value: _dim_in_result(value, padding.dim, out) for value, padding in given.items()}
     dims = set(placed.values())
@@ -81,7 +83,7 @@ def per_element(node: fx.Node, given: Mapping[fx.Node, Padding]) -> Kept | str:
     dim, values = dims.pop(), {value: padding.content for value, padding in given.items()}
     pads = []
     for operand in ir.arguments(node):
-        answer = _other_operand(node, operand, given, values, dim - len(out))
+        answer = _other_operand(node, operand, given, values, dim - len(out), static)
         if isinstance(answer, str):
             return answer
         pads += [answer] if answer is not None else []
@@ -101,6 +103,7 @@ def _other_operand(
     given: Mapping[fx.Node, Padding],
     values: dict[fx.Node, float],
     back: int,
+    static: Mapping[fx.Node, Static],
 ) -> Place | str | None:
     """How an operand takes part: None as it is, a Place to pad, or the reason why not; sets its value."""
     value, op = operand.value, ir.mark(node).op
@@ -112,7 +115,7 @@ def _other_operand(
         if isinstance(number, (int, float)) and op in ("mul", "div", "true_divide"):
             return None
         return f"{op} reads {value.name}, whose value is not known"
-    if len(shape) < -back or shape[back] == 1:
+    if len(shape) < -back or (shape[back] == 1 and is_static(static, value, back)):
         if op == "mul" and not any(values[source] for source in given) and is_bounded(value):
             values[value] = 1.0
             return None

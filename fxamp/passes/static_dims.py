@@ -196,21 +196,51 @@ def _sizes(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     dims = [size != -1 and _known(size, found) for size in sizes]
     rest = [number for number, size in enumerate(sizes) if isinstance(size, int) and size == -1]
     if rest and isinstance(given, fx.Node) and shape_of(given) is not None:
-        dims[rest[0]] = _is_inferred_static(given, shape, dims, rest[0], found)
+        dims[rest[0]] = _is_inferred_static(given, shape, tuple(sizes), dims, rest[0], found)
     return tuple(dims)
 
 
 def _is_inferred_static(
-    given: fx.Node, shape: tuple[int, ...], dims: list[bool], inferred: int, found: dict[fx.Node, Static]
+    given: fx.Node,
+    shape: tuple[int, ...],
+    sizes: tuple[Any, ...],
+    dims: list[bool],
+    inferred: int,
+    found: dict[fx.Node, Static],
 ) -> bool:
     """Whether -1 stands for the product of static sizes: those left and right of it are the source's own."""
     source = shape_of(given) or ()
-    known = {math.prod(source[start:]) for start in range(len(source)) if all(found[given][start:])}
+    starts = [start for start in range(len(source)) if all(found[given][start:])]
     for first in range(inferred, -1, -1):
         others = [flag for dim, flag in enumerate(dims) if dim >= first and dim != inferred]
-        if all(others) and math.prod(shape[first:]) in known:
+        same = [start for start in starts if math.prod(source[start:]) == math.prod(shape[first:])]
+        if all(others) and any(
+            _is_left_alone(source, found[given], shape, sizes, dims, start, first) for start in same
+        ):
             return True
     return False
+
+
+def _is_left_alone(
+    source: tuple[int, ...],
+    known: Static,
+    shape: tuple[int, ...],
+    sizes: tuple[Any, ...],
+    dims: list[bool],
+    start: int,
+    first: int,
+) -> bool:
+    """Whether the first sizes of a view hold as much as the first `start` of its source, in every call.
+
+    `view(batch, -1)` of (batch, 1, 7) has 7 columns in this call only: the source's 1 may be another number.
+    """
+    moving = [size for size, flag in zip(source[:start], known, strict=False) if not flag]
+    if not moving:
+        return all(dims[:first])
+    if start == first and source[:start] == shape[:first]:
+        pairs = zip(sizes[:first], known, strict=False)
+        return all(isinstance(size, fx.Node) or flag for size, flag in pairs)
+    return 1 not in moving and any(isinstance(size, fx.Node) for size in sizes[:first])
 
 
 def _permute(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
@@ -258,7 +288,8 @@ def _getitem(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     if kept is None:
         return _everywhere(node, False)
     given = found[node.args[0]]  # type: ignore[index]
-    return tuple(source is not None and whole and given[source] for source, whole in kept)
+    has_constant_bounds = not ir.nodes_in(node.args[1])
+    return tuple(source is not None and (whole or has_constant_bounds) and given[source] for source, whole in kept)
 
 
 def dims_of_getitem(node: fx.Node) -> list[tuple[int | None, bool]] | None:

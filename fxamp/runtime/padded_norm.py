@@ -15,6 +15,7 @@ def batch_norm(
     momentum: float | None = 0.1,
     eps: float = 1e-5,
     batches: Tensor | None = None,
+    is_tracked: bool = True,
 ) -> Tensor:
     """torch's batch_norm of an input that has more channels than there are weights; they come out zero.
 
@@ -26,7 +27,10 @@ def batch_norm(
         running_mean, running_var, weight, bias: (C,); the statistics are updated in place when training.
         momentum: None: a cumulative average over `batches`.
         batches: BatchNorm's `num_batches_tracked`; counted up when training.
+        is_tracked: BatchNorm's `track_running_stats`; False: training neither reads nor writes the statistics.
     """
+    if training and not is_tracked:
+        running_mean = running_var = batches = None
     if training and batches is not None:
         batches.add_(1)
         if momentum is None:

@@ -60,10 +60,16 @@ def grown_shape(shape: Sequence[int], dims: Dims) -> tuple[int, ...]:
 
 
 def copy_grown(weight: torch.Tensor, growth: Growth, dtype: torch.dtype) -> torch.Tensor:
-    """A fresh grown copy in `dtype`, laid out as the weight is: one fill and one copy that converts."""
-    copy = empty_grown(weight, growth[0], dtype).fill_(growth[1])
-    part = own_part(copy, weight.shape, growth[0])
-    part.copy_(weight.reshape(part.shape))
+    """A fresh grown copy in `dtype`, laid out as the weight is: a copy that converts, and a fill of each border."""
+    dims, fill = growth
+    copy = empty_grown(weight, dims, dtype)
+    sizes = _blocked(weight.shape, dims)
+    part = copy if len(sizes) == copy.dim() else copy.view(_blocked(copy.shape, dims))
+    for dim, size in enumerate(sizes):
+        if part.size(dim) != size:
+            part.narrow(dim, size, part.size(dim) - size).fill_(fill)
+            part = part.narrow(dim, 0, size)
+    part.copy_(weight.reshape(sizes))
     return copy
 
 

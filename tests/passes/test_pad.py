@@ -27,6 +27,7 @@ from tests.passes.pad_models import (
     Residual,
     Unet,
     assert_equal,
+    assert_same,
     check,
     mlp,
     numbers,
@@ -336,6 +337,70 @@ def test_one_graph_serves_every_batch():
         x = numbers(batch, 3, size, size)
         assert torch.equal(model(x), plain(x))
     assert len(engine_of(model).all_variants()) == 1
+
+
+class Sized(nn.Module):
+    """linear, relu, something that depends on sizes, linear."""
+
+    def __init__(self, between, width=6):
+        super().__init__()
+        self.one, self.two, self.between = nn.Linear(5, 7), nn.Linear(7, width), between
+
+    def forward(self, x, *others):
+        return self.two(self.between(torch.relu(self.one(x)), *others))
+
+
+SIZES_CHANGE = {
+    "squeeze(0)": (lambda y: y.squeeze(0), (1, 4, 5), (3, 4, 5)),
+    "squeeze(1)": (lambda y: y.squeeze(1), (3, 1, 5), (3, 4, 5)),
+    "squeeze()": (lambda y: y.squeeze(), (3, 4, 5), (1, 4, 5)),
+    "squeeze(-2)": (lambda y: y.squeeze(-2), (3, 1, 5), (2, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("name", SIZES_CHANGE)
+def test_a_squeeze_that_finds_another_size(name):
+    between, first, then = SIZES_CHANGE[name]
+    model = whole_numbers(Sized(between))
+    padded, plain = (fxamp.convert(copy.deepcopy(model), BF16, pad="always", pad_to=n) for n in (8, 0))
+    for shape in (first, then, first):
+        assert_same(padded(numbers(*shape)), plain(numbers(*shape)), name)
+
+
+def test_a_mask_that_broadcasts_in_one_call_and_not_in_the_next():
+    model = whole_numbers(Sized(lambda y, mask: y * mask))
+    padded, plain = (fxamp.convert(copy.deepcopy(model), BF16, pad="always", pad_to=n) for n in (8, 0))
+    for width in (1, 7):
+        mask = numbers(4, width) > 0
+        assert_same(padded(numbers(4, 5), mask), plain(numbers(4, 5), mask), str(width))
+
+
+def test_a_view_whose_rest_is_another_size():
+    class View(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(5, 7)
+
+        def forward(self, x, w):
+            return self.one(x).relu().view(x.shape[0], -1) @ w
+
+    model = whole_numbers(View())
+    padded, plain = (fxamp.convert(copy.deepcopy(model), BF16, pad="always", pad_to=n) for n in (8, 0))
+    for length in (1, 2):
+        x, w = numbers(3, length, 5), numbers(7 * length, 4)
+        assert_same(padded(x, w), plain(x, w), str(length))
+
+
+def test_statistics_that_are_switched_off_for_a_call():
+    model = nn.Sequential(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7), nn.ReLU(), nn.Conv2d(7, 4, 1))
+    x, states = numbers(4, 3, 6, 6), []
+    for net in (model, fxamp.convert(copy.deepcopy(model), BF16, pad="always")):
+        for tracked in (True, False, True):
+            net[1].track_running_stats = tracked
+            net(x)
+        states.append((net[1].running_var, net[1].num_batches_tracked))
+    assert states[1][1] == states[0][1] == 2
+    torch.testing.assert_close(states[1][0], states[0][0], rtol=2**-6, atol=0)
 
 
 def test_a_write_through_a_view_keeps_the_model_unpadded_there():
