@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxamp.runtime.padded_weights import Growth, copy_grown, empty_grown, grown, grows_in_rows, own_part
 
@@ -164,8 +165,9 @@ _apply = super(torch.autograd.Function, _PackedCast).apply
 class KeptCast:
     """Low copies that are kept from call to call while gradients are off: what `freeze` puts in a graph.
 
-    They are made again when a weight was moved, replaced or written in place. A write through `p.data` cannot be
-    seen. While gradients are on it is `packed_cast`.
+    They are made again when a weight was moved, replaced or written in place, and after a step of any optimizer: fused
+    ones leave no trace in a tensor. A write through `p.data` cannot be seen. While gradients are on it is
+    `packed_cast`.
     """
 
     def __init__(self, number: int) -> None:
@@ -178,8 +180,9 @@ class KeptCast:
     ) -> tuple[torch.Tensor, ...]:
         if torch.is_grad_enabled() or _must_be_plain(weights) or not _can_be_kept(weights):
             return packed_cast(dtype, *weights, pads=pads)
-        state = tuple([(weight.data_ptr(), weight._version) for weight in weights])
+        state = (_steps.taken, *[(weight.data_ptr(), weight._version) for weight in weights])
         if state != self._seen:
+            _steps.watch()
             with torch.inference_mode(False):  # an inference tensor could not be used outside inference mode
                 self._copies = packed_cast(dtype, *[weight.detach() for weight in weights], pads=pads)
             self._seen = state
@@ -188,6 +191,24 @@ class KeptCast:
     def forget(self) -> None:
         """Make the copies again at the next call."""
         self._seen, self._copies = None, ()
+
+
+class _Steps:
+    """Counts the optimizer steps of the process, from the first kept copy on."""
+
+    def __init__(self) -> None:
+        self.taken, self._is_watching = 0, False
+
+    def watch(self) -> None:
+        if not self._is_watching:
+            self._is_watching = True
+            register_optimizer_step_post_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.taken += 1
+
+
+_steps = _Steps()
 
 
 def _can_be_kept(weights: tuple[torch.Tensor, ...]) -> bool:

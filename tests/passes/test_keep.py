@@ -53,6 +53,19 @@ def test_an_optimizer_step_is_seen(frozen, x):
     assert casts_in(frozen, x) == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_training_steps_between_two_evaluations_are_seen(make, options, x):
+    model, reference = fxamp.convert(Net(), torch.bfloat16).freeze(), fxamp.convert(Net(), torch.bfloat16)
+    optimizer = make(model.parameters(), lr=0.5, **options)
+    for _ in range(3):
+        with torch.no_grad():
+            reference.load_state_dict(model.state_dict())
+            assert torch.equal(model(x), reference(x))
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
 def test_a_write_through_data_is_seen_after_freezing_again(frozen, x):
     with torch.no_grad():
         before = frozen(x)
