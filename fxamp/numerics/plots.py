@@ -1,6 +1,7 @@
 """Pictures of measured ranges, like Figures 2 and 3 of NVIDIA's guide on training with mixed precision."""
 
 import importlib
+import io
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import torch
 from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError
 from fxamp.numerics.histogram import Histogram, exponent_of_zero
+from fxamp.whole import write_whole
 
 if TYPE_CHECKING:
     from fxamp.numerics.ranges import Ranges
@@ -42,13 +44,14 @@ def plot_ranges(ranges: "Ranges", path: str | Path) -> Path:
     figure, axes = pyplot.subplots(len(panels), 1, figsize=size, squeeze=False, constrained_layout=True)
     for axis, (title, histogram, factor) in zip(axes[:, 0], panels, strict=True):
         _draw(axis, title, histogram, factor, ranges.low)
+    drawn = io.BytesIO()
     try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
+        figure.savefig(drawn, format=Path(path).suffix[1:] or None)
+    except ValueError as error:
         raise OptionError(f"the picture cannot be written to {str(path)!r}: {error}.") from error
     finally:
         pyplot.close(figure)
-    return Path(path)
+    return write_whole(Path(path), drawn.getvalue(), "the picture")
 
 
 def _draw(axis: Any, title: str, histogram: Histogram, scale: float, low: torch.dtype) -> None:

@@ -19,6 +19,9 @@ from fxamp.review.report import report, require_engine
 
 log = logging.getLogger("fxamp")
 
+_OPTIONAL = ("report.html", "graph.svg")
+"""Written where jinja2 or Graphviz is there; else those of an earlier dump would tell of other graphs."""
+
 
 def dump(converted: nn.Module, directory: str | Path) -> Path:
     """Write before.txt, after.txt, graph.diff, report.json, report.html, graph.dot; with Graphviz graph.svg.
@@ -83,5 +86,8 @@ def _move(folder: Path, target: Path) -> None:
         shutil.move(folder, target)
         return
     target.mkdir(exist_ok=True)
+    for name in _OPTIONAL:
+        if not (folder / name).exists():
+            (target / name).unlink(missing_ok=True)
     for file in folder.iterdir():
         os.replace(file, target / file.name)
