@@ -12,27 +12,29 @@ from torch import fx, nn
 from fxamp import ir
 from fxamp.engine import engine_of
 from fxamp.errors import OptionError
-from fxamp.numerics.run import Call, Part, Runner, call_of, run, state_kept
+from fxamp.numerics.run import Call, Part, Runner, call_of, floats_in, run, state_kept
 from fxamp.unconverted import check_left
 
 _PREFIX = "fxamp::"
 # cuBLAS, cuDNN, CUTLASS, FlashAttention and Triton spell what they do into their kernels' names, from Volta to
-# Blackwell: the instruction's shape (884, 1688, 16816), its class (tensorop, hmma, wgmma) or its generator (nvjet).
+# Blackwell: the instruction's shape (884, 1688, 16816), its class (tensorop, hmma, wgmma, umma) or its generator
+# (nvjet). Where the names were seen stands beside the table of tests/numerics/test_kernels.py.
 _PRODUCT = re.compile(
     r"gemm|gemv|conv(?!ert)|[fdw](prop|grad)|winograd|fft2d|cutlass|cublas|flash|fmha|attention|sdpa|nvjet|matmul|xmma"
-    r"|triton_tem|triton_mm|rnn_(block)?persist|persistrnn|grouped_mm|groupmm"
+    r"|triton_tem|triton_mm|rnn_(block)?persist|persistrnn|grouped_mm|groupmm|[hsi\d]cudnn_"
 )
 _AROUND = re.compile(
-    r"splitkreduce|reduce_1block|nchwtonhwc|nhwctonchw|converttensor|scalepackedtensor|computeoffsets|computebooffsets"
-    r"|im2col|col2im|vol2col|dot_do_o|convert_dq|generatewinogradtiles|transpose_readwrite|elementwise|elemwise|prepare_"
+    r"splitkreduce|splitkv_combine|reduce_1block|nchwtonhwc|nhwctonchw|converttensor|scaletensor|scalepackedtensor"
+    r"|computeoffsets|computebooffsets|im2col|col2im|vol2col|dot_do_o|convert_dq|generatewinogradtiles|flip_filter"
+    r"|transpose_readwrite|elementwise_kernel|elemwise|prepare_|compute_gemm_pointers|triton_(poi|per|red)_"
 )
-"""Kernels that only move or reduce values beside a product."""
+"""Kernels that only move or reduce values beside a product; a GEMM's own type may name an "elementwise" epilogue."""
 _TENSOR_CORE = re.compile(
-    r"[a-z](884|1688|16816|161616)(?!\d)|tensorop|tensor16x8|tensor8x8|(?<![a-z])mma|[hqxw]mma|gmma|utcmma|nvjet"
-    r"|flash_(fwd|bwd|fprop|bprop)|(fwd|bwd)_kernel_flash|flashattn|fmha_cutlass[fb]_b?f16"
+    r"[a-z](884|1684|1688|8816|16816|16832|161616)(?!\d)|tensorop|tensor16x8|tensor8x8|(?<![a-z])mma|[hqxw]mma|gmma"
+    r"|utcmma|umma|nvjet|flash_(fwd|bwd|fprop|bprop)|(fwd|bwd)_kernel_flash|flashattn|fmha_cutlass[fb]_b?f16"
 )
-_FP32_MATH = re.compile(r"sgemm|ffma|simt|dgemm|zgemm|cgemm|sgemv|winograd(?!.*(hmma|mma))")
-_BY_PRECISION = re.compile(r"triton_tem|triton_mm")
+_FP32_MATH = re.compile(r"sgemm|scudnn|ffma|simt|dgemm|zgemm|cgemm|sgemv|winograd(?!.*(hmma|mma))")
+_BY_PRECISION = re.compile(r"triton_tem|triton_mm|rnn_(block)?persist|persistrnn")
 """Kernels whose names do not tell: they use Tensor Cores where they are given low operands."""
 
 
@@ -66,6 +68,10 @@ class Kernels:
         return sum(k.microseconds for k in gemms if k.kind == "tensor core gemm") / total if total else None
 
     def __str__(self) -> str:
+        if not self.kernels:
+            return (
+                f"{self.device}: no kernel was recorded. Was the model converted? Does another profiler hold the GPU?"
+            )
         share = self.tensor_core_share
         head = f"{self.device}: " + ("no GEMM ran" if share is None else f"{share:.1%} of GEMM time in Tensor Cores")
         rows = [
@@ -96,7 +102,8 @@ def kernels(converted: nn.Module, inputs: Any, repeats: int = 3) -> Kernels:
         check_left(converted, "kernels times nothing")
         return Kernels(torch.cuda.get_device_name(), ())
     call = call_of(converted, inputs)
-    if not any(parameter.is_cuda for parameter in converted.parameters()):
+    tensors = [*converted.parameters(), *converted.buffers(), *floats_in((call.args, call.kwargs))]
+    if not any(tensor.is_cuda for tensor in tensors):
         raise OptionError("the model is on the CPU: model.cuda() first, and give inputs on the same device.")
     return _timed(call, repeats)
 
@@ -133,7 +140,11 @@ class _NamingRunner(Runner):
 
 
 def _kernel_times(events: Iterable[Any]) -> list[tuple[str, str, float]]:
-    """(node, kernel, microseconds) of every kernel, by the innermost region of ours that launched it."""
+    """(node, kernel, microseconds) of every kernel, by the innermost region of ours that launched it.
+
+    Kernels hang on the host's op that launched them. The GPU's own events, among them a copy of each region as long
+    as all its kernels, have none and so count nothing a second time.
+    """
     found = []
     for event in events:
         for kernel in getattr(event, "kernels", ()):
