@@ -8,7 +8,7 @@ from torch import nn
 
 from fxamp.engine import engine_of
 from fxamp.errors import OptionError
-from fxamp.numerics.compare import Loss, compare, error_of, finite, record
+from fxamp.numerics.compare import Loss, check_pair, compare, error_of, finite, record
 from fxamp.numerics.progress import Progress
 from fxamp.numerics.run import Call, Rewriter, call_of, in_float32
 from fxamp.unconverted import check_left
@@ -81,6 +81,7 @@ def find_deny(
     """
     if tolerance <= 0 or max_runs < 1:
         raise OptionError(f"tolerance={tolerance!r}, max_runs={max_runs!r}: both must be positive.")
+    check_pair(model, converted)
     if engine_of(converted) is None:
         check_left(converted, "find_deny finds nothing to deny")
         return DenySet((), compare(model, converted, inputs, loss_fn).output, tolerance, 0, True)

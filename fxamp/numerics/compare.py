@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.engine import engine_of
+from fxamp.errors import OptionError
+from fxamp.numerics.flow import CallFlow, CallWatcher
 from fxamp.numerics.run import (
     Call,
     Part,
@@ -23,6 +25,7 @@ from fxamp.numerics.run import (
     run,
     state_kept,
 )
+from fxamp.numerics.underflow import Underflow, underflows
 from fxamp.unconverted import check_left
 
 Loss = Callable[[Any], torch.Tensor]
@@ -66,11 +69,15 @@ class Comparison:
         rows: worst first.
         output: largest error among the outputs.
         loss: the two losses (fp32, mixed), None without a loss function.
+        not_finite: share of the outputs' numbers that are finite in neither run, and so are not compared.
+        underflows: the first node that loses a tenth of its values to zero, and the first that so loses gradients.
     """
 
     rows: tuple[NodeError, ...]
     output: float
     loss: tuple[float, float] | None
+    underflows: tuple[Underflow, ...] = ()
+    not_finite: float = 0.0
 
     def __str__(self) -> str:
         many = any(row.graph for row in self.rows)
@@ -96,6 +103,9 @@ class Comparison:
         head = f"largest relative error of an output: {self.output:.2e}"
         if self.loss is not None:
             head += f"; loss {self.loss[0]:.6g} in float32, {self.loss[1]:.6g} in mixed precision"
+        if self.not_finite:
+            head += f"; {self.not_finite:.1%} of the outputs is finite in neither run and not compared: fxamp.find_nan"
+        head = "\n".join([head, *map(str, self.underflows)])
         if not lines:
             return head
         return head + "\n" + tabulate(lines, headers=headers, disable_numparse=True)
@@ -116,13 +126,18 @@ def finite(value: Any) -> Any:
 
 @dataclasses.dataclass
 class Recorded:
-    """One run: values and gradients by node, the outputs, and the loss; `parts` are the graphs that ran."""
+    """One run: values and gradients by node, the outputs, and the loss; `parts` are the graphs that ran.
+
+    Attributes:
+        flow: what was not zero, where; None where that was not asked for.
+    """
 
     parts: dict[int, Part]
     values: Values
     gradients: Values
     outputs: list[torch.Tensor]
     loss: float | None
+    flow: CallFlow | None = None
 
 
 def compare(
@@ -140,18 +155,45 @@ def compare(
         scale: loss scale of the mixed run; its gradients are divided by it again.
 
     Raises:
-        OptionError: `converted` is not converted.
+        OptionError: `converted` is not converted, or not from such a model.
     """
+    check_pair(model, converted)
     if engine_of(converted) is None:
         check_left(converted, "compare looks at its outputs only")
         return _compare_whole(model, converted, inputs, loss_fn)
     call = call_of(converted, inputs)
-    exact = record(dataclasses.replace(call, weights=model), in_float32(call), loss_fn, as_float32=True)
-    mixed = record(call, None, loss_fn, scale)
+    exact = record(dataclasses.replace(call, weights=model), in_float32(call), loss_fn, as_float32=True, counting=True)
+    mixed = record(call, None, loss_fn, scale, counting=True)
+    lost = underflows(exact.flow, mixed.flow) if exact.flow and mixed.flow else ()
     rows = _rows(exact, mixed)
     output = max(map(error_of, exact.outputs, mixed.outputs), default=0.0)
     losses = None if exact.loss is None or mixed.loss is None else (exact.loss, mixed.loss)
-    return Comparison(tuple(rows), output, losses)
+    return Comparison(tuple(rows), output, losses, lost, _not_finite(exact.outputs, mixed.outputs))
+
+
+def _not_finite(exact: Sequence[torch.Tensor], mixed: Sequence[torch.Tensor]) -> float:
+    pairs = [_pair(*both) for both in zip(exact, mixed, strict=False)]
+    bad = sum(int((~torch.isfinite(one) & ~torch.isfinite(other)).sum()) for one, other in pairs)
+    return bad / max(1, sum(one.numel() for one, _ in pairs))
+
+
+def check_pair(model: nn.Module, converted: nn.Module) -> None:
+    """Raise an OptionError where the two are in the wrong order, or have other parameters."""
+    if engine_of(converted) is None and engine_of(model) is not None:
+        raise OptionError(
+            "the first model is converted and the second is not: compare takes (model, converted, inputs)."
+        )
+    one, other = ({name: tuple(value.shape) for name, value in m.named_parameters()} for m in (model, converted))
+    differing = [name for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name)]
+    if differing:
+        name = differing[0]
+        shapes = " and ".join(
+            str(list(shape)) if shape is not None else "none" for shape in (one.get(name), other.get(name))
+        )
+        raise OptionError(
+            f"the two models differ in {len(differing)} parameters, such as {name!r} ({shapes}): "
+            f"give the {type(converted).__qualname__} that was converted, or one like it."
+        )
 
 
 def _compare_whole(model: nn.Module, other: nn.Module, inputs: Any, loss_fn: Loss | None) -> Comparison:
@@ -167,12 +209,20 @@ def _compare_whole(model: nn.Module, other: nn.Module, inputs: Any, loss_fn: Los
 
 
 def record(
-    call: Call, rewritten: Rewriter | None, loss_fn: Loss | None, scale: float = 1.0, as_float32: bool = False
+    call: Call,
+    rewritten: Rewriter | None,
+    loss_fn: Loss | None,
+    scale: float = 1.0,
+    as_float32: bool = False,
+    counting: bool = False,
 ) -> Recorded:
-    """Run one call and keep what it computes."""
-    kept = Recorded({}, {}, {}, [], None)
+    """Run one call and keep what it computes; `counting` also what is not zero, on every edge."""
+    watcher = CallWatcher(with_gradients=loss_fn is not None, counting=True) if counting else None
+    kept = Recorded({}, {}, {}, [], None, watcher.flow if watcher else None)
 
     def see(part: Part, node: fx.Node, value: Any) -> Any:
+        if watcher is not None:
+            watcher.see(part, node, value)
         if node.op in ("placeholder", "get_attr") or ir.mark(node).role:
             return value
         key = (part.number, part.graph, node.name)
@@ -184,7 +234,7 @@ def record(
         return value
 
     with state_kept(call.model, call.weights), torch.set_grad_enabled(loss_fn is not None):
-        output = run(call, see, rewritten=rewritten, as_float32=as_float32)
+        output = run(call, see, watcher.edge if watcher else None, rewritten, as_float32)
         kept.outputs = [tensor.detach() for tensor in floats_in(output)]
         if loss_fn is not None:
             loss = loss_of(output, loss_fn)

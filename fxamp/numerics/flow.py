@@ -27,6 +27,8 @@ class Flow:
         edges: extents of the gradients that flowed over each edge, in the order of backward.
         sums: extents of the gradients of whole values, where several readers' gradients were added.
         writers: (value, reader) -> the in-place op that wrote the value last before it was read.
+        counts: of values that are counted, how many elements of each tensor are not zero; `edge_counts`: of the
+            gradients over each edge, `sum_counts`: of whole values.
         takes_masks: whether infinities among its inputs may be a mask's: they were there before.
     """
 
@@ -37,6 +39,10 @@ class Flow:
     reads: dict[Edge, Extent] = dataclasses.field(default_factory=dict)
     writers: dict[Edge, str] = dataclasses.field(default_factory=dict)
     takes_masks: bool = True
+    counts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    edge_counts: dict[Edge, int] = dataclasses.field(default_factory=dict)
+    sum_counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    exact: "Flow | None" = None
 
     @property
     def variant(self) -> Variant:
@@ -51,16 +57,23 @@ class Flow:
 
 @dataclasses.dataclass(eq=False)
 class CallFlow:
-    """One watched call: the flows of its graphs in order, its outputs and its loss."""
+    """One watched call: the flows of its graphs in order, its outputs and its loss.
+
+    Attributes:
+        error: what stopped the run behind a value that is not finite, such as an index made of one.
+    """
 
     parts: list[Flow] = dataclasses.field(default_factory=list)
     inputs: list[Extent] = dataclasses.field(default_factory=list)
     outputs: list[Extent] = dataclasses.field(default_factory=list)
     loss: Extent | None = None
+    error: Exception | None = None
 
     @property
     def is_finite(self) -> bool:
         """Whether outputs, loss and every gradient are finite."""
+        if self.error is not None:
+            return False
         ends = [*self.outputs, *([self.loss] if self.loss else [])]
         return all(extent.is_finite for extent in ends) and all(flow.has_finite_gradients for flow in self.parts)
 
@@ -75,29 +88,45 @@ def watch_flow(
     loss_fn: Callable[[Any], torch.Tensor] | None,
     rewritten: Rewriter | None = None,
     as_float32: bool = False,
+    counting: bool = False,
 ) -> CallFlow:
     """Run a call once, with its backward where there is a loss function, and note every extent."""
-    watcher = CallWatcher(with_gradients=loss_fn is not None)
+    watcher = CallWatcher(with_gradients=loss_fn is not None, counting=counting)
     flow = watcher.flow
     flow.inputs = [extent_of(tensor) for tensor in floats_in((call.args, call.kwargs))]
     with state_kept(call.model), torch.set_grad_enabled(loss_fn is not None):
-        output = run(call, watcher.see, watcher.edge, rewritten, as_float32)
+        try:
+            output = run(call, watcher.see, watcher.edge, rewritten, as_float32)
+        except Exception as error:
+            if not flow.has_bad_values:
+                raise
+            flow.error = error
+            return flow
         flow.outputs = [extent_of(tensor) for tensor in floats_in(output)]
         if loss_fn is not None:
-            loss = loss_of(output, loss_fn)
-            flow.loss = extent_of(loss)
-            wanted = [parameter for parameter in call.model.parameters() if parameter.requires_grad]
-            if loss.requires_grad and wanted:
-                torch.autograd.grad(loss, wanted, allow_unused=True)
+            _watch_backward(call, flow, loss_of(output, loss_fn))
     return flow
 
 
-class CallWatcher:
-    """What the runners of one call use: a watcher for each graph's turn."""
+def _watch_backward(call: Call, flow: CallFlow, loss: torch.Tensor) -> None:
+    flow.loss = extent_of(loss)
+    wanted = [parameter for parameter in call.model.parameters() if parameter.requires_grad]
+    if loss.requires_grad and wanted:
+        torch.autograd.grad(loss, wanted, allow_unused=True)
 
-    def __init__(self, with_gradients: bool) -> None:
+
+class CallWatcher:
+    """What the runners of one call use: a watcher for each graph's turn.
+
+    Args:
+        with_gradients: a backward will run: put probes on the edges.
+        counting: also count the elements that are not zero.
+    """
+
+    def __init__(self, with_gradients: bool, counting: bool = False) -> None:
         self.flow = CallFlow()
         self.with_gradients = with_gradients
+        self.counting = counting
         self.watchers: dict[int, Watcher] = {}
 
     def see(self, part: Part, node: fx.Node, value: Any) -> Any:
@@ -109,7 +138,7 @@ class CallWatcher:
     def _of(self, part: Part) -> "Watcher":
         if part.number not in self.watchers:
             self.flow.parts.append(Flow(part))
-            self.watchers[part.number] = Watcher(self.flow.parts[-1], self.with_gradients)
+            self.watchers[part.number] = Watcher(self.flow.parts[-1], self.with_gradients, self.counting)
         return self.watchers[part.number]
 
 
@@ -120,8 +149,9 @@ class Watcher:
     comes to an in-place op have none, and their gradient is that of the whole value before it was written.
     """
 
-    def __init__(self, flow: Flow, with_gradients: bool) -> None:
+    def __init__(self, flow: Flow, with_gradients: bool, counting: bool = False) -> None:
         self.flow = flow
+        self.counting = counting
         nodes = list(flow.variant.graph.nodes)
         self.is_written = any(not ir.is_weight(written) for node in nodes for written in ir.mutated(node))
         self.unprobed = _unprobed(nodes) if self.is_written else frozenset()
@@ -133,6 +163,8 @@ class Watcher:
         tensors = floats_in(value)
         if tensors:
             self.flow.values[node.name] = extent_of_all(tensors)
+            if self.counting:
+                self.flow.counts[node.name] = [nonzero(tensor) for tensor in tensors]
         if self.is_written and ir.mutated(node):
             self.writer_of.update({_storage(tensor): node.name for tensor in tensors})
         if self.with_gradients and isinstance(value, torch.Tensor) and value.requires_grad:
@@ -166,6 +198,8 @@ class Watcher:
         found = extent_of(gradient)
         if edge not in self.flow.edges or not found.is_finite:
             self.flow.edges[edge] = found
+        if self.counting:
+            self.flow.edge_counts[edge] = self.flow.edge_counts.get(edge, 0) + nonzero(gradient)
 
     def _watch_sum(self, node: fx.Node, value: torch.Tensor) -> None:
         readers = self.readers[node.name]
@@ -179,6 +213,8 @@ class Watcher:
                 self.flow.sums[node.name] = found
             for reader in unprobed:
                 self.flow.edges.setdefault((node.name, reader), found)
+            if self.counting:
+                self.flow.sum_counts[node.name] = nonzero(gradient)
 
         value.register_hook(note)  # type: ignore[no-untyped-call]
 
@@ -194,6 +230,11 @@ def _unprobed(nodes: list[fx.Node]) -> frozenset[Edge]:
             if ir.mark(written).colour == "clear" or ir.mutated(written):  # every view is a clear op
                 frontier += [(given, written) for given in written.all_input_nodes]
     return frozenset(found)
+
+
+def nonzero(tensor: torch.Tensor) -> int:
+    """How many elements are not zero."""
+    return int(tensor.count_nonzero())
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -32,6 +32,7 @@ class BadNode:
         inputs: of everything the node read, in words.
         overrides: the deny entries with which the run is finite; empty where none was found.
         is_bad_in_float32: whether the fp32 run is not finite either: then it is not a matter of precision.
+        error: what then stopped the run, "" where nothing did.
     """
 
     name: str
@@ -46,6 +47,7 @@ class BadNode:
     overrides: dict[str, str]
     is_bad_in_float32: bool
     graph: int = 0
+    error: str = ""
 
     def __str__(self) -> str:
         where = {"forward": "its output", "backward": "the gradient it passes back"}.get(self.phase, self.phase)
@@ -55,6 +57,7 @@ class BadNode:
             f"  {self.value}",
             *([f"  at {self.source}" + (f", in module {self.module}" if self.module else "")] if self.source else []),
             *(f"  it reads {text}" for text in self.inputs),
+            *([f"  then the run stops: {self.error}"] if self.error else []),
             f"  {self.remedy}",
         ]
         return "\n".join(lines)
@@ -97,9 +100,11 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
         return None
     call = call_of(converted, inputs)
     flow = watch_flow(call, loss_fn)
-    origin = origin_of(flow)
-    if origin is None and flow.has_bad_values:
-        origin = vanished_origin(flow, watch_flow(call, loss_fn, in_float32(call), as_float32=True))
+    if not flow.has_bad_values:
+        origin = origin_of(flow)
+    else:
+        exact = watch_flow(call, loss_fn, in_float32(call), as_float32=True)
+        origin = origin_of(flow, exact) or vanished_origin(flow, exact)
     return None if origin is None else describe(call, flow, origin, loss_fn)
 
 
@@ -109,7 +114,8 @@ def describe(call: Call, flow: CallFlow, origin: Origin, loss_fn: Loss | None) -
     fp32 = None if from_outside else watch_flow(call, loss_fn, in_float32(call), as_float32=True)
     is_bad = fp32 is not None and not fp32.is_finite
     mended = () if from_outside or is_bad else mending(call, flow, origin, loss_fn)
-    return _bad_node(origin, mended, is_bad)
+    error = "" if flow.error is None else f"{type(flow.error).__name__}: {flow.error}".partition("\n")[0]
+    return dataclasses.replace(_bad_node(origin, mended, is_bad), error=error)
 
 
 def _bad_node(origin: Origin, denied: tuple[str, ...], is_bad_in_float32: bool) -> BadNode:

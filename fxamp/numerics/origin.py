@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 from fxamp import ir
 from fxamp.numerics.extent import Extent
 from fxamp.numerics.flow import CallFlow, Edge, Flow
+from fxamp.numerics.twin import root_of, twins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +29,17 @@ class Origin:
     edge: Edge | None = None
 
 
-def origin_of(call: CallFlow) -> Origin | None:
+def origin_of(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
     """The first bad node of what reaches the outputs, or else of the gradients.
 
     Of several graphs the first has the forward's, and the last, whose backward is first, the backward's.
+
+    Args:
+        exact: the same call in fp32: what it has too, such as a mask's infinities, then explains nothing else.
     """
+    if exact is not None:
+        for flow_of_fp32, flow in twins(exact, call):
+            flow.exact = flow_of_fp32
     seen = any(not extent.is_finite for extent in call.inputs)
     for flow in call.parts:
         flow.takes_masks = flow.part.number == 0 or seen
@@ -50,16 +57,14 @@ def origin_of(call: CallFlow) -> Origin | None:
 
 
 def vanished_origin(call: CallFlow, exact: CallFlow) -> Origin | None:
-    """The first bad node whose value reached nothing: of those that an fp32 run has too, the model takes care."""
+    """The first bad node whose value reached nothing: of what an fp32 run has too, the model takes care."""
+    known = {id(flow): flow_of_fp32 for flow_of_fp32, flow in twins(exact, call)}
     for flow in call.parts:
-        also = {
-            name
-            for other in exact.parts
-            if (other.part.number, other.part.graph) == (flow.part.number, flow.part.graph)
-            for name, extent in other.values.items()
-            if not extent.is_finite
-        }
-        found = _first_new(flow, [node for node in flow.variant.graph.nodes if node.name not in also])
+        flow.exact = known.get(id(flow))
+        values = flow.exact.values if flow.exact is not None else {}
+        also = {name for name, extent in values.items() if not extent.is_finite}
+        nodes = [node for node in flow.variant.graph.nodes if node.name not in also or _deviates(flow, node)]
+        found = _first_new(flow, nodes)
         if found is not None:
             return found
     return None
@@ -104,13 +109,42 @@ def _is_bad(flow: Flow, node: fx.Node) -> bool:
     return extent is not None and not extent.is_finite
 
 
+_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
+"""Ops that answer a mask's -inf with a zero weight: it explains no infinity in what they give."""
+
+
 def _is_new(flow: Flow, node: fx.Node) -> bool:
-    """Whether the node made a nan or an inf of inputs that had none of that kind."""
+    """Whether the node made a nan or an inf of inputs that had none of that kind, or more of them than fp32 has."""
     own = flow.values[node.name]
-    reads = [flow.reads.get((given.name, node.name)) for given in node.all_input_nodes]
+    reads = [read for given in node.all_input_nodes if (read := flow.reads.get((given.name, node.name))) is not None]
     if own.nans:
-        return not any(read.nans for read in reads if read is not None)
-    return not any(read.infs for read in reads if read is not None)
+        return not any(read.nans for read in reads) or _deviates(flow, node)
+    explains = [read for read in reads if read.infs and not (ir.mark(node).op in _ATTENTION and _is_mask(read))]
+    return not explains or _deviates(flow, node)
+
+
+def _is_mask(extent: Extent) -> bool:
+    """Zeros and infinities, as an additive mask has them."""
+    return not extent.nans and extent.low in (0.0, None) and extent.high in (0.0, None)
+
+
+def _deviates(flow: Flow, node: fx.Node) -> bool:
+    """Whether the node has other nans or infs than in the fp32 run, of inputs that have the same; casts and pads,
+    which that run has not, are held against what they read."""
+    if node.name not in flow.values:
+        return False
+    own, inputs = _bad_counts(flow.values[node.name]), node.all_input_nodes
+    reads = [(given, flow.reads[given.name, node.name]) for given in inputs if (given.name, node.name) in flow.reads]
+    if ir.mark(node).role:
+        return own > _bad_counts(reads[0][1]) if len(reads) == 1 else False
+    if flow.exact is None or node.name not in flow.exact.values or own == _bad_counts(flow.exact.values[node.name]):
+        return False
+    others = [(flow.exact.reads.get((root_of(given).name, node.name)), read) for given, read in reads]
+    return all(other is not None and _bad_counts(other) == _bad_counts(read) for other, read in others)
+
+
+def _bad_counts(extent: Extent) -> tuple[int, int]:
+    return extent.nans, extent.infs
 
 
 def _is_meant(flow: Flow, node: fx.Node) -> bool:

@@ -1,5 +1,6 @@
 """Measured ranges as decisions about nodes: what low precision would not hold runs in float32."""
 
+import os
 from typing import Any, Literal
 
 import torch
@@ -7,18 +8,20 @@ from torch import fx
 
 from fxamp.errors import OptionError
 from fxamp.ir import Reason
-from fxamp.numerics.ranges import Ranges
+from fxamp.numerics.ranges import Ranges, load_ranges
 
 
 def as_ranges(given: Any) -> Ranges | None:
-    """The `ranges=` of convert(): what fxamp.profile gave, or None.
+    """The `ranges=` of convert(): what fxamp.profile gave, the path it was saved at, or None.
 
     Raises:
-        OptionError: anything else.
+        OptionError: anything else, or a file that holds no ranges.
     """
     if given is None or isinstance(given, Ranges):
         return given
-    raise OptionError(f"ranges is a {type(given).__qualname__}. Give what fxamp.profile(model, batches, loss_fn) gave.")
+    if isinstance(given, (str, os.PathLike)):
+        return load_ranges(os.fspath(given))
+    raise OptionError(f"ranges is a {type(given).__qualname__}. Give what fxamp.profile gave, or its file.")
 
 
 def ranges_pins(ranges: Ranges, graph: fx.Graph, low: torch.dtype) -> dict[str, tuple[Literal["low", "high"], Reason]]:

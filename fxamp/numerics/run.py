@@ -17,6 +17,7 @@ from fxamp import ir
 from fxamp.engine import Engine, Variant, engine_of
 from fxamp.errors import CaptureError, OptionError
 from fxamp.rebuild import rebuild_variant, reference
+from fxamp.unconverted import not_converted
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,9 +86,7 @@ def call_of(converted: nn.Module, inputs: Any) -> Call:
     """
     engine = engine_of(converted)
     if engine is None:
-        raise OptionError(
-            f"this {type(converted).__qualname__} was not converted: fxamp.convert(model) returns the converted model."
-        )
+        raise not_converted(converted)
     args, kwargs = arguments(inputs)
     variant = _symbolic(converted, engine, args, kwargs)
     if variant is None:

@@ -101,8 +101,10 @@ def audit_converted(converted: nn.Module, inputs: Any) -> Audit:
     """The findings of a model that has been converted for the purpose; it is run once in fp32 on `inputs`."""
     call = call_of(converted, inputs)
     fp32 = in_float32(call)
-    parts = watch_flow(call, None, fp32, as_float32=True).parts
-    flows = {id(flow.variant): flow for flow in reversed(parts)}  # of a graph that ran several times, the first
+    watched = watch_flow(call, None, fp32, as_float32=True)
+    if watched.error is not None:
+        raise watched.error
+    flows = {id(flow.variant): flow for flow in reversed(watched.parts)}  # of a graph that ran several times, the first
     variants = [variant for variant, twin in fp32.made.values() if id(twin) in flows]
     built = build_report(variants, call.engine.options, converted)
     values = [flows[id(fp32(variant))].values for variant in variants]

@@ -120,7 +120,43 @@ def test_the_table_is_worst_first():
     model, converted = pair((2,))
     lines = str(compare(model, converted, (X,), lambda output: output.sum())).splitlines()
     assert lines[0].startswith("largest relative error of an output: ") and "; loss " in lines[0]
-    assert lines[3].split()[0] == compare(model, converted, (X,)).rows[0].name
+    (rule,) = [number for number, line in enumerate(lines) if line.startswith("---")]
+    assert lines[rule + 1].split()[0] == compare(model, converted, (X,)).rows[0].name
+
+
+def test_the_first_node_that_loses_its_values_is_named():
+    """Its readers' gradients are products with zeros then, and no finding of their own."""
+    model, converted = pair((2,))
+    result = compare(model, converted, (X,), lambda output: output.sum())
+    assert [(found.name, found.phase, found.lost) for found in result.underflows] == [("sub", "forward", 1.0)]
+    assert str(result).splitlines()[1].startswith("underflow: sub (`sub`, low) at ")
+    assert compare(*pair(()), (X,), lambda output: output.sum()).underflows == ()
+
+
+class Quiet(nn.Module):
+    """A product whose gradients are small, read twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y.tanh()) + y
+
+
+@pytest.mark.parametrize("dtype, exponent, expected", [
+    (torch.float16, -31, 1), (torch.float16, -12, 0), (torch.bfloat16, -31, 0),
+])  # fmt: skip
+def test_gradients_that_become_zero_are_told_and_a_scale_keeps_them(dtype, exponent, expected):
+    model = Quiet()
+    converted = fxamp.convert(model, dtype, (X,))
+    found = compare(model, converted, (X,), lambda output: output.sum() * 2.0**exponent).underflows
+    assert len(found) == expected
+    assert all(each.phase == "backward" and each.lost > 0.9 for each in found)
+    scaled = compare(model, converted, (X,), lambda output: output.sum() * 2.0**exponent, scale=2.0**24)
+    assert scaled.underflows == ()
 
 
 @pytest.mark.parametrize("planted", [(1,), (0, 4), (5,)])
@@ -158,3 +194,35 @@ BOUNDS = [({"tolerance": 0}, "tolerance=0"), ({"tolerance": 1, "max_runs": 0}, "
 def test_wrong_bounds_are_named(options, said):
     with pytest.raises(OptionError, match=said):
         find_deny(*pair(), (X,), **options)
+
+
+def test_models_in_the_wrong_order_or_that_do_not_belong_together_are_named():
+    model, converted = pair((2,))
+    with pytest.raises(OptionError, match=r"the first model is converted.*takes \(model, converted, inputs\)"):
+        compare(converted, model, (X,))
+    with pytest.raises(OptionError, match=r"differ in 14 parameters, such as 'weight' \(\[2, 8\] and none\)"):
+        compare(nn.Linear(8, 2), converted, (X,))
+    with pytest.raises(OptionError, match="differ in"):
+        find_deny(nn.Linear(8, 2), converted, (X,), 1e-3, progress=False)
+
+
+def test_outputs_that_are_finite_nowhere_are_no_agreement():
+    model, converted = pair()
+    with torch.no_grad():
+        model.layers[-1].weight.fill_(float("nan"))
+    result = compare(model, converted, (X,))
+    assert result.not_finite == 1.0
+    assert "100.0% of the outputs is finite in neither run and not compared" in str(result).splitlines()[0]
+    assert compare(*pair(), (X,)).not_finite == 0.0
+
+
+def test_of_a_wrapper_the_converted_model_inside_is_named():
+    _, converted = pair()
+    wrapped = nn.Sequential(converted)
+    for look in (
+        lambda: fxamp.report(wrapped),
+        lambda: fxamp.find_nan(wrapped, (X,)),
+        lambda: fxamp.explain(wrapped, "a"),
+    ):
+        with pytest.raises(OptionError, match=r"this Sequential was not converted, the model inside it was.*model\.0"):
+            look()

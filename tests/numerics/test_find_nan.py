@@ -5,10 +5,14 @@ import torch
 from torch import nn
 
 import fxamp
+from fxamp import ir
 from fxamp.counting.zoo import MODELS
 from fxamp.errors import OptionError
 from fxamp.numerics.extent import extent_of
+from fxamp.numerics.flow import watch_flow
 from fxamp.numerics.nan import find_nan, watch_nan
+from fxamp.numerics.origin import origin_of
+from fxamp.numerics.run import call_of
 
 FP16, BF16 = torch.float16, torch.bfloat16
 X = torch.linspace(0.5, 1.5, 32).reshape(4, 8)
@@ -292,3 +296,55 @@ def test_extents_tell_what_a_value_holds():
     extent = extent_of(torch.tensor([1.0, -2.0, float("nan"), float("inf"), float("-inf")]))
     assert str(extent) == "float32 [5] [-2, 1], 1 nan and 2 inf"
     assert str(extent_of(torch.tensor([float("nan")]))) == "float32 [1] nothing finite, 1 nan"
+
+
+class Bucketed(nn.Module):
+    """Values that are made to indices: what is not finite becomes an index that is out of range."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8, bias=False)
+        self.table = nn.Embedding(4, 8)
+        with torch.no_grad():
+            self.a.weight.copy_(torch.eye(8))
+
+    def forward(self, x):
+        large = big(self, x) + big(self, x)
+        return self.table((large / 30000.0).long())
+
+
+def test_an_index_made_of_an_overflow_is_traced_to_the_overflow():
+    converted = fxamp.convert(Bucketed(), FP16, (X,), pad_to=0)
+    found = find_nan(converted, (X,))
+    assert (found.name, found.phase) == ("add", "forward"), str(found)
+    assert "then the run stops: IndexError" in str(found) and found.overrides
+
+
+def test_an_error_without_a_bad_value_is_the_models_own():
+    with pytest.raises(IndexError):
+        find_nan(fxamp.convert(Bucketed(), torch.bfloat16, (X,), pad_to=0), (X * 10.0,))
+
+
+def test_what_a_mask_explains_and_what_it_does_not():
+    """An infinity of the attention's own is named, in find_nan and while training, though it reads a mask's -inf."""
+
+    def attend(m, x):
+        mask = torch.full((4, 4), float("-inf")).triu(1)
+        query = m.b(x)[None]
+        return m.norm(nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask))
+
+    converted = fxamp.convert(Net(attend), FP16, (X,), pad_to=0)
+    assert find_nan(converted, (X,)) is None
+    real = nn.functional.scaled_dot_product_attention
+
+    def spoilt(*given, **more):
+        value = real(*given, **more).clone()
+        value[0, 0, 0] = float("inf")
+        return value
+
+    call = call_of(converted, (X,))
+    node = next(node for node in call.variant.graph.nodes if ir.mark(node).op == "scaled_dot_product_attention")
+    node.target = spoilt
+    found = find_nan(converted, (X,))
+    assert (found.name, found.phase) == (node.name, "forward"), str(found)
+    assert origin_of(watch_flow(call, None)).node == node.name, "without the fp32 run too, as in training"

@@ -1,0 +1,36 @@
+"""The fp32 run beside a mixed one: which of its graphs and nodes stand for which."""
+
+import operator
+
+from torch import fx
+
+from fxamp import ir
+from fxamp.numerics.flow import CallFlow, Flow
+
+
+def twins(exact: CallFlow, mixed: CallFlow) -> list[tuple[Flow, Flow]]:
+    """(fp32's, mixed) for each graph that ran in both, at the same turn of the call."""
+    others = {_turn(flow): flow for flow in exact.parts}
+    return [(others[_turn(flow)], flow) for flow in mixed.parts if _turn(flow) in others]
+
+
+def _turn(flow: Flow) -> tuple[int, int]:
+    return flow.part.number, flow.part.graph
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The model's own value behind a cast, a pad or a packed weight: fp32's graph has a node of its name."""
+    while ir.mark(node).role and node.all_input_nodes:
+        given = node.all_input_nodes[0]
+        node = given.all_input_nodes[position(node)] if takes_part(node) else given
+    return node
+
+
+def takes_part(node: fx.Node) -> bool:
+    """Whether it takes one weight out of a packed cast."""
+    return bool(ir.mark(node).role) and node.target is operator.getitem
+
+
+def position(part: fx.Node) -> int:
+    """Which of the packed cast's weights it takes."""
+    return int(str(part.args[1]))
