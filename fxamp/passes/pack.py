@@ -63,6 +63,7 @@ class PackWeights(Pass):
     4. Alone stay a weight that is written in place, a table that is only gathered from, and a bucket of one whose
        copy does not grow.
     5. A copy grows where its pad is all that reads it: other readers want the weight's own sizes.
+    6. Pads of weights that are stored low (O2) are made by one copy in the same way.
     """
 
     ensures: ClassVar = (operands_agree, casts_minimal, packs_sound)
@@ -84,7 +85,7 @@ class PackWeights(Pass):
                 open_buckets.clear()
             if not can_pack(node, aliases):
                 continue
-            key = (node.args[1], regions[node], reached[node])
+            key = (_dtype(node), _source_dtype(node), regions[node], reached[node])
             bucket, size = open_buckets.get(key, ([], 0))
             nbytes = _nbytes(_result(node))
             if not bucket or size + nbytes > self.bucket_bytes:
@@ -102,9 +103,18 @@ def is_weight_cast(node: fx.Node) -> bool:
     return is_cast and isinstance(source, fx.Node) and ir.is_weight(source)
 
 
+def is_weight_pad(node: fx.Node) -> bool:
+    """Whether the node is the one pad of a parameter or buffer that is stored low."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not ir.is_weight(source) or growth_by(node) is None:
+        return False
+    return sum(ir.mark(user).role == "pad" for user in source.users) == 1
+
+
 def can_pack(node: fx.Node, aliases: Aliases) -> bool:
-    """Whether a node is the cast of a weight that may be made earlier and together with others."""
-    if not is_weight_cast(node) or node.args[0] in aliases.storage_of or ir.mark(node).precision != "low":
+    """Whether a node is the low copy of a weight, and may be made earlier and together with others."""
+    is_copy = is_weight_cast(node) or is_weight_pad(node)
+    if not is_copy or node.args[0] in aliases.storage_of or ir.mark(node).precision != "low":
         return False
     return any(ir.mark(user).op not in _GATHERS for user in node.users)
 
@@ -128,6 +138,8 @@ def outputs_reached(graph: fx.Graph, aliases: Aliases) -> dict[fx.Node, int]:
 
 def growth_of(cast: fx.Node) -> Growth | None:
     """How the copy of a weight can grow while it is made: as its pad, if that is its one reader, says."""
+    if is_weight_pad(cast):
+        return growth_by(cast)
     reader = next(iter(cast.users), None)
     return None if reader is None or len(cast.users) > 1 else growth_by(reader)
 
@@ -146,7 +158,16 @@ def growth_by(pad: fx.Node) -> Growth | None:
 
 def _result(cast: fx.Node) -> fx.Node:
     """What the copy is for: the cast, or the pad behind it."""
-    return cast if growth_of(cast) is None else next(iter(cast.users))
+    return cast if is_weight_pad(cast) or growth_of(cast) is None else next(iter(cast.users))
+
+
+def _dtype(copy: fx.Node) -> Any:
+    kind = ir.mark(copy).type
+    return copy.args[1] if is_weight_cast(copy) else getattr(kind, "dtype", None)
+
+
+def _source_dtype(copy: fx.Node) -> Any:
+    return getattr(ir.mark(copy.args[0]).type, "dtype", None)  # type: ignore[arg-type]
 
 
 def _nbytes(cast: fx.Node) -> int:
@@ -165,7 +186,7 @@ def _pack(graph: fx.Graph, casts: list[fx.Node]) -> None:
             first.prepend(weight)
     with graph.inserting_before(first):
         pads: dict[str, Any] = {"pads": growths} if any(growths) else {}
-        packed = graph.call_function(packed_cast, (first.args[1], *weights), pads)
+        packed = graph.call_function(packed_cast, (_dtype(first), *weights), pads)
         items = [graph.call_function(operator.getitem, (packed, number)) for number in range(len(casts))]
     _describe(packed, casts, results)
     for cast, result, item in zip(casts, results, items, strict=True):
@@ -185,13 +206,14 @@ def _pack(graph: fx.Graph, casts: list[fx.Node]) -> None:
 def _describe(packed: fx.Node, casts: list[fx.Node], results: list[fx.Node]) -> None:
     packed.meta.update({key: casts[0].meta[key] for key in ("source", "nn_module_stack") if key in casts[0].meta})
     size = sum(map(_nbytes, results)) / 2**20
+    done = "cast" if is_weight_cast(casts[0]) else "padded"
     ir.set_mark(
         packed,
         op="packed_cast",
         type=tuple(ir.mark(result).type for result in results),
         colour="clear",
         precision="low",
-        reason=Reason("pack", f"{len(casts)} weights ({size:.1f} MiB) are cast by one copy before their first use"),
-        role="weight cast",
+        reason=Reason("pack", f"{len(casts)} weights ({size:.1f} MiB) are {done} by one copy before their first use"),
+        role=ir.mark(casts[0]).role,
         serves=casts[0].name,
     )

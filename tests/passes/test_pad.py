@@ -178,6 +178,14 @@ def test_weights_grow_while_they_are_cast(widths, expected):
     assert kernels_of(model, numbers(4, widths[0])) == expected
 
 
+def test_weights_that_are_stored_low_are_padded_by_one_copy():
+    model = fxamp.convert(mlp(8, 13, 16, 21), BF16, numbers(4, 8), pad="always", opt_level="O2")
+    assert kernels_of(model, numbers(4, 8)) == ["fill_", "copy_", "_foreach_copy_"]
+    run = step(mlp(8, 13, 16, 21), numbers(4, 8), opt_level="O2")
+    assert {value.dtype for value in run.gradients.values()} == {BF16}
+    assert fxamp.report(run.model).weight_casts == 0
+
+
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_frozen_weights_are_kept_padded(opt_level):
     x = numbers(4, 8)
