@@ -132,6 +132,13 @@ def run_steps(steps: Sequence[Step], setting: Setting) -> bool:
     return changed
 
 
+def rewritten(function: Callable[..., Any], *inputs: Any, **options: Any) -> Setting:
+    """The function's graph as the user's calls run it, decided and cast."""
+    setting = captured(function, *inputs, **options)
+    run_steps(PIPELINE, setting)
+    return setting
+
+
 def run_graph(setting: Setting, *inputs: Any) -> Any:
     """What the graph gives, and its inputs and buffers afterwards (both are fresh copies)."""
     compiled = compile_graph(setting.graph, setting.captured.root, setting.captured.constants)
@@ -158,12 +165,12 @@ def assert_rewrites(
 ) -> None:
     """The passes turn `before` into `after`, say so, and both compute exactly the same."""
     steps = (steps,) if callable(steps) else steps
-    rewritten, expected = captured(before, *inputs, **options), captured(after, *inputs, **options)
-    changed = run_steps(steps, rewritten)
-    found, wanted = ir.canonical_text(rewritten.graph), ir.canonical_text(expected.graph)
+    ours, expected = captured(before, *inputs, **options), captured(after, *inputs, **options)
+    changed = run_steps(steps, ours)
+    found, wanted = ir.canonical_text(ours.graph), ir.canonical_text(expected.graph)
     assert found == wanted, f"\nfound:\n{found}\n\nwanted:\n{wanted}"
     assert changed, "nothing was rewritten: use assert_untouched"
-    assert_same(run_graph(rewritten, *inputs), run_graph(expected, *inputs))
+    assert_same(run_graph(ours, *inputs), run_graph(expected, *inputs))
 
 
 def assert_untouched(steps: Sequence[Step], before: Callable[..., Any], *inputs: Any, **options: Any) -> None:

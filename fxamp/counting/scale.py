@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fxamp.convert import convert
 from fxamp.counting import results
+from fxamp.counting.work import lines
 from fxamp.counting.zoo.language import GPT2
 from fxamp.counting.zoo.vision import ResNet
 from fxamp.review.report import report
@@ -73,26 +74,6 @@ MEASURES = {
 # Computing grows with the weights; on a CPU it hides the host's part.
 _OF_COMPUTE = ("fp32_ms", "autocast_ms", "O1_ms")
 OF_AXIS = {"nodes": tuple(MEASURES), "parameters": tuple(name for name in MEASURES if name not in _OF_COMPUTE)}
-
-
-def lines(function: Callable[[], object]) -> int:
-    """Lines of Python executed in this thread while `function` runs."""
-    count = 0
-
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    gc.disable()
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-        gc.enable()
-    return count
 
 
 def point(axis: str, size: int) -> Point:

@@ -15,20 +15,13 @@ from tests.language import (
     PIPELINE,
     assert_precision,
     assert_rewrites,
-    captured,
     decided,
     policy,
+    rewritten,
     run_graph,
-    run_steps,
 )
 
 X, W = torch.rand(8, 8), torch.rand(8, 8)
-
-
-def rewritten(function, *inputs, **options):
-    setting = captured(function, *inputs, **options)
-    run_steps(PIPELINE, setting)
-    return setting
 
 
 # --------------------------------------------------------------------------------------- kernels and operands

@@ -22,17 +22,12 @@ from tests.language import (
     decided,
     node_of,
     policy,
+    rewritten,
     run_graph,
     run_steps,
 )
 
 X, W = torch.rand(8, 8), torch.rand(8, 8)
-
-
-def rewritten(function, *inputs, **options):
-    setting = captured(function, *inputs, **options)
-    run_steps(PIPELINE, setting)
-    return setting
 
 
 # --------------------------------------------------------------------------------------------------- casts
