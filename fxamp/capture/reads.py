@@ -1,9 +1,6 @@
-"""Notes what a trace reads of Python's state; see state.py for what is done with it."""
+"""What a trace reads of Python's state; see state.py for what is done with it."""
 
-import collections
 import contextlib
-import functools
-import random
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,25 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.effects import Effects
 from fxamp.capture.functions_of import codes_of, functions_in
 from fxamp.capture.hooks import hook_writes
 from fxamp.capture.leaves import recomputed_weights
 from fxamp.capture.locations import is_foreign
-from fxamp.capture.state import (
-    DEPTH,
-    FUNCTIONS,
-    LIFTED,
-    MISSING,
-    MOST,
-    SCALARS,
-    Cell,
-    Scope,
-    frozen,
-    is_library,
-    is_library_module,
-    paths_of,
-    read,
-)
+from fxamp.capture.objects import MISSING, SCALARS, Scope, frozen, is_library, is_library_module, walk
+from fxamp.capture.state import LIFTED, Cell, paths_of, read
 from fxamp.errors import CaptureError, OptionError
 
 # What nn.Module itself keeps in an instance; Structure looks after parameters, modules and hooks.
@@ -61,20 +46,16 @@ class Reads:
         self._registered: dict[tuple[int, str], tuple[nn.Module, str, torch.Tensor | None]] = {}  # -> kind, value
         self._lifted: set[Place] = set()
         self._functions: dict[int, types.FunctionType] = {}
-        self._containers: list[tuple[Any, Any]] = []
-        self._caches: list[tuple[Any, str, Any]] = []
         self._modules: set[int] = set()
-        self._held: dict[type, dict[str, Any]] = {}
-        self._generators: dict[int, tuple[Any, Any]] = {}
+        self._effects = Effects()
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         """Note reads while the model's forward runs.
 
         Raises:
-            CaptureError: forward changed a container that it had read, which a graph would not do again, or read what a
-            hook may write.
-        OptionError: a hook sets an attribute of the original model that forward reads.
+            CaptureError: forward wrote Python state, which a graph would not do again, or read what a hook may write.
+            OptionError: a hook sets an attribute of the original model that forward reads.
         """
 
         def getattribute(module: nn.Module, name: str) -> Any:
@@ -92,23 +73,17 @@ class Reads:
 
         self._function(type(self._root).forward)
         for module in self._root.modules():
-            self._class(module)
+            self._effects.remember_class(module)
         nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
         try:
             yield
-            changed = [container for container, saved in self._containers if not _is_as(container, saved)]
             self._check_hooks()
         finally:
             del nn.Module.__getattribute__
-            for owner, name, cached in self._caches:
-                _put(owner, name, cached)
-            written = self._written()
-            for container, saved in self._containers:
-                _restore(container, saved)
-        if written or changed:
-            what = written or f"writes into {self._title_of(changed[0])}"
+            done = self._effects.undo()
+        if done:
             raise CaptureError(
-                f"forward {what}, and a graph holds no such writes. Return the "
+                f"forward {done}, and a graph holds no such writes. Return the "
                 "value instead, or write a buffer in place (self.buffer.copy_(value))."
             )
 
@@ -116,8 +91,7 @@ class Reads:
         """Raise where forward reads what a hook may write: hooks run at each call, and a graph has read it before."""
         hooks = list(hook_writes(self._root))
         for (_, name), (owner, value) in self._found.items() if hooks else ():
-            path = self._paths.get(id(owner)) if isinstance(owner, nn.Module) else None
-            title = _title(owner, path, name)
+            title = self._title(owner, name)
             for hook in hooks:
                 if owner is self._root and hook.sets(name) and hook.is_bound_to(self._root):
                     raise OptionError(
@@ -141,16 +115,16 @@ class Reads:
         scope = Scope(names, self._paths)
         found = []
         for (_, name), (owner, value) in self._found.items():
-            path = self._paths.get(id(owner)) if isinstance(owner, nn.Module) else None
-            cell = Cell(name, (), path, None if path is not None else owner, _title(owner, path, name), names)
+            path, title = self._path(owner), self._title(owner, name)
+            cell = Cell(name, (), path, None if path is not None else owner, title, names)
             if path is not None and (path, name) in self._lifted - decided:
                 found.append(cell.with_frozen((type(value), LIFTED)))
             else:
                 found.append(cell.with_frozen(cell.standing_for(value, scope)))
         ties = _ties(self._root)
         for (_, name), (owner, kind, value) in self._registered.items():
-            path = self._paths.get(id(owner))
-            holder, title = (None if path is not None else owner), _title(owner, path, name)
+            path, title = self._path(owner), self._title(owner, name)
+            holder = None if path is not None else owner
             cell = Cell(name, (), path, holder, title, names, kind, ties.get((path or "", name)))
             found.append(cell.with_frozen(cell.standing_for(value, scope)))
         found += [
@@ -160,11 +134,24 @@ class Reads:
         ]
         found += [
             Cell(name, frozen(value, scope), None, kind, f"{kind.__qualname__}.{name}", names)
-            for kind, held in self._held.items()
+            for kind, held in self._effects.counters.items()
             for name, value in held.items()
             if name in names and issubclass(kind, nn.Module)
         ]
         return tuple(found)
+
+    def _path(self, owner: Any) -> str | None:
+        return self._paths.get(id(owner)) if isinstance(owner, nn.Module) else None
+
+    def _title(self, owner: Any, name: str) -> str:
+        if isinstance(owner, nn.Module):
+            path = self._path(owner)
+            return f"self.{path}.{name}" if path else f"self.{name}"
+        if isinstance(owner, type):
+            return f"{owner.__qualname__}.{name}"
+        if isinstance(owner, types.CellType):
+            return "a variable of an enclosing function"
+        return f"the global {name!r} of {owner.get('__name__', 'a module')}"
 
     def _names(self) -> frozenset[str]:
         """What the functions that may have run name: the model's, and methods that those name of the user's objects."""
@@ -182,7 +169,7 @@ class Reads:
         """User classes of what was read: namespaces themselves, or where objects have defaults and methods from."""
         found: dict[type, None] = {}
         for _, value in self._found.values():
-            for part in _walk(value):
+            for part in walk(value):
                 kind = part if isinstance(part, type) else type(part)
                 if not issubclass(kind, (nn.Module, torch.Tensor, tuple(SCALARS))):
                     found |= {each: None for each in kind.__mro__ if not is_library(each)}
@@ -219,20 +206,9 @@ class Reads:
     def _keep(self, owner: Any, name: str, value: Any) -> None:
         if (id(owner), name) not in self._found:
             self._found[id(owner), name] = (owner, value)
-            self._containers += _containers(value)
-            for part in _walk(value):
+            self._effects.remember(owner, name, value, self._title(owner, name))
+            for part in walk(value):
                 self._function(part)
-                self._class(part)
-                if (state := _random_state(part)) is not None:
-                    self._generators.setdefault(id(part), (part, state))
-            if isinstance(value, functools._lru_cache_wrapper):
-                self._open_cache(owner, name, value)
-
-    def _class(self, value: Any) -> None:
-        """Remember what a class of the user's holds: forward may count in it."""
-        for kind in (value if isinstance(value, type) else type(value)).__mro__:
-            if not is_library(kind) and kind not in self._held:
-                self._held[kind] = {name: held for name, held in vars(kind).items() if isinstance(held, SCALARS)}
 
     def _function(self, value: Any) -> None:
         """Look at what a function of the user's, and those that it can call by name, can read from outside."""
@@ -244,7 +220,7 @@ class Reads:
                 for name in code.co_names:
                     self._global(function.__globals__, name, code.co_names)
             for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-                self._containers += _containers(default)
+                self._effects.remember_containers(default, f"a default of {function.__qualname__}()")
             for cell in function.__closure__ or ():
                 self._outer(cell, "", read(cell, ""))
 
@@ -266,84 +242,6 @@ class Reads:
         if not is_foreign_function and not is_foreign_class and not isinstance(value, types.BuiltinFunctionType):
             self._keep(space, name, value)
 
-    def _open_cache(self, owner: Any, name: str, cached: Any) -> None:
-        """Put the function itself in the place of a cached one: a cache must not keep the values of a trace."""
-        self._caches.append((owner, name, cached))
-        _put(owner, name, cached.__wrapped__)
-
-    def _written(self) -> str:
-        """What forward has first done to a variable outside of the model, "" for nothing; all are as they were."""
-        first = ""
-        for (_, name), (owner, value) in self._found.items():
-            if isinstance(owner, nn.Module):
-                continue  # see `untouched`
-            now = read(owner.__dict__ if isinstance(owner, type) else owner, name)
-            if now is not value and not isinstance(owner, type):
-                _put(owner, name, value)
-                first = first or f"sets {_title(owner, None, name)}"
-            elif now is not value and value is not MISSING:
-                setattr(owner, name, value)
-                first = first or f"sets {_title(owner, None, name)}"
-        for kind, held in self._held.items():
-            for name, value in held.items():
-                if vars(kind).get(name, MISSING) is not value:
-                    setattr(kind, name, value)
-                    first = first or f"sets {kind.__qualname__}.{name}"
-        for generator, state in self._generators.values():
-            now = _random_state(generator)
-            if now is None or now[0] != state[0]:
-                _set_random_state(generator, state[1])
-                first = first or f"draws from a {type(generator).__qualname__}"
-        return first
-
-    def _title_of(self, container: Any) -> str:
-        for (_, name), (owner, value) in self._found.items():
-            if any(part is container for part, _ in _containers(value)):
-                path = self._paths.get(id(owner)) if isinstance(owner, nn.Module) else None
-                return f"{_title(owner, path, name)} ({type(container).__qualname__})"
-        return f"a {type(container).__qualname__}"
-
-
-def _walk(value: Any, depth: int = DEPTH) -> Iterator[Any]:
-    """A value, and what its containers and the user's objects in it hold."""
-    yield value
-    if depth == 0 or isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)):
-        return
-    if isinstance(value, (dict, list, tuple, set, collections.deque)):
-        parts = list(value.values() if isinstance(value, dict) else value) if len(value) <= MOST else []
-    else:
-        own = None if is_library(type(value)) else getattr(value, "__dict__", None)
-        parts = list(own.values()) if isinstance(own, dict) and len(own) <= MOST else []
-    for part in parts:
-        yield from _walk(part, depth - 1)
-
-
-def _random_state(value: Any) -> tuple[str, Any] | None:
-    """The state of a generator of random numbers, as text and as it is; None for anything else."""
-    if isinstance(value, random.Random):
-        return repr(value.getstate()), value.getstate()
-    if type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
-        return repr(value.bit_generator.state), value.bit_generator.state
-    return None
-
-
-def _set_random_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.bit_generator.state = state
-
-
-def _put(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, types.CellType):
-        owner.cell_contents = value
-    elif isinstance(owner, (type, nn.Module)):
-        setattr(owner, name, value)
-    elif value is MISSING:
-        owner.pop(name, None)
-    else:
-        owner[name] = value
-
 
 def _ties(root: nn.Module) -> dict[Place, tuple[str, str, str]]:
     """(path, name) of each tensor that stands in two places -> path, kind and name of the first of them."""
@@ -359,51 +257,3 @@ def _ties(root: nn.Module) -> dict[Place, tuple[str, str, str]]:
 
 def _strings(code: types.CodeType) -> list[str]:
     return [constant for constant in code.co_consts if isinstance(constant, str)]
-
-
-def _title(owner: Any, path: str | None, name: str) -> str:
-    if isinstance(owner, nn.Module):
-        return f"self.{path}.{name}" if path else f"self.{name}"
-    if isinstance(owner, type):
-        return f"{owner.__qualname__}.{name}"
-    if isinstance(owner, types.CellType):
-        return "a variable of an enclosing function"
-    return f"the global {name!r} of {owner.get('__name__', 'a module')}"
-
-
-def _containers(value: Any, depth: int = DEPTH) -> list[tuple[Any, Any]]:
-    """The containers in a value that can change without an assignment, each with a shallow copy."""
-    if depth == 0 or isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)):
-        return []
-    if isinstance(value, (dict, list, set, collections.deque)):
-        if len(value) > MOST:
-            return []
-        saved = _contents(value)
-        parts, found = list(saved.values() if isinstance(saved, dict) else saved), [(value, saved)]
-    elif isinstance(value, tuple):
-        parts, found = list(value), []
-    else:
-        own = None if is_library(type(value)) else getattr(value, "__dict__", None)
-        return _containers(own, depth - 1) if isinstance(own, dict) else []
-    return [*found, *(inner for part in parts for inner in _containers(part, depth - 1))]
-
-
-def _contents(container: Any) -> Any:
-    """A plain copy. (A dict of a class of its own may make its values when it is asked: transformers' ACT2FN does.)"""
-    return dict(dict.items(container)) if isinstance(container, dict) else container.copy()
-
-
-def _is_as(container: Any, saved: Any) -> bool:
-    if len(container) != len(saved):
-        return False
-    if isinstance(container, dict):
-        return all(dict.get(container, key, MISSING) is value for key, value in saved.items())
-    if isinstance(container, set):
-        return bool(container == saved)
-    return all(new is old for new, old in zip(container, saved, strict=True))
-
-
-def _restore(container: Any, saved: Any) -> None:
-    if not _is_as(container, saved):
-        container.clear()
-        (container.extend if isinstance(container, (list, collections.deque)) else container.update)(saved)

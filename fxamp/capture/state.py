@@ -6,12 +6,9 @@ nothing has changed: one generated expression that compares identities. Only whe
 compared (`frozen`), so that an equal value written again, or the state of a copied model, is no change.
 """
 
-import argparse
 import collections
 import dataclasses
-import enum
 import functools
-import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -20,14 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.objects import DEPTH, MISSING, SCALARS, Scope, frozen, parts_of
 from fxamp.fakes import is_sharded
 
-MISSING = object()  # nothing has the name
 LIFTED = object()  # a number that the graph reads anew at each call: its type alone matters
-
-SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
-FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
-DEPTH, MOST = 4, 512  # containers in containers, and elements of one, that are looked at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +29,7 @@ class Cell:
 
     Attributes:
         name: the attribute, the global, or "" for the contents of a closure's cell.
-        frozen: a stand-in for what it held, see `frozen` below.
+        frozen: a stand-in for what it held, see `objects.frozen`.
         path: of the module that owns the attribute; None where `owner` does.
         owner: a class's or a Python module's namespace, a closure's cell, or a module outside of the model's tree.
         title: how a message names it ("self.encoder.beta").
@@ -76,7 +69,7 @@ class Cell:
         """The same place, holding something else."""
         return dataclasses.replace(self, frozen=stand_in)
 
-    def standing_for(self, value: Any, scope: "Scope") -> tuple[Any, ...]:
+    def standing_for(self, value: Any, scope: Scope) -> tuple[Any, ...]:
         """What `frozen` is to be equal to for the graph to be valid."""
         if self.path is not None and isinstance(value, torch.Tensor):
             return shape_of(value) if self.kind else type_of_kept(value)  # read anew at each call
@@ -108,98 +101,6 @@ def read(holder: Any, name: str) -> Any:
         except ValueError:
             return MISSING
     return holder.get(name, MISSING)
-
-
-# ----------------------------------------------------------------------------------------- values and copies
-
-
-class _Same:
-    """Equal to what holds the same object."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-@dataclasses.dataclass(frozen=True)
-class Scope:
-    """What tells which parts of a value matter, and which modules of two models are the same.
-
-    Attributes:
-        names: attributes that the model's functions name.
-        paths: id of each module of the model -> its path.
-    """
-
-    names: frozenset[str]
-    paths: dict[int, str]
-
-
-def frozen(value: Any, scope: Scope, depth: int = DEPTH) -> tuple[Any, ...]:
-    """A comparable stand-in for a value: equal for an equal value, also for that of a copied model.
-
-    Containers stand for their elements and objects for those attributes that the model's functions name.
-    """
-    if isinstance(value, SCALARS):
-        return (type(value), value)
-    if isinstance(value, types.MethodType):
-        return (types.MethodType, value.__func__)
-    if isinstance(value, nn.Module) and id(value) in scope.paths:
-        return (nn.Module, scope.paths[id(value)])
-    parts = _parts(value, scope) if depth else None
-    if parts is None:
-        return (type(value), _Same(value))
-    return (type(value), *((name, frozen(part, scope, depth - 1)) for name, part in parts))
-
-
-def _parts(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
-    """The named parts of a container or an object, None for what is looked at as a whole."""
-    if isinstance(value, (*FUNCTIONS, torch.Tensor, nn.Module)):
-        return None
-    if isinstance(value, functools.partial):
-        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
-    if isinstance(value, (dict, list, tuple, set, frozenset, collections.deque)) and len(value) > MOST:
-        return None
-    if isinstance(value, dict):
-        return list(value.items())
-    if isinstance(value, (list, tuple, collections.deque)):
-        return list(enumerate(value))
-    if isinstance(value, (set, frozenset)):
-        return [("elements", element) for element in sorted(value, key=repr)]
-    if is_library(type(value)):
-        return None
-    slots = [name for kind in type(value).__mro__ for name in _slots(kind) if name in scope.names]
-    own = getattr(value, "__dict__", None)
-    if not slots and not isinstance(own, dict):
-        return None
-    named = sorted({*slots, *(scope.names & own.keys() if isinstance(own, dict) else ())})
-    return [(name, getattr(value, name, MISSING)) for name in named]
-
-
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fxamp", "numpy"}) - {"__main__"}
-_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
-
-
-def is_library(kind: type) -> bool:
-    """Whether a class is Python's, torch's, numpy's or this package's, and no mere namespace."""
-    return _is_library_name(kind.__module__) and not issubclass(kind, _NAMESPACES)
-
-
-def is_library_module(module: types.ModuleType) -> bool:
-    """The same for a Python module."""
-    return _is_library_name(module.__name__)
-
-
-def _is_library_name(name: str) -> bool:
-    return str(name).partition(".")[0] in _LIBRARIES
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 # -------------------------------------------------------------------------------------------- at each call
@@ -275,7 +176,7 @@ class StateCheck:
         def watch(value: Any, depth: int) -> None:
             if depth == 0 or isinstance(value, (*SCALARS, types.MethodType)):
                 return
-            parts = _parts(value, Scope(names, {}))
+            parts = parts_of(value, Scope(names, {}))
             if parts is None:
                 return
             if isinstance(value, (dict, list, set, collections.deque)):
