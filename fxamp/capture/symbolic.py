@@ -127,6 +127,7 @@ class SymbolicTracer(fx.Tracer):
         self.evaluating = False
         self._numbers = LiveNumbers(live, self._attribute)
         self._tensor_paths: dict[int, str] = {}
+        self._weights: dict[str, WeightProxy] = {}
         self._grad_node: fx.Node | None = None
         self._recording = False
         self._opened: nn.Module | None = None
@@ -225,16 +226,20 @@ class SymbolicTracer(fx.Tracer):
         path = self._tensor_paths.get(id(attr_val))
         if path is None:
             return attr_val
-        if path not in parameter_proxy_cache:
-            if is_sharded(attr_val):
-                raise ShardedParameterError(
-                    f"{user_line()}: {path} is sharded, and its forward runs outside of the unit that gathers it. "
-                    "Name the modules that fully_shard is given: fxamp.convert(model, boundaries=...), then shard."
-                )
+        if path not in self._weights and is_sharded(attr_val):
+            raise ShardedParameterError(
+                f"{user_line()}: {path} is sharded, and its forward runs outside of the unit that gathers it. "
+                "Name the modules that fully_shard is given: fxamp.convert(model, boundaries=...), then shard."
+            )
+        return self._weight(path, attr_val)
+
+    def _weight(self, path: str, tensor: torch.Tensor) -> WeightProxy:
+        """A tensor that is read at each call: one node, however often and by whichever way forward reaches it."""
+        if path not in self._weights:
             node = self.create_node("get_attr", path, (), {})
-            node.meta["val"] = self._fake(attr_val)
-            parameter_proxy_cache[path] = WeightProxy(node, self, attr_val)
-        return parameter_proxy_cache[path]
+            node.meta["val"] = self._fake(tensor)
+            self._weights[path] = WeightProxy(node, self, tensor)
+        return self._weights[path]
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
@@ -376,9 +381,7 @@ class SymbolicTracer(fx.Tracer):
             path = f"_constant_{len(self.constants)}"
             self.constants[path] = tensor
             self._tensor_paths[id(tensor)] = path
-        node = self.create_node("get_attr", path, (), {})
-        node.meta["val"] = self._fake(tensor)
-        return node
+        return self._weight(path, tensor).node
 
     # ----------------------------------------------------------------------------------------- grad regions
 

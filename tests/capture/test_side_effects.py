@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
+from fxamp.engine import engine_of
 from fxamp.errors import CaptureError, OptionError
 
 LOW = torch.bfloat16
@@ -192,6 +193,14 @@ def test_a_write_that_no_graph_makes_is_refused_and_undone(body):
         fxamp.convert(model, LOW, example_inputs=(inputs(0),), capture="symbolic")
     assert before == (COUNT, Net.calls, len(remembers.__defaults__[0]), len(model.queue), random.getstate())
     assert (numpy.random.get_state()[1] == state).all()
+
+
+def test_a_tensor_that_is_read_twice_is_one_value():
+    plain, model = pairs(lambda net, x: (net.q(x) + net.kept[0]) * net.kept[0] + WEIGHT * WEIGHT + net.seen)
+    converted = fxamp.convert(model, LOW, capture="symbolic")
+    same(converted(inputs(0)), plain(inputs(0)))
+    reads = [node.target for node in engine_of(converted).all_variants()[0].graph.nodes if node.op == "get_attr"]
+    assert len(reads) == len(set(reads))
 
 
 def test_an_argument_that_is_filled_comes_back_filled():
