@@ -12,23 +12,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.capture.objects import DEPTH, FUNCTIONS, MISSING, MOST, SCALARS, is_library, walk
+from fxamp.capture.objects import MISSING, MOST, attributes_of, is_descriptor, is_library, walk
 from fxamp.capture.state import read
+from fxamp.errors import CaptureError, FxampError, OptionError
 
 
 class Effects:
     """State that forward reads and may write, as it was before. (What modules hold themselves: see `untouched`.)
 
     Attributes:
-        counters: the plain values of each class of the user's, where forward may count.
+        classes: what each class of the user's holds, where forward may count.
     """
 
     def __init__(self) -> None:
-        self.counters: dict[type, dict[str, Any]] = {}
+        self.classes: dict[type, dict[str, Any]] = {}
         self._variables: list[tuple[Any, str, Any, str]] = []  # owner, name, value, title
         self._containers: list[tuple[Any, Any, str]] = []  # container, copy, title
         self._generators: dict[int, tuple[Any, Any]] = {}  # id -> generator, state
-        self._caches: list[tuple[Any, str, Any]] = []  # owner, name, cached function
+        self._opened: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # (id of owner, name) -> owner, name, value
+        self._caches: dict[int, tuple[Any, int]] = {}  # id -> cached function, values it has kept
 
     def remember(self, owner: Any, name: str, value: Any, title: str) -> None:
         """Remember a variable, and all that can be written through it.
@@ -42,10 +44,11 @@ class Effects:
         self.remember_containers(value, title)
         for part in walk(value):
             self.remember_class(part)
-            if (state := _random_state(part)) is not None:
-                self._generators.setdefault(id(part), (part, state))
-        if isinstance(value, functools._lru_cache_wrapper):
-            self._open_cache(owner, name, value)
+            if id(part) not in self._generators and (state := _random_state(part)) is not None:
+                self._generators[id(part)] = (part, state)
+            if isinstance(part, functools._lru_cache_wrapper):
+                self._caches.setdefault(id(part), (part, part.cache_info().misses))
+        self._open_cache(owner, name, value)
 
     def remember_containers(self, value: Any, title: str = "a") -> None:
         """Remember what the containers in a value hold."""
@@ -54,46 +57,87 @@ class Effects:
     def remember_class(self, value: Any) -> None:
         """Remember what a class of the user's holds, a value's or the value itself: forward may count in it."""
         for kind in (value if isinstance(value, type) else type(value)).__mro__:
-            if not is_library(kind) and kind not in self.counters:
-                self.counters[kind] = {name: held for name, held in vars(kind).items() if isinstance(held, SCALARS)}
+            if is_library(kind) or kind in self.classes:
+                continue
+            self.classes[kind] = dict(vars(kind))
+            for name, held in self.classes[kind].items():
+                if not is_descriptor(held):
+                    self.remember_containers(held, f"{kind.__qualname__}.{name}")
+                self._open_cache(kind, name, held)
 
-    def _open_cache(self, owner: Any, name: str, cached: Any) -> None:
+    def _open_cache(self, owner: Any, name: str, value: Any) -> None:
         """Put the function itself in the place of a cached one: a cache must not keep the values of a trace."""
-        self._caches.append((owner, name, cached))
-        _put(owner, name, cached.__wrapped__)
+        cached = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        if isinstance(cached, functools._lru_cache_wrapper):
+            self._opened[id(owner), name] = (owner, name, value)
+            _put(owner, name, cached.__wrapped__ if cached is value else type(value)(cached.__wrapped__))
 
-    def undo(self) -> str:
-        """Put everything as it was; what forward has first done to it ("sets the global 'N' of m"), "" for nothing."""
-        for owner, name, cached in self._caches:
+    def before(self, owner: Any, name: str, value: Any) -> Any:
+        """What stood in a place where `value` stands during the trace."""
+        return self._opened[id(owner), name][2] if (id(owner), name) in self._opened else value
+
+    def undo(self) -> FxampError | None:
+        """Put everything as it was; the error that names what forward has first done to it, None for nothing."""
+        for owner, name, cached in self._opened.values():
             _put(owner, name, cached)
-        done = [*self._set_variables(), *self._set_counters(), *self._drawn_generators(), *self._written_containers()]
-        return done[0] if done else ""
+        drawn = self._drawn_generators()
+        done = [
+            *self._set_variables(),
+            *self._set_in_classes(),
+            *(f"draws from a {kind.__qualname__}" for kind in drawn),
+            *self._filled_caches(),
+            *self._written_containers(),
+        ]
+        if any(issubclass(kind, random.Random) for kind in drawn):
+            return OptionError(
+                "forward draws from a random.Random of its own, which a graph, and torch.compile too, would freeze to "
+                "one number. Draw from the random module itself, use torch's random functions, or pass the number in."
+            )
+        if not done:
+            return None
+        return CaptureError(
+            f"forward {done[0]}, and a graph holds no such writes. Return the value instead, or write a buffer in "
+            "place (self.buffer.copy_(value))."
+        )
 
     def _set_variables(self) -> list[str]:
         done = []
         for owner, name, value, title in self._variables:
             now = read(owner.__dict__ if isinstance(owner, type) else owner, name)
-            if now is not value and not (isinstance(owner, type) and value is MISSING):
+            if now is not value:
                 _put(owner, name, value)
                 done.append(f"sets {title}")
         return done
 
-    def _set_counters(self) -> list[str]:
+    def _set_in_classes(self) -> list[str]:
         done = []
-        for kind, held in self.counters.items():
-            for name, value in held.items():
-                if vars(kind).get(name, MISSING) is not value:
-                    setattr(kind, name, value)
-                    done.append(f"sets {kind.__qualname__}.{name}")
+        for kind, held in self.classes.items():
+            for name in [name for name in {**held, **vars(kind)} if not name.startswith("__")]:
+                if name not in held:
+                    delattr(kind, name)
+                elif vars(kind).get(name, MISSING) is not held[name]:
+                    setattr(kind, name, held[name])
+                else:
+                    continue
+                done.append(f"sets {kind.__qualname__}.{name}")
         return done
 
-    def _drawn_generators(self) -> list[str]:
-        done = []
+    def _drawn_generators(self) -> list[type]:
+        drawn = []
         for generator, (before, state) in self._generators.values():
             now = _random_state(generator)
             if now is None or now[0] != before:
                 _set_random_state(generator, state)
-                done.append(f"draws from a {type(generator).__qualname__}")
+                drawn.append(type(generator))
+        return drawn
+
+    def _filled_caches(self) -> list[str]:
+        """Those in containers and objects, which are not opened."""
+        done = []
+        for cached, misses in self._caches.values():
+            if cached.cache_info().misses != misses:
+                cached.cache_clear()
+                done.append(f"fills the cache of {getattr(cached, '__qualname__', 'a function')}()")
         return done
 
     def _written_containers(self) -> list[str]:
@@ -107,7 +151,10 @@ class Effects:
 
 def _put(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, types.CellType):
-        owner.cell_contents = value
+        if value is MISSING:
+            del owner.cell_contents
+        else:
+            owner.cell_contents = value
     elif isinstance(owner, (type, nn.Module)):
         setattr(owner, name, value)
     elif value is MISSING:
@@ -116,40 +163,40 @@ def _put(owner: Any, name: str, value: Any) -> None:
         owner[name] = value
 
 
-def _random_state(value: Any) -> tuple[str, Any] | None:
-    """The state of a generator of random numbers, as text and as it is; None for anything else."""
+def _random_state(value: Any) -> tuple[Any, Any] | None:
+    """The state of a generator of random numbers, comparable and as it is; None for anything else."""
     if isinstance(value, random.Random):
-        return repr(value.getstate()), value.getstate()
-    if type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
-        return repr(value.bit_generator.state), value.bit_generator.state
+        return value.getstate(), value.getstate()
+    if isinstance(value, torch.Generator):
+        with torch._C.DisableTorchFunction():
+            return value.get_state().tolist(), value.get_state()
+    if type(value).__module__.startswith("numpy.random"):
+        if hasattr(value, "bit_generator"):
+            return repr(value.bit_generator.state), value.bit_generator.state
+        if hasattr(value, "get_state"):
+            return repr(value.get_state(legacy=False)), value.get_state(legacy=False)
     return None
 
 
 def _set_random_state(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
-    else:
+    elif hasattr(generator, "bit_generator"):
         generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 # --------------------------------------------------------------------------------------------- containers
 
 
-def _containers(value: Any, depth: int = DEPTH) -> list[tuple[Any, Any]]:
+_CONTAINERS = (dict, list, set, collections.deque)
+
+
+def _containers(value: Any) -> list[tuple[Any, Any]]:
     """The containers in a value that can change without an assignment, each with a shallow copy."""
-    if depth == 0 or isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)):
-        return []
-    if isinstance(value, (dict, list, set, collections.deque)):
-        if len(value) > MOST:
-            return []
-        saved = _contents(value)
-        parts, found = list(saved.values() if isinstance(saved, dict) else saved), [(value, saved)]
-    elif isinstance(value, tuple):
-        parts, found = list(value), []
-    else:
-        own = None if is_library(type(value)) else getattr(value, "__dict__", None)
-        return _containers(own, depth - 1) if isinstance(own, dict) else []
-    return [*found, *(inner for part in parts for inner in _containers(part, depth - 1))]
+    parts = (part if isinstance(part, _CONTAINERS) else attributes_of(part) for part in walk(value))
+    return [(part, _contents(part)) for part in parts if part is not None and len(part) <= MOST]
 
 
 def _contents(container: Any) -> Any:

@@ -1,12 +1,13 @@
 """The Python functions and code behind methods, properties, partials and decorated functions."""
 
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
 
 
 def functions_in(value: Any) -> list[types.FunctionType]:
-    """The Python functions behind a method, a property, a partial or a decorated function."""
+    """The Python functions behind a method, a property, a partial, a decorated or a cached function."""
     found: list[types.FunctionType] = []
     while value is not None:
         if isinstance(value, property):
@@ -18,6 +19,8 @@ def functions_in(value: Any) -> list[types.FunctionType]:
             value = getattr(value, "__wrapped__", None)
         elif type(value).__name__ in ("partial", "partialmethod"):
             value = value.func
+        elif isinstance(value, functools._lru_cache_wrapper):
+            value = value.__wrapped__
         else:
             value = None
     return found

@@ -39,7 +39,12 @@ def is_boundary(module: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether anybody registered a forward or backward hook on the module that a graph could not hold."""
-    return any(not is_traced_hook(hook) for hooks in hook_dictionaries(module) for hook in hooks.values())
+    return bool(hooks_on(module))
+
+
+def hooks_on(module: nn.Module) -> list[object]:
+    """Those hooks, in their order."""
+    return [hook for hooks in hook_dictionaries(module) for hook in hooks.values() if not is_traced_hook(hook)]
 
 
 def is_traced_hook(hook: object) -> bool:

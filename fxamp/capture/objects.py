@@ -15,6 +15,7 @@ from torch import nn
 
 MISSING = object()  # nothing has the name
 SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+METHODS = (types.MethodType, types.BuiltinMethodType)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 DEPTH, MOST = 4, 512  # containers in containers, and elements of one, that are looked at
 
@@ -51,8 +52,6 @@ def frozen(value: Any, scope: Scope, depth: int = DEPTH) -> tuple[Any, ...]:
     """
     if isinstance(value, SCALARS):
         return (type(value), value)
-    if isinstance(value, types.MethodType):
-        return (types.MethodType, value.__func__)
     if isinstance(value, nn.Module) and id(value) in scope.paths:
         return (nn.Module, scope.paths[id(value)])
     parts = parts_of(value, scope) if depth else None
@@ -63,13 +62,15 @@ def frozen(value: Any, scope: Scope, depth: int = DEPTH) -> tuple[Any, ...]:
 
 def parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
     """The named parts of a container or an object, None for what is looked at as a whole."""
+    if isinstance(value, METHODS):
+        return method_parts(value)
     if isinstance(value, (*FUNCTIONS, torch.Tensor, nn.Module)):
         return None
     if isinstance(value, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     if isinstance(value, (dict, list, tuple, set, frozenset, collections.deque)) and len(value) > MOST:
         return None
-    if isinstance(value, dict):
+    if isinstance(value, (dict, types.MappingProxyType)):
         return list(value.items())
     if isinstance(value, (list, tuple, collections.deque)):
         return list(enumerate(value))
@@ -77,7 +78,7 @@ def parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
         return [("elements", element) for element in sorted(value, key=repr)]
     if is_library(type(value)):
         return None
-    slots = [name for kind in type(value).__mro__ for name in _slots(kind) if name in scope.names]
+    slots = [name for name in _slots(type(value)) if name in scope.names]
     own = getattr(value, "__dict__", None)
     if not slots and not isinstance(own, dict):
         return None
@@ -85,12 +86,23 @@ def parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
     return [(name, getattr(value, name, MISSING)) for name in named]
 
 
+def method_parts(value: Any) -> list[tuple[str, Any]] | None:
+    """The function and the plain object of a method. (A module's method stands for the same one of its copy.)"""
+    owner = value.__self__
+    is_plain = owner is not None and not isinstance(owner, (nn.Module, type, types.ModuleType))
+    if isinstance(value, types.MethodType):
+        return [("func", value.__func__), *([("self", owner)] if is_plain else [])]
+    return [("func", value.__name__), ("self", owner)] if is_plain else None
+
+
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fxamp", "numpy"}) - {"__main__"}
-_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+# Written in Python: their methods tell which attributes matter, as those of the user's classes do.
+_WRAPPERS = (collections.UserDict, collections.UserList, collections.ChainMap)
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace, *_WRAPPERS)
 
 
 def is_library(kind: type) -> bool:
-    """Whether a class is Python's, torch's, numpy's or this package's, and no mere namespace."""
+    """Whether a class is Python's, torch's, numpy's or this package's, and no mere namespace or wrapper."""
     return _is_library_name(kind.__module__) and not issubclass(kind, _NAMESPACES)
 
 
@@ -103,20 +115,45 @@ def _is_library_name(name: str) -> bool:
     return str(name).partition(".")[0] in _LIBRARIES
 
 
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+def is_descriptor(value: Any) -> bool:
+    """Whether it is a function, a property or the like: no state of the class that holds it."""
+    return hasattr(type(value), "__get__")
+
+
+def _slots(kind: type) -> list[str]:
+    declared = [each.__dict__.get("__slots__", ()) for each in kind.__mro__]
+    return [name for slots in declared for name in ((slots,) if isinstance(slots, str) else tuple(slots))]
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The `__dict__` of an object of the user's, None for anything else."""
+    if isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)) or is_library(type(value)):
+        return None
+    own = getattr(value, "__dict__", None)
+    return own if isinstance(own, dict) else None
 
 
 def walk(value: Any, depth: int = DEPTH) -> Iterator[Any]:
     """A value, and what its containers and the user's objects in it hold."""
     yield value
-    if depth == 0 or isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)):
+    if depth == 0 or isinstance(value, (*SCALARS, torch.Tensor, nn.Module)):
         return
-    if isinstance(value, (dict, list, tuple, set, collections.deque)):
-        parts = list(value.values() if isinstance(value, dict) else value) if len(value) <= MOST else []
-    else:
-        own = None if is_library(type(value)) else getattr(value, "__dict__", None)
-        parts = list(own.values()) if isinstance(own, dict) and len(own) <= MOST else []
-    for part in parts:
+    for part in _inside(value):
         yield from walk(part, depth - 1)
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, METHODS):
+        return [part for _, part in method_parts(value) or ()]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, dict):
+        return list(dict.values(value)) if len(value) <= MOST else []
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque, types.MappingProxyType)):
+        held = value.values() if isinstance(value, types.MappingProxyType) else value
+        return list(held) if len(value) <= MOST else []
+    if isinstance(value, FUNCTIONS) or is_library(type(value)):
+        return []
+    own = attributes_of(value) or {}
+    slots = [getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)]
+    return [*slots, *own.values()] if len(own) <= MOST else []

@@ -13,7 +13,17 @@ from fxamp.capture.functions_of import codes_of, functions_in
 from fxamp.capture.hooks import hook_writes
 from fxamp.capture.leaves import recomputed_weights
 from fxamp.capture.locations import is_foreign
-from fxamp.capture.objects import MISSING, SCALARS, Scope, frozen, is_library, is_library_module, walk
+from fxamp.capture.objects import (
+    MISSING,
+    SCALARS,
+    Scope,
+    frozen,
+    is_descriptor,
+    is_library,
+    is_library_module,
+    method_parts,
+    walk,
+)
 from fxamp.capture.state import LIFTED, Cell, paths_of, read
 from fxamp.errors import CaptureError, OptionError
 
@@ -46,6 +56,8 @@ class Reads:
         self._registered: dict[tuple[int, str], tuple[nn.Module, str, torch.Tensor | None]] = {}  # -> kind, value
         self._lifted: set[Place] = set()
         self._functions: dict[int, types.FunctionType] = {}
+        self._names: set[str] = set()  # what these functions name
+        self._classes: dict[type, None] = {}  # of the user's objects: where they have defaults and methods from
         self._modules: set[int] = set()
         self._effects = Effects()
 
@@ -55,7 +67,8 @@ class Reads:
 
         Raises:
             CaptureError: forward wrote Python state, which a graph would not do again, or read what a hook may write.
-            OptionError: a hook sets an attribute of the original model that forward reads.
+            OptionError: a hook sets an attribute of the original model that forward reads, or forward draws from a
+                random.Random.
         """
 
         def getattribute(module: nn.Module, name: str) -> Any:
@@ -80,12 +93,9 @@ class Reads:
             self._check_hooks()
         finally:
             del nn.Module.__getattribute__
-            done = self._effects.undo()
-        if done:
-            raise CaptureError(
-                f"forward {done}, and a graph holds no such writes. Return the "
-                "value instead, or write a buffer in place (self.buffer.copy_(value))."
-            )
+            error = self._effects.undo()
+        if error is not None:
+            raise error
 
     def _check_hooks(self) -> None:
         """Raise where forward reads what a hook may write: hooks run at each call, and a graph has read it before."""
@@ -111,7 +121,7 @@ class Reads:
         Args:
             decided: places whose number Python's control flow used, though it is a value of the graph.
         """
-        names = self._names()
+        names = frozenset(self._names)
         scope = Scope(names, self._paths)
         found = []
         for (_, name), (owner, value) in self._found.items():
@@ -129,14 +139,14 @@ class Reads:
             found.append(cell.with_frozen(cell.standing_for(value, scope)))
         found += [
             Cell(name, frozen(vars(kind)[name], scope), None, kind, f"{kind.__qualname__}.{name}", names)
-            for kind in self._classes()
+            for kind in self._classes
             for name in sorted(names & vars(kind).keys())
         ]
         found += [
             Cell(name, frozen(value, scope), None, kind, f"{kind.__qualname__}.{name}", names)
-            for kind, held in self._effects.counters.items()
+            for kind, held in self._effects.classes.items()
             for name, value in held.items()
-            if name in names and issubclass(kind, nn.Module)
+            if name in names and issubclass(kind, nn.Module) and not is_descriptor(value)
         ]
         return tuple(found)
 
@@ -153,39 +163,18 @@ class Reads:
             return "a variable of an enclosing function"
         return f"the global {name!r} of {owner.get('__name__', 'a module')}"
 
-    def _names(self) -> frozenset[str]:
-        """What the functions that may have run name: the model's, and methods that those name of the user's objects."""
-        while True:
-            count = len(self._functions)
-            codes = [code for function in self._functions.values() for code in codes_of(function.__code__)]
-            names = frozenset(name for code in codes for name in (*code.co_names, *_strings(code)))
-            for kind in self._classes():
-                for name in (names | _PROTOCOL) & vars(kind).keys():
-                    self._function(vars(kind)[name])
-            if len(self._functions) == count:
-                return names
-
-    def _classes(self) -> list[type]:
-        """User classes of what was read: namespaces themselves, or where objects have defaults and methods from."""
-        found: dict[type, None] = {}
-        for _, value in self._found.values():
-            for part in walk(value):
-                kind = part if isinstance(part, type) else type(part)
-                if not issubclass(kind, (nn.Module, torch.Tensor, tuple(SCALARS))):
-                    found |= {each: None for each in kind.__mro__ if not is_library(each)}
-        return list(found)
-
     def _note(self, module: nn.Module, name: str, value: Any) -> Any:
         if name not in module.__dict__:
             owner = next((kind for kind in type(module).__mro__ if name in kind.__dict__), None)
             if owner is None or (is_library(owner) and name != "forward"):
                 return value
             self._keep(module, name, MISSING)
-            self._keep(owner, name, owner.__dict__[name])
+            self._keep(owner, name, self._effects.before(owner, name, owner.__dict__[name]))
             return value
         if name in recomputed_weights(module):
             return value
         self._keep(module, name, value)
+        value = module.__dict__[name]  # a cached function has been opened
         place = (self._paths.get(id(module), ""), name)
         instead = self._lift(place, value) if id(module) in self._paths else None
         if instead is None:
@@ -209,6 +198,7 @@ class Reads:
             self._effects.remember(owner, name, value, self._title(owner, name))
             for part in walk(value):
                 self._function(part)
+                self._class(part)
 
     def _function(self, value: Any) -> None:
         """Look at what a function of the user's, and those that it can call by name, can read from outside."""
@@ -216,13 +206,34 @@ class Reads:
             if id(function) in self._functions or is_foreign(function.__code__.co_filename):
                 continue
             self._functions[id(function)] = function
-            for code in codes_of(function.__code__):
+            codes = list(codes_of(function.__code__))
+            self._named({name for code in codes for name in (*code.co_names, *_strings(code))})
+            for code in codes:
                 for name in code.co_names:
                     self._global(function.__globals__, name, code.co_names)
             for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
                 self._effects.remember_containers(default, f"a default of {function.__qualname__}()")
             for cell in function.__closure__ or ():
                 self._outer(cell, "", read(cell, ""))
+
+    def _named(self, names: set[str]) -> None:
+        """Follow the methods of those names, whatever object of the user's they belong to."""
+        new = names - self._names
+        self._names |= new
+        for kind in list(self._classes):
+            for name in new & vars(kind).keys():
+                self._function(vars(kind)[name])
+
+    def _class(self, value: Any) -> None:
+        """Note an object's class, or a class that is a namespace, and follow its methods of names that are known."""
+        kind = value if isinstance(value, type) else type(value)
+        if issubclass(kind, (nn.Module, torch.Tensor, *SCALARS)):
+            return
+        for each in kind.__mro__:
+            if not is_library(each) and each not in self._classes:
+                self._classes[each] = None
+                for name in (self._names | _PROTOCOL) & vars(each).keys():
+                    self._function(vars(each)[name])
 
     def _global(self, space: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
         value = space.get(name, MISSING)
@@ -239,7 +250,8 @@ class Reads:
     def _outer(self, space: Any, name: str, value: Any) -> None:
         is_foreign_function = isinstance(value, types.FunctionType) and is_foreign(value.__code__.co_filename)
         is_foreign_class = isinstance(value, type) and is_library(value)
-        if not is_foreign_function and not is_foreign_class and not isinstance(value, types.BuiltinFunctionType):
+        is_builtin = isinstance(value, types.BuiltinFunctionType) and not method_parts(value)
+        if not is_foreign_function and not is_foreign_class and not is_builtin:
             self._keep(space, name, value)
 
 

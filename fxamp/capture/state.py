@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.capture.objects import DEPTH, MISSING, SCALARS, Scope, frozen, parts_of
+from fxamp.capture.objects import DEPTH, METHODS, MISSING, SCALARS, Scope, attributes_of, frozen, parts_of
 from fxamp.fakes import is_sharded
 
 LIFTED = object()  # a number that the graph reads anew at each call: its type alone matters
@@ -85,7 +85,7 @@ def flag_cell(path: str, flag: bool) -> Cell:
 
 def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What the graph takes for granted of a parameter or a buffer."""
-    return (tensor.shape, tensor.is_floating_point(), is_sharded(tensor))
+    return (tensor.shape, tensor.dtype, is_sharded(tensor))
 
 
 def type_of_kept(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -166,6 +166,7 @@ class StateCheck:
         space: dict[str, Any] = {"shape_of": shape_of, "type_of_kept": type_of_kept}
         terms: list[str] = []
         numbers: dict[int, str] = {}
+        watched: dict[int, int] = {}  # id -> how deep it was looked into
 
         def named(value: Any) -> str:
             if id(value) not in numbers:
@@ -174,17 +175,21 @@ class StateCheck:
             return numbers[id(value)]
 
         def watch(value: Any, depth: int) -> None:
-            if depth == 0 or isinstance(value, (*SCALARS, types.MethodType)):
+            if depth <= watched.get(id(value), 0) or isinstance(value, SCALARS):
                 return
+            watched[id(value)] = depth
             parts = parts_of(value, Scope(names, {}))
             if parts is None:
                 return
-            if isinstance(value, (dict, list, set, collections.deque)):
+            if isinstance(value, (dict, list, set, collections.deque, types.MappingProxyType)):
                 terms.append(f"{named(value)} == {named(value.copy())}")
-            elif not isinstance(value, (tuple, frozenset, functools.partial)):
+            elif not isinstance(value, (tuple, frozenset, functools.partial, *METHODS)):
                 for name, part in parts:
-                    if part is not MISSING:
-                        terms.append(f"{named(value)}.{name} is {named(part)}")
+                    is_absent = f"not hasattr({named(value)}, {name!r})"
+                    terms.append(is_absent if part is MISSING else f"{named(value)}.{name} is {named(part)}")
+                if (own := attributes_of(value)) is not None:
+                    absent = names - own.keys()
+                    terms.append(f"{named(value)}.__dict__.keys().isdisjoint({named(absent)})")
             for _, part in parts:
                 watch(part, depth - 1)
 

@@ -27,7 +27,7 @@ from fxamp.capture.creations import Creations, traced_sizes
 from fxamp.capture.functions import whole_functions
 from fxamp.capture.guesses import GUESS, guess
 from fxamp.capture.inputs import CallSpec, flatten_output, misfit, unflatten_call
-from fxamp.capture.leaves import has_hooks, is_leaf
+from fxamp.capture.leaves import has_hooks, hooks_on, is_leaf
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import explained, unfollowable, user_line
 from fxamp.capture.promotion import Promotion, low_operands, widen
@@ -128,6 +128,7 @@ class SymbolicTracer(fx.Tracer):
         self._numbers = LiveNumbers(live, self._attribute)
         self._tensor_paths: dict[int, str] = {}
         self._weights: dict[str, WeightProxy] = {}
+        self._hooks: dict[int, list[object]] = {}  # id of a module -> those it has before forward runs
         self._grad_node: fx.Node | None = None
         self._recording = False
         self._opened: nn.Module | None = None
@@ -139,6 +140,7 @@ class SymbolicTracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         self._promotion = Promotion(root, self._value_of)
         self._tensor_paths = paths_of_tensors(root)
+        self._hooks = {id(module): hooks_on(module) for module in root.modules()}
         self._device_type = next((p.device.type for p in root.parameters()), "cpu")
         reads = Reads(root, lambda: self.evaluating or not self._recording, self._numbers.instead_of)
         with (
@@ -207,6 +209,11 @@ class SymbolicTracer(fx.Tracer):
             self.path_of_module(m)
         except NameError:
             return forward(*args, **kwargs)  # a module made inside forward: its operations are traced
+        if hooks_on(m) != self._hooks.get(id(m), []):
+            raise CaptureError(
+                f"{user_line()}: forward sets a hook on {self.path_of_module(m)!r} or takes one away, which a graph "
+                "would not do. Do to the result what the hook does."
+            )
         instead = None if has_hooks(m) else self._said_again(m, args, kwargs)
         if instead is None:
             return super().call_module(m, forward, args, kwargs)
@@ -270,6 +277,8 @@ class SymbolicTracer(fx.Tracer):
             return self._constant(a)
         if isinstance(a, PackedSequence):
             return self.create_proxy("call_function", PackedSequence, tuple(a), {}).node
+        if isinstance(a, torch.Generator):
+            raise CaptureError(f"{user_line()}: forward draws from a torch.Generator, and a graph holds none")
         if isinstance(a, nn.Module):
             raise CaptureError(f"a module ({type(a).__qualname__}) is passed to a function as an argument")
         return super().create_arg(a)

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.capture.leaves import HOOKS, recomputed_weights
+from fxamp.capture.leaves import recomputed_weights
 from fxamp.errors import CaptureError
 
 
@@ -47,7 +47,8 @@ def _difference(path: str, module: nn.Module, saved: dict[str, dict[str, Any]]) 
         for name in [*entries, *(name for name in now if name not in entries)]:
             if name in _KEPT or name in recomputed_weights(module):
                 continue
-            old, new, full = entries.get(name, _MISSING), now.get(name, _MISSING), f"{path}.{name}".lstrip(".")
+            full = f"{path}.{name if isinstance(name, str) else owner}".lstrip(".")  # a hook has a number
+            old, new = entries.get(name, _MISSING), now.get(name, _MISSING)
             if old is not new and not _is_same_plain_value(old, new) and not _is_written_in_place(new, full):
                 return f"attribute {full!r}"
     return ""
@@ -55,7 +56,7 @@ def _difference(path: str, module: nn.Module, saved: dict[str, dict[str, Any]]) 
 
 _MISSING = object()
 # What a module keeps in dictionaries of its own; a hook that forward registers would be registered once, at capture.
-_KEPT = ("_parameters", "_buffers", "_modules", *HOOKS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+_KEPT = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 
 
 def _is_same_plain_value(old: Any, new: Any) -> bool:

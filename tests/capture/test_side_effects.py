@@ -19,14 +19,50 @@ from fxamp.errors import CaptureError, OptionError
 LOW = torch.bfloat16
 WEIGHT = torch.ones(16)
 COUNT = 0
+GENERATOR = torch.Generator()
 
 
 def inputs(step):
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
 
 
+@functools.lru_cache(None)
+def ones(size):
+    return torch.ones(size, size)
+
+
+@functools.lru_cache(None)
+def triangle(size):
+    return torch.tril(ones(size))
+
+
+class Tables:
+    """An object of the user's own that keeps what it has made."""
+
+    def __init__(self):
+        self.kept = functools.lru_cache(None)(lambda size: torch.ones(size) * 2)
+
+    @functools.lru_cache(None)  # noqa: B019
+    def doubled(self, size):
+        return torch.ones(size) * 2
+
+    @staticmethod
+    @functools.lru_cache(None)
+    def tripled(size):
+        return torch.ones(size) * 3
+
+    def triangle(self, size):
+        return triangle(size)
+
+    def count(self):
+        global COUNT
+        COUNT += 1
+
+
 class Net(nn.Module):
     calls = 0
+    table = (1,)
+    log = []  # noqa: RUF012
 
     def __init__(self, body):
         super().__init__()
@@ -37,7 +73,27 @@ class Net(nn.Module):
         self.kept = [torch.ones(16)]
         self.teacher = [nn.BatchNorm1d(16)]
         self.queue = collections.deque(maxlen=3)
+        self.tables = Tables()
+        self.made = functools.lru_cache(None)(lambda size: torch.ones(size) * 2)
+        self.several = {"made": self.made}
+        self.generator = torch.Generator()
+        self.new, self.old = numpy.random.default_rng(), numpy.random.RandomState()
+        self.own = random.Random()
         self.body = body
+
+    @functools.lru_cache(None)  # noqa: B019
+    def doubled(self, size):
+        return torch.ones(size) * 2
+
+    @staticmethod
+    @functools.lru_cache(None)
+    def tripled(size):
+        return torch.ones(size) * 3
+
+    @classmethod
+    @functools.lru_cache(None)
+    def named(cls, size):
+        return torch.ones(size) * len(cls.__name__)
 
     def forward(self, x, *more):
         return self.body(self, x, *more)
@@ -68,11 +124,6 @@ def tensor_of_the_module(net, x):
     return net.q(x) * (WEIGHT + 1).exp()
 
 
-@functools.lru_cache(None)
-def triangle(size):
-    return torch.tril(torch.ones(size, size))
-
-
 def cached(net, x):
     return net.q(x) @ triangle(16)
 
@@ -93,6 +144,21 @@ def counts_in_its_class(net, x):
     return net.q(x)
 
 
+def replaces_a_table_of_its_class(net, x):
+    type(net).table = [*type(net).table, 1]
+    return net.q(x) * len(net.table)
+
+
+def writes_into_a_table_of_its_class(net, x):
+    type(net).log.append(1)
+    return net.q(x)
+
+
+def starts_to_count_in_its_class(net, x):
+    type(net).started = True
+    return net.q(x)
+
+
 def remembers(net, x, seen=[]):  # noqa: B006
     seen.append(1)
     return net.q(x)
@@ -101,6 +167,39 @@ def remembers(net, x, seen=[]):  # noqa: B006
 def queues(net, x):
     net.queue.append(1)
     return net.q(x) * len(net.queue)
+
+
+def counts_in_an_object_of_its_own(net, x):
+    net.tables.count()
+    return net.q(x)
+
+
+def sets_a_hook(net, x):
+    net.k.register_forward_hook(lambda module, args, kwargs, result: result, with_kwargs=True, always_call=True)
+    return net.q(x)
+
+
+def calls_with_a_hook(net, x):
+    handle = net.q.register_forward_hook(lambda module, args, result: result * 2)
+    result = net.q(x)
+    handle.remove()
+    return result
+
+
+def draws_new(net, x):
+    return net.q(x) * float(net.new.random())
+
+
+def draws_old(net, x):
+    return net.q(x) * float(net.old.rand())
+
+
+def draws_from_torch(net, x):
+    return net.q(x) * torch.rand(16, generator=net.generator)
+
+
+def draws_from_a_global(net, x):
+    return net.q(x) * torch.empty(16).uniform_(generator=GENERATOR)
 
 
 def drops_layers(net, x):
@@ -176,23 +275,154 @@ def test_what_a_list_holds_is_read_at_each_call():
         same(converted(inputs(1)), plain(inputs(1)))
 
 
-def test_a_cache_holds_no_traced_value():
-    triangle.cache_clear()
-    plain, model = pairs(cached)
-    converted = fxamp.convert(model, LOW, example_inputs=(inputs(0),))
-    assert type(triangle(16)) is torch.Tensor and isinstance(triangle, functools._lru_cache_wrapper)
-    same(converted(inputs(0)), plain(inputs(0)))
+CACHED = {
+    "global": lambda net, x: net.q(x) @ triangle(16),
+    "global of an object's method": lambda net, x: net.q(x) @ net.tables.triangle(16),
+    "method": lambda net, x: net.q(x) * net.doubled(16),
+    "static method": lambda net, x: net.q(x) * net.tripled(16),
+    "class method": lambda net, x: net.q(x) * net.named(16),
+    "static method of a global": lambda net, x: net.q(x) * Tables.tripled(16),
+    "method of an object": lambda net, x: net.q(x) * net.tables.doubled(16),
+    "static method of an object": lambda net, x: net.q(x) * net.tables.tripled(16),
+    "attribute": lambda net, x: net.q(x) * net.made(16),
+    "attribute of an object": lambda net, x: net.q(x) * net.tables.kept(16),
+    "in a dictionary": lambda net, x: net.q(x) * net.several["made"](16),
+}
 
 
-@pytest.mark.parametrize("body", [counts_in_a_global, counts_in_its_class, remembers, queues, drops_layers])
+def caches(net):
+    """What each cached function gives and has given since it was made, and where it stands."""
+    functions = [ones, triangle, net.doubled, net.tripled, net.named, net.made]
+    return [*functions, net.tables.doubled, net.tables.tripled, net.tables.kept]
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_a_cache_holds_no_traced_value(name):
+    plain, model = pairs(CACHED[name])
+    for function in caches(model):
+        function.cache_clear()
+    is_refused = name in ("attribute of an object", "in a dictionary")
+    if is_refused:
+        with pytest.raises(CaptureError, match=r"forward fills the cache of .*<lambda>"):
+            fxamp.convert(model, LOW, example_inputs=(inputs(0),), capture="symbolic")
+    converted = fxamp.convert(model, LOW, example_inputs=(inputs(0),), capture="auto" if is_refused else "symbolic")
+    for function in caches(model):
+        assert isinstance(getattr(function, "__func__", function), functools._lru_cache_wrapper)
+        assert type(function(16)) is torch.Tensor
+    for _ in range(2):
+        same(converted(inputs(0)), plain(inputs(0)))
+    if not is_refused:
+        assert len(engine_of(converted).all_variants()) == 1
+
+
+def python_state(net):
+    in_objects = (len(remembers.__defaults__[0]), len(net.queue), random.getstate())
+    return COUNT, Net.calls, Net.table, len(Net.log), set(vars(Net)), *in_objects, numpy.random.get_state()[1].tolist()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        counts_in_a_global,
+        counts_in_its_class,
+        counts_in_an_object_of_its_own,
+        starts_to_count_in_its_class,
+        replaces_a_table_of_its_class,
+        writes_into_a_table_of_its_class,
+        remembers,
+        queues,
+        drops_layers,
+    ],
+)
 def test_a_write_that_no_graph_makes_is_refused_and_undone(body):
     _, model = pairs(body)
-    before = (COUNT, Net.calls, len(remembers.__defaults__[0]), len(model.queue), random.getstate())
-    state = numpy.random.get_state()[1].copy()
+    before = python_state(model)
     with pytest.raises(CaptureError, match=r"forward (sets|writes into|draws)"):
         fxamp.convert(model, LOW, example_inputs=(inputs(0),), capture="symbolic")
-    assert before == (COUNT, Net.calls, len(remembers.__defaults__[0]), len(model.queue), random.getstate())
-    assert (numpy.random.get_state()[1] == state).all()
+    assert python_state(model) == before
+
+
+def test_a_variable_that_was_not_set_is_not_set_afterwards():
+    def make():
+        def body(net, x):
+            nonlocal seen
+            seen = 1
+            return net.q(x)
+
+        def is_set():
+            try:
+                _ = seen
+            except NameError:
+                return False
+            return True
+
+        if COUNT < 0:
+            seen = 0
+        return body, is_set
+
+    body, is_set = make()
+    with pytest.raises(CaptureError, match=r"forward sets a variable of an enclosing function"):
+        fxamp.convert(Net(body), LOW, example_inputs=(inputs(0),), capture="symbolic")
+    assert not is_set()
+
+
+def states(net):
+    torch_states = [bytes(each.get_state().tolist()) for each in (net.generator, GENERATOR)]
+    return [*torch_states, repr(net.new.bit_generator.state), repr(net.old.get_state()), net.own.getstate()]
+
+
+@pytest.mark.parametrize("body", [draws_new, draws_old, draws_from_torch, draws_from_a_global])
+def test_a_generator_of_the_user_s_is_drawn_from_at_each_call(body):
+    plain, model = pairs(body)
+    before = states(model)
+    with pytest.raises(CaptureError, match=r"forward draws from a (torch\.)?(Generator|RandomState)"):
+        fxamp.convert(model, LOW, example_inputs=(inputs(0),), capture="symbolic")
+    assert states(model) == before
+    converted = fxamp.convert(model, LOW)
+    found = [converted(inputs(step)) for step in range(3)]
+    GENERATOR.set_state(torch.tensor(list(before[1]), dtype=torch.uint8))
+    for step, result in enumerate(found):
+        same(result, plain(inputs(step)))
+
+
+def test_a_generator_of_python_s_is_refused_where_dynamo_too_would_freeze_its_numbers():
+    _, model = pairs(lambda net, x: net.q(x) * net.own.random())
+    before = states(model)
+    with pytest.raises(OptionError, match=r"forward draws from a random\.Random of its own"):
+        fxamp.convert(model, LOW, example_inputs=(inputs(0),))
+    assert states(model) == before
+
+
+def test_a_generator_that_forward_seeds_is_as_it_was():
+    def body(net, x):
+        net.generator.manual_seed(3)
+        return net.q(x)
+
+    _, model = pairs(body)
+    before = states(model)
+    with pytest.raises(CaptureError, match=r"forward draws from a Generator"):
+        fxamp.convert(model, LOW, example_inputs=(inputs(0),), capture="symbolic")
+    assert states(model) == before
+
+
+def dictionaries(module):
+    return {name: dict(value) for name, value in vars(module).items() if isinstance(value, dict)}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (sets_a_hook, r"sets attribute 'k\._forward_hooks"),
+        (calls_with_a_hook, r"test_side_effects\.py:\d+: forward sets a hook on 'q'"),
+    ],
+)
+def test_a_hook_that_forward_sets_is_refused_and_undone(body, message):
+    plain, model = pairs(body)
+    before = [dictionaries(module) for module in model.modules()]
+    with pytest.raises(CaptureError, match=message):
+        fxamp.convert(model, LOW, example_inputs=(inputs(0),), capture="symbolic")
+    assert [dictionaries(module) for module in model.modules()] == before
+    same(fxamp.convert(model, LOW)(inputs(1)), plain(inputs(1)))
 
 
 def test_a_tensor_that_is_read_twice_is_one_value():
@@ -214,7 +444,7 @@ def test_an_argument_that_is_filled_comes_back_filled():
 @pytest.mark.parametrize("body", [in_a_set, named_by_a_number])
 def test_numbers_are_known_to_sets_and_strings(body):
     plain, model = pairs(body)
-    converted = fxamp.convert(model, LOW)
+    converted = fxamp.convert(model, LOW, capture="symbolic", example_inputs=(inputs(0), 1))
     for n in (1, 2, 1):
         same(converted(inputs(0), n), plain(inputs(0), n))
 
@@ -247,7 +477,8 @@ def test_untied_weights_are_two_weights(boundaries):
     model = Net(lambda net, x: net.k(net.q(x)))
     model.k.weight = model.q.weight
     converted = fxamp.convert(model, LOW, boundaries=boundaries)
-    same(converted(inputs(0)), model(inputs(0)))
+    for _ in range(2):  # the second call asks whether the graph holds
+        same(converted(inputs(0)), model(inputs(0)))
     converted.k.weight = model.k.weight = nn.Parameter(torch.randn(16, 16))
     same(converted(inputs(0)), model(inputs(0)))
     converted(inputs(0)).sum().backward()
