@@ -33,10 +33,14 @@ def is_static(node: fx.Node) -> bool:
 
 
 def asks_of_autograd(node: fx.Node) -> bool:
-    """Whether a value is a flag that sizes and dtypes do not decide: the next call may answer otherwise."""
+    """Whether a value follows from a flag that sizes and dtypes do not decide: the next call may answer otherwise."""
     if node.op == "call_function" and node.target is getattr:
         return node.args[1] in ("requires_grad", "is_leaf", "grad_fn", "grad")
-    return node.op == "call_method" and node.target in ("is_contiguous", "stride", "is_pinned", "data_ptr")
+    if node.op == "call_method" and node.target in ("is_contiguous", "stride", "is_pinned", "data_ptr"):
+        return True
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    return any(asks_of_autograd(given) for given in node.all_input_nodes)
 
 
 class ValueProxy(fx.Proxy):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
+from fxamp.capture.symbolic import SymbolicTracer
 from fxamp.engine import engine_of
 from fxamp.errors import CaptureError
 
@@ -219,6 +220,12 @@ def test_a_region_without_autocast_stays_fp32():
     assert rows[0].reason_kind == "user region"
 
 
+def inferred(self, x):
+    with torch.inference_mode():
+        y = self.fc(x)
+    return y + 1
+
+
 @pytest.mark.parametrize(
     ("body", "culprit"),
     [
@@ -227,15 +234,58 @@ def test_a_region_without_autocast_stays_fp32():
         (lambda self, x: self.fc(x) * x.sum().item().__float__(), "float"),
         (lambda self, x: (setattr(self, "last", x), self.fc(x))[1], "sets attribute 'last'"),
         (lambda self, x: self.fc(x) * random.random(), "random module"),
+        (lambda self, x: (torch.manual_seed(3), self.fc(x))[1], "torch random numbers"),
+        (lambda self, x: self.fc(x) * (2 if x.is_leaf else 3), "autograd or memory layout"),
+        (lambda self, x: self.fc(x) * (2 if x.is_contiguous() else 3), "autograd or memory layout"),
+        (lambda self, x: self.fc(x) * (2 if x.stride()[0] > 3 else 3), "autograd or memory layout"),
+        (lambda self, x: self.fc(x) * (2 if x.requires_grad == self.training else 3), "autograd or memory layout"),
+        (lambda self, x: self.fc(x) * next(self.parameters()).data, "reads .data of a tensor"),
+        (lambda self, x: self.fc(x) * next(self.parameters()).tolist()[0][0], "reads the numbers of a tensor"),
+        (lambda self, x: inferred(self, x), "torch.inference_mode inside forward"),
     ],
 )
 def test_what_a_graph_cannot_hold_is_named(body, culprit):
     model = Model(body)
-    before, state = dict(model.__dict__), random.getstate()
+    before, state, drawn = dict(model.__dict__), random.getstate(), torch.get_rng_state()
     with pytest.raises(CaptureError, match=culprit):
         fxamp.convert(model, example_inputs=(EXACT,), capture="symbolic")
     assert model.__dict__ == before
-    assert random.getstate() == state
+    assert random.getstate() == state and torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_what_cannot_be_followed_is_tried_once(monkeypatch):
+    traces = []
+    trace = SymbolicTracer.trace
+    monkeypatch.setattr(SymbolicTracer, "trace", lambda *given: (traces.append(1), trace(*given))[1])
+    converted = fxamp.convert(Model(lambda self, x: self.fc(x) if x.mean() > 0 else x))
+    converted(EXACT)
+    before = len(traces)
+    converted(EXACT)
+    converted(EXACT + 1)
+    assert len(traces) == before > 0
+
+
+def test_a_preview_makes_room_for_the_first_graph():
+    converted = fxamp.convert(Model(lambda self, x: self.fc(x)), dtype=torch.bfloat16)
+    engine = engine_of(converted)
+    assert [variant.is_preview for variant in engine.all_variants()] == [True]
+    converted(EXACT)
+    assert not engine.previews and len(engine.all_variants()) == 1
+
+
+def test_more_sizes_than_graphs_are_left_to_dynamo():
+    def body(self, x):
+        return self.fc(x) if x.size(0) > 2 else self.fc(x) + 100
+
+    sizes = range(1, 3 + 16)
+    model = Model(body)
+    strict = fxamp.convert(copy.deepcopy(model), dtype=torch.bfloat16, example_inputs=(EXACT,), capture="symbolic")
+    with pytest.raises(CaptureError, match="Model asked for more than 16 graphs: its forward decides on sizes"):
+        for size in sizes:
+            strict(torch.ones(size, 4))
+    converted = fxamp.convert(copy.deepcopy(model), dtype=torch.bfloat16, example_inputs=(EXACT,))
+    for size in sizes:
+        torch.testing.assert_close(converted(torch.ones(size, 4)), model(torch.ones(size, 4)), rtol=0, atol=0)
 
 
 def test_a_leaf_module_type_as_root_can_be_converted():
