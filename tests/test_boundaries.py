@@ -147,12 +147,76 @@ def test_blocks_that_differ_have_graphs_of_their_own():
     assert len(set(map(id, engine_of(converted).blocks.values()))) == 3
 
 
+class Setting:
+    def __init__(self, scale):
+        self.scale = scale
+
+
+class Scaled(Block):
+    """A block that looks like its likes, and reads an object of its own."""
+
+    def __init__(self, setting, act, sizes):
+        super().__init__()
+        self.setting, self.act, self.sizes = setting, act, sizes
+
+    def forward(self, x, scale=None):
+        return self.act(super().forward(x)) * self.setting.scale * len(self.sizes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "acts", "sizes", "engines"),
+    [
+        ((Setting(2.0),) * 6, (F.gelu,) * 6, [(1, 2)] * 6, 1),
+        (tuple(Setting(1.0 + number) for number in range(6)), (F.gelu,) * 6, [(1, 2)] * 6, 6),
+        ((Setting(2.0),) * 6, (F.gelu, F.relu, torch.tanh) * 2, [(1, 2)] * 6, 3),
+        ((Setting(2.0),) * 6, (F.gelu,) * 6, [(1,), (1, 2), (1, 2, 3)] * 2, 3),
+    ],
+)
+def test_blocks_that_hold_different_objects_have_graphs_of_their_own(settings, acts, sizes, engines, caplog):
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks = nn.ModuleList(map(Scaled, settings, acts, sizes))
+    converted = fxamp.convert(model, LOW, boundaries="blocks")
+    with caplog.at_level("WARNING", "fxamp"):
+        for _ in range(3):
+            assert distance(model, converted) < 0.05
+    assert not caplog.records
+    assert len(set(map(id, engine_of(converted).blocks.values()))) == engines
+    assert len(engine_of(converted).graphs()) == 1 + engines
+
+
 def test_a_block_that_changes_leaves_its_likes_alone():
     model, converted = pair()
     converted(X)
     model.blocks[1].mixer.up = converted.blocks[1].mixer.up = nn.Linear(16, 32)  # shared: the block's parts are
     model.blocks[2].norm.eps = 5.0
     assert distance(model, converted) < 0.02
+
+
+def test_what_has_changed_stays_converted_block_by_block():
+    model, converted = pair()
+    converted(X)
+    converted.head = model.head = nn.Sequential(nn.Linear(16, 4))
+    model.blocks[1].mixer.up = nn.Sequential(nn.Linear(16, 32))
+    assert distance(model, converted) < 0.02
+    assert list(engine_of(converted).blocks) == ["blocks.0", "blocks.1", "blocks.2"]
+    block = engine_of(converted.blocks[1])
+    assert block.is_boundary and block.paths == engine_of(converted.blocks[0]).paths
+
+
+def test_a_block_of_the_model_s_own_stays_a_call():
+    model, converted = pair("head", (X,))
+    (variant,) = engine_of(converted).all_variants()
+    assert [node.target for node in variant.graph.nodes if node.op == "call_module"] == ["head"]
+    assert distance(model, converted) < 0.02
+
+
+def test_blocks_of_a_converted_model_inside_another_are_not_named(caplog):
+    model, inner = pair()
+    with caplog.at_level("INFO", "fxamp"):
+        outer = fxamp.convert(nn.Sequential(inner), LOW)
+    assert any("Sequential holds converted models (0)" in record.getMessage() for record in caplog.records)
+    assert distance(model, outer) < 0.02
 
 
 def test_nested_boundaries():

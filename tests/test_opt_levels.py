@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
+from fxamp.engine import engine_of
 
 
 class Net(nn.Module):
@@ -111,3 +112,25 @@ def test_o3_trains(model):
     converted = fxamp.convert(model, torch.bfloat16, (TOKENS,), opt_level="O3")
     F.cross_entropy(converted(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
     assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in converted.parameters())
+
+
+def test_o2_leaves_a_weight_that_is_also_read_high_in_fp32():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.low, self.both = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.both(self.low(x)) + self.both.weight.exp().sum()
+
+    x = torch.ones(2, 8)
+    converted = fxamp.convert(Both(), torch.bfloat16, opt_level="O2", example_inputs=(x,))
+    assert converted.low.weight.dtype == torch.bfloat16 and converted.both.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_the_first_call_after_lowering_finds_its_graph(model, opt_level):
+    converted = fxamp.convert(model, torch.bfloat16, (TOKENS,), opt_level=opt_level)
+    engine, graphs = engine_of(converted), engine_of(converted).all_variants()
+    converted(TOKENS)
+    assert engine_of(converted) is engine and engine.all_variants() == graphs

@@ -511,6 +511,24 @@ def test_what_a_hook_writes_is_never_stale(save):
         fxamp.convert(Extractor(save), torch.bfloat16, example_inputs=(X,), capture="symbolic")
 
 
+def test_a_hook_that_sets_an_attribute_of_another_module():
+    class Elsewhere(Extractor):
+        def forward(self, x):
+            return self.net(x), self.net[2].last
+
+    def save(net):
+        layer = net.net[2]
+        layer.last = torch.zeros(4, 8)
+
+        def hook(module, args, result):
+            layer.last = result
+
+        return hook
+
+    with pytest.raises(CaptureError, match=r"forward reads self\.net\.2\.last, and a hook on 'net\.0' may write it"):
+        fxamp.convert(Elsewhere(save), torch.bfloat16, example_inputs=(X,), capture="symbolic")
+
+
 def test_a_hook_that_sets_an_attribute_of_the_original_model_is_refused():
     with pytest.raises(OptionError, match=r"a hook on 'net\.0' sets self\.last of the model it was made for"):
         fxamp.convert(Extractor(lambda net: net.assign), torch.bfloat16)

@@ -85,6 +85,21 @@ def test_hidden_states_that_hooks_collect_come_back(name):
     assert not fxamp.report(converted).outside
 
 
+def test_modules_with_the_hooks_of_transformers_run_low():
+    import fxamp
+
+    torch.manual_seed(0)
+    model = hugging_face.make("bert").eval()
+    args, kwargs = hugging_face.call("bert")
+    with torch.no_grad():
+        model(*args, **kwargs, output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules()), "it sets none: the test tests nothing"
+    converted = fxamp.convert(model, dtype=torch.bfloat16, example_inputs=(args, kwargs))
+    report = fxamp.report(converted)
+    assert report.captures == ("symbolic",)
+    assert {row.precision for row in report.rows if row.op == "linear"} == {"low"}
+
+
 def test_generate_and_save_pretrained(tmp_path):
     import fxamp
 
