@@ -391,7 +391,7 @@ def test_a_model_of_hugging_face(name):
     from tests.zoo.hugging_face import call, make
 
     model, inputs = make(name), call(name)
-    converted = fxamp.convert(model, FP16, inputs)
+    converted = fxamp.convert(model, FP16, inputs, capture="dynamo")
     converted(*inputs[0], **inputs[1])
     assert fxamp.report(converted).captures == ("dynamo",)
     result = fxamp.compare(model, converted, inputs, lambda output: output.loss)
