@@ -16,11 +16,12 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.converted import make_sibling
-from fxamp.engine import Engine, Variant
+from fxamp.engine import Engine
 from fxamp.errors import OptionError, nearest
 from fxamp.ir import Colour
 from fxamp.options import Options
 from fxamp.structure import Structure
+from fxamp.variant import Variant
 from fxamp.views import own_state
 
 BLOCKS = "blocks"

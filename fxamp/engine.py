@@ -15,96 +15,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxamp.capture.captured import Captured
 from fxamp.capture.inputs import flatten_call
 from fxamp.capture.reads import Place
-from fxamp.capture.state import Cell, StateCheck, flag_cell
-from fxamp.codegen import CompiledForward
 from fxamp.errors import CaptureError
 from fxamp.ir import BLOCK_PATH, ENGINE
 from fxamp.structure import Structure
+from fxamp.variant import Variant
 from fxamp.views import plain_tree
 
 log = logging.getLogger("fxamp")
-
-
-@dataclasses.dataclass
-class Variant:
-    """One rewritten graph of a model, and when it may run.
-
-    Attributes:
-        captured: where the graph came from; its graph is the rewritten one.
-        before: text of the captured graph, as code.
-        compiled: the rewritten graph as a function.
-        total_nodes: of the captured graph, before any pass.
-        where: the block of the model it is for, "" for the model itself.
-        is_preview: made without example inputs, from assumed types: never run, only shown.
-        again: the graph as it was captured, rewritten under other options; None where the model can be captured
-            again instead.
-    """
-
-    captured: Captured
-    before: str
-    compiled: CompiledForward
-    total_nodes: int
-    is_preview: bool = False
-    where: str = ""
-    again: Callable[[Any], "Variant"] | None = dataclasses.field(default=None, repr=False, compare=False)
-    checks: "weakref.WeakKeyDictionary[nn.Module, StateCheck]" = dataclasses.field(
-        default_factory=weakref.WeakKeyDictionary, repr=False
-    )
-
-    @property
-    def graph(self) -> fx.Graph:
-        return self.captured.graph
-
-    def holds(self, module: nn.Module, inputs: list[Any]) -> bool:
-        """Whether the graph is what the model's forward would do now. Dynamo and torch.jit.trace come through here."""
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            plain = [cell for cell in self.captured.state if cell.is_plain]
-            return self.fits(module, inputs) and all(_attribute(module, cell) == cell.frozen[1] for cell in plain)
-        return self._is_for(inputs) and self._state(module).holds()
-
-    def fits(self, module: nn.Module, inputs: list[Any]) -> bool:
-        """Whether it was made for such inputs and these modes, whatever other Python state the model has."""
-        return self._is_for(inputs) and all(_training(module, path) is flag for path, flag in self.captured.training)
-
-    def _is_for(self, inputs: list[Any]) -> bool:
-        example = self.captured.example
-        if self.captured.decisions and example is not None and list(map(_shape, inputs)) != list(map(_shape, example)):
-            return False
-        return self.captured.grad_mode in (None, torch.is_grad_enabled())
-
-    def _state(self, module: nn.Module) -> StateCheck:
-        check = self.checks.get(module)
-        if check is None:
-            flags = (flag_cell(path, flag) for path, flag in self.captured.training)
-            check = self.checks[module] = StateCheck(module, (*flags, *self.captured.state))
-        return check
-
-    def changed_state(self, module: nn.Module) -> list[Cell]:
-        """What holds something else than when the graph was made."""
-        return self._state(module).changed()
-
-
-def _shape(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else value
-
-
-def _training(module: nn.Module, path: str) -> bool:
-    if path:
-        for name in path.split("."):
-            module = module._modules[name]  # type: ignore[assignment]
-    return bool(module.training)
-
-
-def _attribute(module: nn.Module, cell: Cell) -> Any:
-    for name in cell.path.split(".") if cell.path else ():
-        module = module._modules[name]  # type: ignore[assignment]
-    return getattr(module, cell.name, None)
 
 
 Build = Callable[..., Variant]  # see fxamp.convert.build_variant
@@ -153,6 +75,7 @@ class Engine:
         self.blocks: dict[str, Engine] = {}  # boundaries inside this model, by path
         self.is_boundary = False
         self.paths: tuple[str, ...] = ()  # of a boundary and those equal to it, in the model they belong to
+        self.loads = 0  # of state dicts into the model
         self.announced = -1  # so that a call which made no graph is told of too
         self.fallbacks: dict[str, None] = {}
         self.unfollowable: dict[Any, CaptureError] = {}
@@ -203,6 +126,8 @@ class Engine:
             engine = Engine(self.options, self.workshop, copy.deepcopy(self.dynamo), self.is_frozen)
             engine.blocks, engine.is_boundary, engine.paths = self.blocks, self.is_boundary, self.paths
             module.__dict__[ENGINE] = engine
+        for variant in engine.all_variants():
+            variant.forget(module)
         engine.fingerprint = structure.fingerprint
         engine.structures[module] = structure
         return engine
@@ -259,8 +184,9 @@ class Engine:
         for variant in known:
             if variant.holds(module, inputs):
                 return variant
-        if key in self.unfollowable:
-            raise self.unfollowable[key]
+        circumstances = (key, _circumstances(module))
+        if circumstances in self.unfollowable:
+            raise self.unfollowable[circumstances]
         self._follow_changes(module, [variant for variant in known if variant.fits(module, inputs)], known)
         if sum(map(len, self.variants.values())) >= self.max_variants:
             raise CaptureError(
@@ -272,10 +198,11 @@ class Engine:
             self.fingerprint = Structure(module).fingerprint
         try:
             # torch.export calls a model under modes of its own, and checkpoint under hooks that count what is saved.
-            with _disable_current_modes(), _no_saved_tensor_hooks():
+            with _disable_current_modes(), _no_saved_tensor_hooks(), _no_jit_trace():
                 variant = self.workshop.build(plain_tree(module), spec, inputs, self.options, self.live)
         except CaptureError as error:
-            self.unfollowable[key] = error
+            if self.options.capture != "symbolic" and self.options.opt_level == "O1":
+                self.unfollowable[circumstances] = error  # Dynamo takes such calls; where it does not, try again
             raise
         if self.is_frozen:
             self.workshop.keep_weights(variant, module)
@@ -355,12 +282,29 @@ def _no_saved_tensor_hooks() -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+@contextlib.contextmanager
+def _no_jit_trace() -> Iterator[None]:
+    """torch.jit.trace records the graph that is made, and none of its making, whose sizes would be tensors."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
 def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
     """What distinguishes calls that need different graphs, and the graph's inputs."""
     if not kwargs and all(isinstance(value, torch.Tensor) for value in args):
         return tuple((value.dtype, value.dim()) for value in args), list(args)
     spec, inputs = flatten_call(args, kwargs)
     return spec, inputs
+
+
+def _circumstances(module: nn.Module) -> tuple[Any, ...]:
+    """What may be in the way of a capture now, and not at the next call of the same kind."""
+    level = torch._C._functorch.maybe_current_level()
+    return level, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), module.training
 
 
 def _run(variant: Variant, module: nn.Module, inputs: list[Any]) -> Any:

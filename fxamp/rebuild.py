@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.engine import Engine, Variant, engine_of
+from fxamp.engine import Engine, engine_of
 from fxamp.errors import OptionError
+from fxamp.variant import Variant
 from fxamp.views import plain_tree
 
 

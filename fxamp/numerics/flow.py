@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from fxamp import ir
-from fxamp.engine import Variant
 from fxamp.numerics.extent import Extent, extent_of, extent_of_all
 from fxamp.numerics.run import Call, Part, Rewriter, floats_in, loss_of, run, state_kept
+from fxamp.variant import Variant
 
 Edge = tuple[str, str]
 """(the value's node, the node that reads it)"""

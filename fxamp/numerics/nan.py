@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from fxamp import ir
-from fxamp.engine import Engine, Variant, engine_of
+from fxamp.engine import Engine, engine_of
 from fxamp.numerics.extent import extent_of
 from fxamp.numerics.flow import CallFlow, CallWatcher, watch_flow
 from fxamp.numerics.mending import first_ring, mending, node_of
 from fxamp.numerics.origin import Origin, origin_of, vanished_origin
 from fxamp.numerics.run import Call, Part, Runner, call_of, floats_in, in_float32, run_part
 from fxamp.unconverted import check_left
+from fxamp.variant import Variant
 
 Loss = Callable[[Any], torch.Tensor]
 

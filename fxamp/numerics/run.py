@@ -14,10 +14,11 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
-from fxamp.engine import Engine, Variant, engine_of
+from fxamp.engine import Engine, engine_of
 from fxamp.errors import CaptureError, OptionError
 from fxamp.rebuild import rebuild_variant, reference
 from fxamp.unconverted import not_converted
+from fxamp.variant import Variant
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

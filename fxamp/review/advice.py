@@ -8,12 +8,13 @@ from torch import nn
 
 from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES, dtype_name
-from fxamp.engine import Variant, engine_of
+from fxamp.engine import engine_of
 from fxamp.review.gemms import ALIGNMENT, Gemm
 from fxamp.review.regions import Region
 from fxamp.review.rows import Row
 from fxamp.review.words import bytes_in_words, plural
 from fxamp.storage import is_stored_low
+from fxamp.variant import Variant
 
 _MANY = 3
 """Entries of one kind of advice that are named; the rest is counted."""

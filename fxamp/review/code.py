@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fxamp.engine import Variant
 from fxamp.review.chain import Rows
 from fxamp.review.rows import Row, rows_of
 from fxamp.review.words import plural
+from fxamp.variant import Variant
 
 _FREED = re.compile(r";  (?:\w+ = )+None\b")
 """`;  x = None` at the end of a line: when a value is dropped, which a reader need not know."""

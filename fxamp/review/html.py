@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from fxamp.engine import Variant
 from fxamp.review.advice import region_advice
 from fxamp.review.chain import Rows, by_name, chain_of
 from fxamp.review.code import expressions, graph_title
@@ -14,6 +13,7 @@ from fxamp.review.regions import Region
 from fxamp.review.report import Report, is_cast
 from fxamp.review.rows import Row
 from fxamp.review.words import bytes_in_words
+from fxamp.variant import Variant
 
 HERE = Path(__file__).parent
 _OPEN_ALL = 250

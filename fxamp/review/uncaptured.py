@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from fxamp import ir
-from fxamp.engine import Engine, Variant
+from fxamp.engine import Engine
+from fxamp.variant import Variant
 
 _NAMED = 3
 """Weights that are named."""

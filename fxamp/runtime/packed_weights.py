@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fxamp.runtime.optimizer_steps import steps_taken
 from fxamp.runtime.padded_weights import Growth, copy_grown, empty_grown, grown, grows_in_rows, own_part
 
 # Other classes (DTensor, a user's subclass) say themselves what a cast is, tensor by tensor.
@@ -180,9 +180,8 @@ class KeptCast:
     ) -> tuple[torch.Tensor, ...]:
         if torch.is_grad_enabled() or _must_be_plain(weights) or not _can_be_kept(weights):
             return packed_cast(dtype, *weights, pads=pads)
-        state = (_steps.taken, *[(weight.data_ptr(), weight._version) for weight in weights])
+        state = (steps_taken(), *[(weight.data_ptr(), weight._version) for weight in weights])
         if state != self._seen:
-            _steps.watch()
             with torch.inference_mode(False):  # an inference tensor could not be used outside inference mode
                 self._copies = packed_cast(dtype, *[weight.detach() for weight in weights], pads=pads)
             self._seen = state
@@ -191,24 +190,6 @@ class KeptCast:
     def forget(self) -> None:
         """Make the copies again at the next call."""
         self._seen, self._copies = None, ()
-
-
-class _Steps:
-    """Counts the optimizer steps of the process, from the first kept copy on."""
-
-    def __init__(self) -> None:
-        self.taken, self._is_watching = 0, False
-
-    def watch(self) -> None:
-        if not self._is_watching:
-            self._is_watching = True
-            register_optimizer_step_post_hook(self._count)
-
-    def _count(self, *_: Any) -> None:
-        self.taken += 1
-
-
-_steps = _Steps()
 
 
 def _can_be_kept(weights: tuple[torch.Tensor, ...]) -> bool:

@@ -1,0 +1,106 @@
+"""One rewritten graph of a model, and the conditions under which it may run."""
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from fxamp.capture.captured import Captured
+from fxamp.capture.state import Cell, StateCheck, flag_cell
+from fxamp.codegen import CompiledForward
+
+
+class WeightCheck(Protocol):
+    """Whether a model's weights still fit the low dtype as they did when its graph was made."""
+
+    def __call__(self, module: nn.Module) -> bool: ...
+
+    def forget(self, module: nn.Module) -> None: ...
+
+
+@dataclasses.dataclass
+class Variant:
+    """One rewritten graph of a model, and when it may run.
+
+    Attributes:
+        captured: where the graph came from; its graph is the rewritten one.
+        before: text of the captured graph, as code.
+        compiled: the rewritten graph as a function.
+        total_nodes: of the captured graph, before any pass.
+        where: the block of the model it is for, "" for the model itself.
+        is_preview: made without example inputs, from assumed types: never run, only shown.
+        again: the graph as it was captured, rewritten under other options; None where the model can be captured
+            again instead.
+        weights: whether the model's weights still fit the low dtype as they did; None where none was looked at.
+    """
+
+    captured: Captured
+    before: str
+    compiled: CompiledForward
+    total_nodes: int
+    is_preview: bool = False
+    where: str = ""
+    again: Callable[[Any], "Variant"] | None = dataclasses.field(default=None, repr=False, compare=False)
+    weights: "WeightCheck | None" = dataclasses.field(default=None, repr=False, compare=False)
+    checks: "weakref.WeakKeyDictionary[nn.Module, StateCheck]" = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary, repr=False
+    )
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.captured.graph
+
+    def holds(self, module: nn.Module, inputs: list[Any]) -> bool:
+        """Whether the graph is what the model's forward would do now. Dynamo and torch.jit.trace come through here."""
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            plain = [cell for cell in self.captured.state if cell.is_plain]
+            return self.fits(module, inputs) and all(_attribute(module, cell) == cell.frozen[1] for cell in plain)
+        is_as_before = self._is_for(inputs) and self._state(module).holds()
+        return is_as_before and (self.weights is None or self.weights(module))
+
+    def fits(self, module: nn.Module, inputs: list[Any]) -> bool:
+        """Whether it was made for such inputs and these modes, whatever other Python state the model has."""
+        return self._is_for(inputs) and all(_training(module, path) is flag for path, flag in self.captured.training)
+
+    def _is_for(self, inputs: list[Any]) -> bool:
+        example = self.captured.example
+        if self.captured.decisions and example is not None and list(map(_shape, inputs)) != list(map(_shape, example)):
+            return False
+        return self.captured.grad_mode in (None, torch.is_grad_enabled())
+
+    def _state(self, module: nn.Module) -> StateCheck:
+        check = self.checks.get(module)
+        if check is None:
+            flags = (flag_cell(path, flag) for path, flag in self.captured.training)
+            check = self.checks[module] = StateCheck(module, (*flags, *self.captured.state))
+        return check
+
+    def forget(self, module: nn.Module) -> None:
+        """Ask again from the start: the model's parts are other objects than they were."""
+        self.checks.pop(module, None)
+        if self.weights is not None:
+            self.weights.forget(module)
+
+    def changed_state(self, module: nn.Module) -> list[Cell]:
+        """What holds something else than when the graph was made."""
+        return self._state(module).changed()
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else value
+
+
+def _training(module: nn.Module, path: str) -> bool:
+    if path:
+        for name in path.split("."):
+            module = module._modules[name]  # type: ignore[assignment]
+    return bool(module.training)
+
+
+def _attribute(module: nn.Module, cell: Cell) -> Any:
+    for name in cell.path.split(".") if cell.path else ():
+        module = module._modules[name]  # type: ignore[assignment]
+    return getattr(module, cell.name, None)

@@ -1,0 +1,93 @@
+"""Whether the weights of a graph still fit into the low dtype as they did when their precision was decided.
+
+A layer scale of 1e-8 or a bias of -1e9 keeps a node in float32. A checkpoint that is loaded later may bring such
+numbers, so weights that were looked at are looked at again once they were written: by load_state_dict, or by anything
+else between two calls without an optimizer's step. What training does to them step by step is not followed, because
+reading numbers from a device makes the host wait.
+"""
+
+import operator
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxamp.ir import ENGINE
+from fxamp.passes.literals import Fit, fit_in
+from fxamp.runtime.optimizer_steps import steps_taken
+
+
+class WeightFits:
+    """A condition of a graph.
+
+    Args:
+        fits: path of each weight that was looked at -> how it fitted.
+        low: the dtype it was compared with.
+    """
+
+    def __init__(self, fits: Mapping[str, Fit], low: torch.dtype) -> None:
+        self._fits, self._low = dict(fits), low
+        self._seen: weakref.WeakKeyDictionary[nn.Module, _Seen] = weakref.WeakKeyDictionary()
+
+    def __call__(self, module: nn.Module) -> bool:
+        """Whether the graph may run. A few comparisons, unless somebody wrote to a weight."""
+        if not self._fits:
+            return True
+        seen = self._seen.get(module)
+        if seen is None:
+            seen = self._seen[module] = _Seen([_place(module, path) for path in self._fits])
+        if seen.is_written(module):
+            now = seen.tensors()
+            seen.holds = all(fit_in(now[at], self._low) == fit for at, fit in enumerate(self._fits.values()))
+        return seen.holds
+
+    def forget(self, module: nn.Module) -> None:
+        """Look again at the next call: the model's parts are other objects than they were."""
+        self._seen.pop(module, None)
+
+
+class _Seen:
+    """The weights of one model as they were at its last call."""
+
+    def __init__(self, places: list[tuple[dict[str, Any], str]]) -> None:
+        self.holds = True
+        self._places = places
+        self._state: tuple[Any, ...] | None = None  # None: not known since the last optimizer step
+        self._steps, self._loads, self._writes = -1, -1, 0
+
+    def tensors(self) -> list[Any]:
+        return [owner.get(name) for owner, name in self._places]
+
+    def is_written(self, module: nn.Module) -> bool:
+        """Whether to look at the numbers. Writes that go on and on are looked at ever more rarely."""
+        steps, loads = steps_taken(), getattr(module.__dict__.get(ENGINE), "loads", 0)
+        is_loaded, is_stepped = loads != self._loads, steps != self._steps
+        self._steps, self._loads = steps, loads
+        if is_loaded or is_stepped:
+            self._state = self._now() if is_loaded else None
+            return is_loaded
+        before, self._state = self._state, self._now()
+        if before is None or before == self._state or _is_recording():
+            return False
+        self._writes += 1
+        return self._writes & (self._writes - 1) == 0
+
+    def _now(self) -> tuple[Any, ...]:
+        tensors = [tensor for tensor in self.tensors() if tensor is not None]
+        return list(map(id, tensors)), list(map(_VERSION, tensors))
+
+
+_VERSION = operator.attrgetter("_version")
+
+
+def _place(module: nn.Module, path: str) -> tuple[dict[str, Any], str]:
+    owner, _, name = path.rpartition(".")
+    holder = module.get_submodule(owner)
+    return (holder._parameters if name in holder._parameters else holder._buffers), name
+
+
+def _is_recording() -> bool:
+    """Whether a CUDA graph is recorded, which cannot wait for numbers."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
