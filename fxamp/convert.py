@@ -18,7 +18,7 @@ from fxamp.capture.reads import Place
 from fxamp.capture.symbolic import capture_symbolic
 from fxamp.codegen import compile_graph
 from fxamp.converted import make_sibling
-from fxamp.engine import Engine, Variant, Workshop, engine_of, mark_block
+from fxamp.engine import Engine, Workshop, engine_of, mark_block
 from fxamp.errors import CaptureError, OpListError, OptionError
 from fxamp.fakes import Fakes
 from fxamp.lists import OpLists
@@ -30,6 +30,7 @@ from fxamp.options import (
     check_model,
     check_options,
     check_stored,
+    check_whole,
     device_of,
     differing,
     module_of,
@@ -52,9 +53,11 @@ from fxamp.passes.verify import ALWAYS, keeps_state, outputs_have, types_hold
 from fxamp.review.announce import announce
 from fxamp.review.code import call_title
 from fxamp.review.plan import as_plan, plan_pins
-from fxamp.storage import is_stored_low, logical_dtype, lower_parameters, speak_float32
+from fxamp.storage import is_stored_low, logical_dtype, lower_parameters, put_back, speak_float32
 from fxamp.unconverted import leave
+from fxamp.variant import Variant
 from fxamp.views import plain_tree, plain_view
+from fxamp.weight_fits import WeightFits
 
 log = logging.getLogger("fxamp")
 
@@ -156,12 +159,16 @@ def convert_as(
     if opt_level in ("O2", "O3"):
         if first is None:
             raise OptionError(f"opt_level={opt_level!r} lowers what the graph reads low: give example_inputs.")
-        lowered = _lowered_paths(first.graph, opt_level, sibling)
-        lower_parameters(sibling, lowered, options.low, keep_masters=opt_level == "O2")
-        speak_float32(sibling)
-        engine.variants.clear()
-        engine.fingerprint = None
-        _first_graph(sibling, engine, example)
+        paths = _lowered_paths(first.graph, opt_level, sibling)
+        lowered = lower_parameters(sibling, paths, options.low, keep_masters=opt_level == "O2")
+        try:
+            speak_float32(sibling)
+            engine.variants.clear()
+            engine.fingerprint = None
+            _first_graph(sibling, engine, example)
+        except BaseException:
+            put_back(lowered)
+            raise
     if engine.all_variants():
         announce(sibling)
     return sibling
@@ -245,9 +252,10 @@ def build_variant(
     captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in options.lists, live)
     before = captured.text()
     total = len(captured.graph.nodes)
-    rewrite(captured, fakes if inputs is not None else None, options)
+    fits = rewrite(captured, fakes if inputs is not None else None, options)
     compiled = compile_graph(captured.graph, plain, captured.constants, captured.output_tree)
-    variant = Variant(captured, before, compiled, total, is_preview=inputs is None)
+    weights = WeightFits(fits, options.low)
+    variant = Variant(captured, before, compiled, total, is_preview=inputs is None, weights=weights)
     captured.forget_values()
     return variant
 
@@ -259,16 +267,20 @@ def keep_weights(variant: Variant, module: nn.Module) -> None:
     variant.compiled = compile_graph(variant.graph, module, variant.captured.constants, variant.captured.output_tree)
 
 
-def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_casts: bool = False) -> None:
+def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_casts: bool = False) -> Mapping[str, Fit]:
     """Run the pipeline on a captured graph, in place, with every invariant checked between the passes.
 
     Args:
         fuses_casts: what runs the graph fuses casts itself (Inductor), so weights are cast one by one.
+
+    Returns:
+        How the weights that the rules asked about fit into the low dtype, by path.
     """
     root = captured.root
     policy = policy_of(root, options)
-    fit_of = _weight_reader(captured, options)
-    _note_storage(captured)
+    fits: dict[str, Fit] = {}
+    fit_of = _weight_reader(captured, options, fits)
+    _note_storage(captured, options)
     pipeline: tuple[Pass, ...] = (
         InferTypes(root, fakes, captured.constants),  # every later pass asks for ops and dtypes
         Normalise(),  # reads of dtypes must not see what casts will change
@@ -284,6 +296,7 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
     outputs_have(options.output_dtype)(captured.graph)
     if fakes is not None and captured.example is not None:
         types_hold(root, fakes, captured.example)(captured.graph)
+    return {path: fit for path, fit in fits.items() if path not in captured.constants}
 
 
 def pins_of(captured: Captured, options: Options) -> tuple[Decide, ...]:
@@ -306,16 +319,20 @@ def _padding(captured: Captured, fakes: Fakes | None, options: Options) -> tuple
     return (PadGemms(captured.root, fakes, options.pad_to, options.pad, training, is_bound),)
 
 
-def _weight_reader(captured: Captured, options: Options) -> Callable[[fx.Node], Fit]:
-    """How a weight's numbers fit into the low dtype; read, once, only for weights that the rules ask about."""
-    known: dict[object, Fit] = {}
+def _weight_reader(captured: Captured, options: Options, known: dict[str, Fit]) -> Callable[[fx.Node], Fit]:
+    """How a weight's numbers fit into the low dtype; read, once, only for weights that the rules ask about.
+
+    Args:
+        known: what was found, by path.
+    """
 
     def fit_of(node: fx.Node) -> Fit:
         if all(_is_gemm(user) for user in node.users):
             return "normal"
-        if node.target not in known:
-            known[node.target] = fit_in(captured.weight(node), options.low)
-        return known[node.target]
+        path = str(node.meta.get(ir.WEIGHT_PATH, node.target))
+        if path not in known:
+            known[path] = fit_in(captured.weight(node), options.low)
+        return known[path]
 
     def _is_gemm(user: fx.Node) -> bool:
         op = ir.mark(user).op
@@ -342,12 +359,14 @@ def policy_of(root: nn.Module, options: Options) -> Policy:
     )
 
 
-def _note_storage(captured: Captured) -> None:
+def _note_storage(captured: Captured, options: Options) -> None:
     for node in captured.graph.nodes:
         if node.op == "get_attr":
             node.meta["stored_low"] = is_stored_low(ir.attribute(captured.root, node.target))
         elif node.op == "call_module":
             module = captured.root.get_submodule(str(node.target))
+            if options.opt_level != "O3":
+                check_whole(str(node.target), module)
             node.meta["boundary"] = is_boundary(module)
             node.meta["hooked"] = has_hooks(module)
             node.meta["weights"] = any(True for _ in module.parameters())

@@ -16,7 +16,7 @@ from torch import nn
 from fxamp.engine import Engine
 from fxamp.errors import OptionError
 from fxamp.ir import ENGINE
-from fxamp.storage import copy_marks
+from fxamp.storage import copy_marks, load_exactly
 from fxamp.views import own_state, plain_view
 
 _siblings: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
@@ -62,6 +62,12 @@ def _make_class(base: Any) -> type:
         memo[id(self)] = twin
         return twin
 
+    def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        base._load_from_state_dict(self, state_dict, prefix, *args)
+        if (engine := self.__dict__.get(ENGINE)) is not None:
+            engine.loads += 1
+        load_exactly(self, state_dict, prefix)  # after the user's hooks, which may change names and values
+
     def freeze(self: Any) -> Any:
         """Keep the low weights for inference; call it again after a write through `p.data`. Returns the model."""
         engine = self.__dict__.get(ENGINE)
@@ -74,6 +80,7 @@ def _make_class(base: Any) -> type:
         "forward": forward,
         "__reduce_ex__": __reduce_ex__,
         "__deepcopy__": __deepcopy__,
+        "_load_from_state_dict": _load_from_state_dict,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,

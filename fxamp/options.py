@@ -99,6 +99,17 @@ def check_stored(model: nn.Module, low: torch.dtype) -> None:
             )
 
 
+def check_whole(path: str, module: nn.Module) -> None:
+    """Raise an OptionError for a module that is to run as a whole, in float32, and holds parameters that O2 lowered."""
+    for name, tensor in module.named_parameters():
+        if is_stored_low(tensor):
+            raise OptionError(
+                f"{path!r} runs as a whole, in float32, because of hooks on it (pruning is one), and opt_level='O2' "
+                f"has stored its {name} in {dtype_name(tensor.dtype)}. Put hooks on submodules before convert(), which "
+                "then leaves its parameters in float32, or convert with opt_level='O1'."
+            )
+
+
 def device_of(model: nn.Module) -> torch.device:
     """The device of the model's first parameter or buffer."""
     return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))

@@ -4,6 +4,7 @@ Each keeps its exact float32 numbers as a master (see `fxamp.runtime.masters`) u
 `state_dict` and `load_state_dict` of the converted model speak float32.
 """
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxamp.dtypes import dtype_name
 from fxamp.runtime.master_weights import MasterWeightOptimizer
-from fxamp.runtime.masters import MASTER, master_of, set_master
+from fxamp.runtime.masters import (
+    MASTER,
+    attach_master,
+    begin_load,
+    detach_master,
+    end_load,
+    exact_values,
+    loosen,
+    master_of,
+)
 
 log = logging.getLogger("fxamp")
 
@@ -32,42 +42,92 @@ def logical_dtype(tensor: torch.Tensor) -> torch.dtype:
     return getattr(tensor, _LOGICAL, tensor.dtype) if is_stored_low(tensor) else tensor.dtype
 
 
-def lower_parameters(model: nn.Module, names: Iterable[str], low: torch.dtype, keep_masters: bool = True) -> None:
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A tensor that was lowered, and what it held before."""
+
+    tensor: torch.Tensor
+    exact: torch.Tensor
+    gradient: torch.Tensor | None
+
+    def put_back(self) -> None:
+        """Make the tensor what it was, with the gradient that it had."""
+        self.tensor.grad = None
+        self.tensor.data = self.exact
+        self.tensor.grad = self.gradient
+        detach_master(self.tensor)
+        delattr(self.tensor, _LOGICAL)
+
+
+def lower_parameters(
+    model: nn.Module, names: Iterable[str], low: torch.dtype, keep_masters: bool = True
+) -> list[Lowered]:
     """Store the named parameters and buffers in `low`; trainable ones keep their exact float32 numbers as masters.
 
-    The Parameter objects stay the same, so an optimizer that holds them still does. Tied tensors are lowered once.
+    The Parameter objects stay the same, so an optimizer that holds them still does. Gradients are lowered with
+    them. Tied tensors are lowered once. All are lowered, or none.
     """
     watch_plain_steps()
     tensors = dict(_named_tensors(model))
-    for name in names:
-        tensor = tensors.get(name)
-        if tensor is None or is_stored_low(tensor):
-            continue
-        exact = tensor.detach()
-        tensor.data = exact.to(low)
-        setattr(tensor, _LOGICAL, torch.float32)
-        if keep_masters and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-            setattr(tensor, MASTER, exact)
+    done: list[Lowered] = []
+    try:
+        for name in names:
+            tensor = tensors.get(name)
+            if tensor is not None and not is_stored_low(tensor):
+                _lower(tensor, low, keep_masters, done)
+    except BaseException:
+        put_back(done)
+        raise
+    return done
+
+
+def put_back(lowered: Iterable[Lowered]) -> None:
+    """Undo `lower_parameters`."""
+    for each in lowered:
+        each.put_back()
+
+
+def _lower(tensor: torch.Tensor, low: torch.dtype, keep_masters: bool, done: list[Lowered]) -> None:
+    exact, gradient = tensor.detach(), tensor.grad if tensor.is_leaf else None
+    values = exact.to(low)
+    low_gradient = None if gradient is None else gradient.to(low)
+    done.append(Lowered(tensor, exact, gradient))
+    setattr(tensor, _LOGICAL, torch.float32)
+    tensor.grad = None  # of the other dtype, torch would not have it
+    tensor.data = values
+    tensor.grad = low_gradient
+    if keep_masters and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+        attach_master(tensor, exact)
+        loosen(tensor)
 
 
 def speak_float32(model: nn.Module) -> None:
     """Let the model's own state_dict() give, and load_state_dict() take, float32 for lowered tensors."""
     model.register_state_dict_post_hook(_raise_to_float32)  # type: ignore[no-untyped-call]
-    model.register_load_state_dict_pre_hook(_resync_masters)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
 
 
 def _raise_to_float32(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name, tensor in _named_tensors(model):
         if prefix + name in state and is_stored_low(tensor):
-            master = master_of(tensor)
-            state[prefix + name] = (tensor.detach().float() if master is None else master).clone()
+            state[prefix + name] = exact_values(tensor).clone()
 
 
-def _resync_masters(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def load_exactly(model: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Give the masters of lowered tensors what load_state_dict() is about to round into the tensors.
+
+    A method of converted models calls it, not a hook that torch would bind to one module: copies have it too.
+    """
     for name, tensor in _named_tensors(model):
         value = state.get(prefix + name)
         if isinstance(value, torch.Tensor) and is_stored_low(tensor) and value.shape == tensor.shape:
-            set_master(tensor, value.to(device=tensor.device, dtype=torch.float32))
+            begin_load(tensor, value.to(device=tensor.device, dtype=torch.float32))
+
+
+def _end_load(model: nn.Module, _: Any) -> None:
+    for _name, tensor in _named_tensors(model):
+        if is_stored_low(tensor):
+            end_load(tensor)
 
 
 def copy_marks(source: nn.Module, twin: nn.Module) -> None:
@@ -78,7 +138,8 @@ def copy_marks(source: nn.Module, twin: nn.Module) -> None:
             setattr(copies[name], _LOGICAL, getattr(tensor, _LOGICAL))
             master = master_of(tensor)
             if master is not None:
-                setattr(copies[name], MASTER, master.detach().clone())
+                attach_master(copies[name], master.detach().clone())
+                loosen(copies[name])
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -94,7 +155,7 @@ _said_all_low: list[bool] = []
 
 
 def watch_plain_steps() -> None:
-    """Look at every optimizer's first step from now on: one that updates lowered parameters itself is warned about.
+    """Look at every optimizer's steps from now on: one that updates lowered parameters itself is warned about.
 
     Registered where parameters are lowered: a process that never does so has no hook.
     """
@@ -103,14 +164,17 @@ def watch_plain_steps() -> None:
 
 
 def _check_masters(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or _groups_seen.get(optimizer) == len(optimizer.param_groups):
-        return
-    _groups_seen[optimizer] = len(optimizer.param_groups)
-    if isinstance(optimizer, MasterWeightOptimizer):
+    if torch.compiler.is_compiling() or isinstance(optimizer, MasterWeightOptimizer):
         return
     lowered = [p for group in optimizer.param_groups for p in group["params"] if is_stored_low(p) and p.requires_grad]
-    if not lowered:
-        return
+    for parameter in lowered:
+        loosen(parameter)  # a fused step does not count as a write
+    if lowered and _groups_seen.get(optimizer) != len(optimizer.param_groups):
+        _groups_seen[optimizer] = len(optimizer.param_groups)
+        _warn_of_lost_updates(optimizer, lowered)
+
+
+def _warn_of_lost_updates(optimizer: torch.optim.Optimizer, lowered: list[torch.Tensor]) -> None:
     is_o2 = any(hasattr(parameter, MASTER) for parameter in lowered)
     if not is_o2 and _said_all_low:
         return

@@ -1,7 +1,9 @@
 """Lowered parameters: an optimizer without masters is noticed, once, and nothing else is."""
 
+import copy
 import gc
 import logging
+import pickle
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 import fxamp
 from fxamp import storage
 from fxamp.runtime import apex as amp
+from fxamp.runtime.masters import master_of, set_master
 
 X = torch.ones(2, 8)
 
@@ -18,6 +21,7 @@ X = torch.ones(2, 8)
 def a_process_that_has_lowered_nothing(monkeypatch):
     monkeypatch.setattr(storage, "_said_all_low", [])
     monkeypatch.setattr(storage, "_hooks", made := [])
+    torch.manual_seed(0)
     yield
     for hook in made:
         hook.remove()
@@ -94,3 +98,209 @@ def test_o1_registers_nothing_and_keeps_no_optimizer_alive(caplog):
     steps(low, torch.optim.SGD(low.parameters(), 0.1))
     gc.collect()
     assert not [optimizer for optimizer in storage._groups_seen if type(optimizer) is torch.optim.SGD]
+
+
+# ----------------------------------------------------------------------------------------------------- checkpoints
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "averaged": lambda model: torch.optim.swa_utils.AveragedModel(model).module,
+    "parent": lambda model: copy.deepcopy(nn.ModuleDict({"q": model}))["q"],
+    "copy of a copy": lambda model: copy.deepcopy(copy.deepcopy(model)),
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_a_copy_loads_exact_numbers_and_leaves_the_original_alone(way, opt_level):
+    model = converted(opt_level)
+    before = model.state_dict()
+    twin = COPIES[way](model)
+    other = {name: value + 2.0**-12 for name, value in before.items()}
+    assert not torch.equal(other["0.weight"].bfloat16().float(), other["0.weight"])
+    assert twin.load_state_dict(other).missing_keys == []
+    kept = {name: value if opt_level == "O2" else value.bfloat16().float() for name, value in other.items()}
+    for name, value in twin.state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, kept[name]), name
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert twin(X).dtype == torch.float32
+
+
+def test_a_parent_loads_exact_numbers_into_a_copy():
+    parent = nn.ModuleDict({"q": converted("O2")})
+    twin = copy.deepcopy(parent)
+    exact = {name: value + 2.0**-12 for name, value in parent.state_dict().items()}
+    twin.load_state_dict(exact)
+    assert all(torch.equal(value, exact[name]) for name, value in twin.state_dict().items())
+
+
+def test_names_that_a_users_hook_maps_are_loaded_exactly():
+    model = converted("O2")
+    exact = {f"old.{name}": value + 2.0**-12 for name, value in model.state_dict().items()}
+
+    def rename(module, state, prefix, *_):
+        for name in list(state):
+            state[name.removeprefix("old.")] = state.pop(name)
+
+    model.register_load_state_dict_pre_hook(rename)
+    model.load_state_dict(exact)
+    assert all(torch.equal(value, exact[f"old.{name}"]) for name, value in model.state_dict().items())
+
+
+# ------------------------------------------------------------------------------------- writes past the masters
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_state_of_parameters_that_a_plain_optimizer_steps_is_theirs(make, fused):
+    model = converted("O2")
+    optimizer = make(model.parameters(), 0.1, fused=fused)
+    for _ in range(3):
+        steps(model, optimizer, count=1)
+        low = {name: value.detach().float() for name, value in model.named_parameters()}
+        state = model.state_dict()
+        assert all(torch.equal(state[name].bfloat16().float(), value) for name, value in low.items())
+
+
+def test_an_optimizer_that_stepped_before_the_conversion_is_noticed_too(caplog):
+    converted("O2")  # so that steps are watched
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    steps(model, optimizer, count=1)
+    assert caplog.text == ""
+    low = fxamp.convert(model, torch.bfloat16, (X,), "O2")
+    steps(low, optimizer, count=2)
+    assert caplog.text.count("SGD updates 2 parameters") == 1
+    assert torch.equal(low.state_dict()["0.weight"].bfloat16(), low[0].weight)
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer that holds the parameters and lets another one step them."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure=None):
+        return self.inner.step()
+
+
+def test_an_optimizer_around_one_with_masters_keeps_their_low_bits():
+    model, alone = converted("O2"), converted("O2")
+    alone.load_state_dict(model.state_dict())
+    inner = fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 2.0**-10))
+    other = fxamp.MasterWeightOptimizer(torch.optim.SGD(alone.parameters(), 2.0**-10))
+    for _ in range(3):
+        steps(model, Around(inner), count=1)
+        steps(alone, other, count=1)
+    assert torch.equal(model.state_dict()["0.weight"], alone.state_dict()["0.weight"])
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_write_past_the_version_counter_before_the_first_step_is_kept(is_held):
+    model = converted("O2")
+    if is_held:
+        optimizer = fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 2.0**-10))
+    model[0].weight.data.fill_(0.5)  # as functions that initialise a model do
+    assert (model.state_dict()["0.weight"] == 0.5).all()
+    model[0].bias.data.fill_(3.0)
+    if not is_held:
+        optimizer = fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 2.0**-10))
+    steps(model, optimizer, count=1)
+    assert (model[0].bias - 3.0).abs().max() < 2.0**-6
+
+
+@pytest.mark.parametrize("write", ["no_grad", "data", "rebound"])
+def test_a_clamp_after_each_step_is_in_the_state(write):
+    model = converted("O2")
+    optimizer = fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 2.0**-4))
+    limit = 0.125 * (1 + 2**-8)  # a master that rounds to 0.125 keeps its low bits
+    for _ in range(3):
+        steps(model, optimizer, count=1)
+        for parameter in model.parameters():
+            if write == "no_grad":
+                with torch.no_grad():
+                    parameter.clamp_(-0.125, 0.125)
+            elif write == "data":
+                parameter.data.clamp_(-0.125, 0.125)
+            else:
+                parameter.data = parameter.data.clamp(-0.125, 0.125)
+        if write == "no_grad":
+            assert all(master.abs().max() <= limit for master in optimizer.master_params())
+    assert all(value.abs().max() <= limit for value in model.state_dict().values())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in model.state_dict().values())
+
+
+def test_an_average_of_state_dicts_is_float32s():
+    model = converted("O2")
+    optimizer = fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 2.0**-6))
+    average = model.state_dict()
+    exact = {name: value.double() for name, value in average.items()}
+    for _ in range(20):
+        steps(model, optimizer, count=1)
+        for name, value in model.state_dict().items():
+            average[name].lerp_(value, 2.0**-10)
+            exact[name].lerp_(value.double(), 2.0**-10)
+    for name, value in average.items():
+        torch.testing.assert_close(value.double(), exact[name], rtol=20 * 2**-23, atol=0)  # twenty roundings
+
+
+def test_after_a_step_masters_keep_their_low_bits_though_a_few_elements_are_written():
+    model = converted("O2")
+    optimizer = fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 2.0**-10))
+    steps(model, optimizer, count=1)
+    exact = torch.full((8,), 1.0 + 2.0**-12)
+    set_master(model[0].bias, exact)
+    with torch.no_grad():
+        model[0].bias[3] = 7.0
+    exact[3] = 7.0
+    assert torch.equal(master_of(model[0].bias), exact)
+
+
+# ------------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_gradients_are_lowered_with_their_parameters(opt_level):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    loss = model(X).square().sum()
+    loss.backward(retain_graph=True)  # its graph lives on, with float32 ends
+    was = {name: p.grad.clone() for name, p in model.named_parameters()}
+    low = fxamp.convert(model, torch.bfloat16, (X,), opt_level)
+    for name, parameter in low.named_parameters():
+        assert parameter.grad.dtype == torch.bfloat16
+        assert torch.equal(parameter.grad, was[name].bfloat16())
+    low(X).square().sum().backward()  # accumulates into them
+    assert all(p.grad.norm() > 1.5 * was[name].norm() for name, p in low.named_parameters())
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_a_conversion_that_fails_leaves_the_model_as_it_was(opt_level, monkeypatch):
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model(X).square().sum().backward()
+    before = copy.deepcopy(model)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    hooks = {name: dict(value) for name, value in model.__dict__.items() if "hooks" in name and value is not None}
+    capture, calls = fxamp.engine.Engine.capture, []
+
+    def fails_the_second_time(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError("no memory")
+        return capture(*args)
+
+    monkeypatch.setattr(fxamp.engine.Engine, "capture", fails_the_second_time)
+    with pytest.raises(MemoryError):
+        fxamp.convert(model, torch.bfloat16, (X,), opt_level)
+    for name, value in before.state_dict(keep_vars=True).items():
+        now = model.state_dict(keep_vars=True)[name]
+        assert now.dtype == value.dtype
+        assert torch.equal(now, value)
+        assert not [mark for mark in vars(now) if "fxamp" in mark]
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    assert hooks == {name: dict(value) for name, value in model.__dict__.items() if name in hooks}
+    assert torch.equal(model(X), before(X))
+    monkeypatch.undo()
+    assert fxamp.convert(model, torch.bfloat16, (X,), opt_level)[0].weight.dtype == torch.bfloat16

@@ -89,7 +89,7 @@ def _in(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _lower(model: nn.Module, names: Iterable[str], low: torch.dtype, **options: Any) -> None:
+def _lower(model: nn.Module, names: Iterable[str], low: torch.dtype, **options: Any) -> list[Any]:
     """`fxamp.storage.lower_parameters` for fake tensors, whose `.data` cannot be replaced: new Parameter objects."""
     named = dict(model.named_parameters(remove_duplicate=False))
     made: dict[int, nn.Parameter] = {}
@@ -100,6 +100,7 @@ def _lower(model: nn.Module, names: Iterable[str], low: torch.dtype, **options: 
             lowered = made.setdefault(id(parameter), nn.Parameter(parameter.detach().to(low)))
             lowered._fxamp_logical_dtype = torch.float32  # type: ignore[attr-defined]
             model.get_submodule(owner)._parameters[leaf] = lowered
+    return []
 
 
 def _halved(model: nn.Module, dtype: torch.dtype) -> nn.Module:

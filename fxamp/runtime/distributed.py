@@ -18,6 +18,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def several_ranks() -> bool:
+    """Whether this process is one of several in a job."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def groups_of(tensors: list[torch.Tensor]) -> list[Any]:
     """The process groups over which these tensors are DTensors, each once."""
     found: list[Any] = []

@@ -18,6 +18,7 @@ from fxamp.runtime.masters import (
     ensure_master,
     is_low,
     master_of,
+    resync,
     round_into,
     set_master,
 )
@@ -131,11 +132,12 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             yield parameter if master is None else master
 
     def resync_masters(self) -> None:
-        """Take over values written past autograd's version counter, such as `parameter.data.copy_(...)`."""
-        for parameter in gradients.parameters(self):
-            if hasattr(parameter, MASTER):
-                parameter._fxamp_master_version = None  # type: ignore[attr-defined]
-                master_of(parameter)
+        """Take over values written past autograd's version counter, such as `parameter.data.copy_(...)`.
+
+        With several ranks masters give up their low bits: called on all after a broadcast, all hold the same.
+        """
+        for parameter in filter(lambda each: hasattr(each, MASTER), gradients.parameters(self)):
+            resync(parameter)
 
     # Stepping
 

@@ -3,27 +3,42 @@
 A master hangs on its Parameter as the attribute `_fxamp_master`. So it lives as long as the parameter,
 survives a new optimizer, is pickled with the model, and is not shared by `copy.deepcopy`, which drops
 attributes.
+
+Who wrote last is told by autograd's version counter. Until an optimizer with masters has stepped a parameter its
+master is loose: a write through `parameter.data`, and the step of a fused optimizer, leave the counter as it is, so
+both are compared by value at each read.
 """
 
 import torch
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import OptionError
-from fxamp.runtime.distributed import local
+from fxamp.runtime.distributed import local, several_ranks
 
 MASTER = "_fxamp_master"
 VERSION = "_fxamp_master_version"
+LOOSE = "_fxamp_master_loose"  # the version at which parameter and master last agreed
+LOADING = -1  # in the place of a version: what is written is being loaded
 
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """The float32 value of a low-precision parameter, or None if it has no master.
 
-    A parameter written by someone else since the last step wins over its master, element by element.
+    A parameter written by someone else since the last step wins over its master, element by element; before the
+    first step, in a job of several ranks, as a whole.
     """
     master: torch.Tensor | None = getattr(parameter, MASTER, None)
     if master is not None and getattr(parameter, VERSION, None) != parameter._version:
         reconcile_(parameter)
     return master
+
+
+def exact_values(parameter: torch.Tensor) -> torch.Tensor:
+    """What a low-precision tensor stands for, in float32; its master where that is true by value, not by version."""
+    if hasattr(parameter, MASTER):
+        reconcile_(parameter)
+        return getattr(parameter, MASTER)  # type: ignore[no-any-return]
+    return parameter.detach().float()
 
 
 def set_master(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -68,14 +83,40 @@ def attach_master(parameter: torch.Tensor, master: torch.Tensor) -> None:
 
 def detach_master(parameter: torch.Tensor) -> None:
     """Forget a parameter's master."""
-    for name in (MASTER, VERSION):
+    for name in (MASTER, VERSION, LOOSE):
         if hasattr(parameter, name):
             delattr(parameter, name)
 
 
 def remember_version(parameter: torch.Tensor) -> None:
     """Note that parameter and master agree now."""
-    setattr(parameter, VERSION, parameter._version)
+    setattr(parameter, LOOSE if hasattr(parameter, LOOSE) else VERSION, parameter._version)
+
+
+def loosen(parameter: torch.Tensor) -> None:
+    """Compare a parameter with its master by value, until an optimizer with masters has stepped it."""
+    if hasattr(parameter, MASTER) and not hasattr(parameter, LOOSE):
+        setattr(parameter, LOOSE, parameter._version)
+        setattr(parameter, VERSION, None)
+
+
+def tighten(parameter: torch.Tensor) -> None:
+    """Believe the version counter from now on."""
+    if hasattr(parameter, LOOSE):
+        delattr(parameter, LOOSE)
+
+
+def begin_load(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """`set_master`, where the parameter's module may copy the same value once more."""
+    set_master(parameter, value)
+    if hasattr(parameter, LOOSE):
+        setattr(parameter, LOOSE, LOADING)
+
+
+def end_load(parameter: torch.Tensor) -> None:
+    """What was written since `begin_load` is the loaded value."""
+    if getattr(parameter, LOOSE, None) == LOADING:
+        reconcile_(parameter)
 
 
 def round_into(parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
@@ -83,6 +124,7 @@ def round_into(parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> N
     if parameters:
         torch._foreach_copy_([local(p.detach()) for p in parameters], [local(m) for m in masters])
     for parameter in parameters:
+        tighten(parameter)
         remember_version(parameter)
 
 
@@ -91,12 +133,30 @@ def reconcile_(parameter: torch.Tensor) -> None:
 
     Where the parameter still is the master's rounding the master keeps its low bits, elsewhere it takes the
     parameter's value.
+
+    A write before the first step of a job of several ranks is most likely the broadcast of DistributedDataParallel:
+    it makes equal what is low, and leaves each rank the low bits of its own. There they are given up, on the rank
+    that sent as on those that received, so that all ranks go on from the same numbers.
     """
     with torch.no_grad():
         master: torch.Tensor = getattr(parameter, MASTER)
-        is_rounding = master.to(parameter.dtype) == parameter
-        master.copy_(torch.where(is_rounding, master, parameter.float()))
+        agreed = getattr(parameter, LOOSE, None)
+        if agreed not in (None, LOADING, parameter._version) and several_ranks():
+            master.copy_(parameter)
+        else:
+            is_rounding = master.to(parameter.dtype) == parameter
+            master.copy_(torch.where(is_rounding, master, parameter.float()))
     remember_version(parameter)
+
+
+def resync(parameter: torch.Tensor) -> None:
+    """Take over what was written past the version counter; with several ranks the master's low bits go."""
+    if several_ranks():
+        with torch.no_grad():
+            getattr(parameter, MASTER).copy_(parameter)
+        remember_version(parameter)
+    else:
+        reconcile_(parameter)
 
 
 def is_low(parameter: torch.Tensor) -> bool:

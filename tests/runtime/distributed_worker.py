@@ -1,5 +1,6 @@
 """One of two gloo ranks, started by test_distributed.py; each check asserts on every rank."""
 
+import copy
 import math
 import sys
 
@@ -129,6 +130,64 @@ def converted_under_data_parallel():
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+def lowered_from_different_seeds(synchronise, holds_first):
+    """O2, each rank with its own initial weights: what makes the parameters equal makes the masters equal."""
+    import fxamp
+
+    torch.manual_seed(dist.get_rank())
+    net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+    model = fxamp.convert(net, torch.bfloat16, (torch.ones(2, 8),), opt_level="O2")
+    run, optimizer = model, None
+    if holds_first:
+        optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), 2.0**-10))
+    if synchronise == "ddp":
+        run = DistributedDataParallel(model)
+    else:
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, 0)
+    optimizer = optimizer or MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), 2.0**-10))
+    if synchronise == "resync_masters":
+        optimizer.resync_masters()
+    assert all(agrees(value) for value in model.state_dict().values())
+    for number in range(5):
+        torch.manual_seed(2 * number + dist.get_rank())
+        optimizer.zero_grad()
+        run(torch.randn(8, 8)).square().mean().backward()
+        if run is model:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+    assert all(agrees(value) for value in model.state_dict().values())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in model.state_dict().values())
+
+
+def lowered_and_loaded():
+    """Between a load and the first step nobody wrote: the loaded numbers are exact, with several ranks too."""
+    import fxamp
+
+    torch.manual_seed(dist.get_rank())
+    module = torch.nn.ModuleDict({"net": torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh())})
+    module["net"] = fxamp.convert(module["net"], torch.bfloat16, (torch.ones(2, 8),), opt_level="O2")
+    exact = {name: torch.full_like(value, 1.0 + 2.0**-12) for name, value in module.state_dict().items()}
+    module.load_state_dict(exact)
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(module.parameters(), 0.1))
+    assert all(torch.equal(value, exact[name]) for name, value in module.state_dict().items())
+    saved = copy.deepcopy(optimizer.state_dict())
+    DistributedDataParallel(module["net"])  # writes
+    assert all(bool((value == 1.0).all()) for value in module.state_dict().values())
+    optimizer.load_state_dict(saved)
+    assert all(torch.equal(value, exact[name]) for name, value in module.state_dict().items())
+    with torch.no_grad():
+        module["net"][0].bias.clamp_(max=5.0)
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    with torch.no_grad():
+        module["net"][0].bias.clamp_(max=5.0)  # after a step: one more writer, whose writes are single elements
+        assert master_of(module["net"][0].weight)[0, 0] == 1.0 + 2.0**-12
+    assert all(agrees(value) for value in module.state_dict().values())
+
+
 def fully_sharded(make, dtype):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))).to(dtype)
@@ -252,6 +311,11 @@ CHECKS = {
     "ddp_masters_exact": lambda: data_parallel(torch.bfloat16, torch.float32),
     "exact": sums_are_exact_where_asked,
     "converted": converted_under_data_parallel,
+    "o2_seeds": lambda: lowered_from_different_seeds("ddp", holds_first=False),
+    "o2_seeds_optimizer_first": lambda: lowered_from_different_seeds("ddp", holds_first=True),
+    "o2_seeds_by_hand": lambda: lowered_from_different_seeds("resync_masters", holds_first=False),
+    "o2_seeds_by_hand_later": lambda: lowered_from_different_seeds("resync_masters", holds_first=True),
+    "o2_loaded": lowered_and_loaded,
     "fsdp": lambda: fully_sharded(momentum, torch.float32),
     "fsdp_fused": lambda: fully_sharded(fused_adam, torch.float32),
     "fsdp_masters": lambda: fully_sharded(momentum, torch.bfloat16),

@@ -1,0 +1,130 @@
+"""A graph that was made for other weights, or for other parts of the model, is not run."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp.engine import engine_of
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Scaled(nn.Module):
+    """A layer scale, and a number that forward reads."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.fc, self.gamma, self.factor = nn.Linear(8, 8), nn.Parameter(torch.ones(8)), factor
+
+    def forward(self, x):
+        return self.fc(x) * self.gamma * self.factor
+
+
+class Biased(nn.Module):
+    """An attention bias in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.register_buffer("bias", torch.zeros(8))
+
+    def forward(self, x):
+        return (self.fc(x) + self.bias).softmax(-1)
+
+
+WRITES = {
+    "load_state_dict": lambda model, name, value: model.load_state_dict({name: value}, strict=False),
+    "load_state_dict, assigned": lambda model, name, value: model.load_state_dict(
+        {name: value.clone()}, strict=False, assign=True
+    ),
+    "copy_": lambda model, name, value: _tensor(model, name).copy_(value),
+}
+
+
+def _tensor(model, name):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}[name].detach()
+
+
+def error(model, plain, x=X):
+    with torch.no_grad():
+        expected, found = plain(x), model(x)
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("is_called", [True, False])
+@pytest.mark.parametrize(
+    ("make", "name", "value"), [(Scaled, "gamma", 1e-8), (Scaled, "gamma", 1e5), (Biased, "bias", -1e9)]
+)
+def test_numbers_that_come_later_are_looked_at(make, name, value, write, is_called):
+    model = fxamp.convert(make(), torch.float16, X)
+    if is_called:
+        model(X)
+    values = torch.zeros(8)
+    values[: 8 if name == "gamma" else 3] = value
+    WRITES[write](model, name, values)
+    plain = make()
+    plain.load_state_dict(model.state_dict())
+    assert error(model, plain) < 2e-3
+    WRITES[write](model, name, torch.ones(8))
+    plain.load_state_dict(model.state_dict())
+    assert error(model, plain) < 2e-3
+
+
+def test_a_checkpoint_of_a_parent_is_seen_after_training():
+    parent = nn.Sequential(fxamp.convert(Scaled(), torch.float16, X))
+    optimizer = torch.optim.SGD(parent.parameters(), lr=0.1)
+    parent(X).sum().backward()
+    optimizer.step()
+    parent.load_state_dict({"0.gamma": torch.full((8,), 1e-8)}, strict=False)
+    plain = Scaled()
+    plain.load_state_dict(parent[0].state_dict())
+    assert error(parent, plain) < 2e-3
+
+
+def test_training_looks_at_no_number(monkeypatch):
+    model = fxamp.convert(Scaled(), torch.float16, X)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X)
+    looks = []
+    monkeypatch.setattr("fxamp.weight_fits.fit_in", lambda tensor, low: looks.append(tensor) or "normal")
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(X).sum().backward()
+        optimizer.step()
+    assert not looks and len(engine_of(model).all_variants()) == 1
+
+
+def test_writes_without_an_optimizer_are_looked_at_ever_more_rarely(monkeypatch):
+    model, looks = fxamp.convert(Scaled(), torch.float16, X), []
+    model(X)
+    monkeypatch.setattr("fxamp.weight_fits.fit_in", lambda tensor, low: looks.append(tensor) or "normal")
+    for _ in range(64):
+        with torch.no_grad():
+            model.gamma.mul_(1.0)
+        model(X)
+    assert len(looks) == 7
+
+
+@pytest.mark.parametrize("gamma", [1.0, 1e-8])
+def test_a_part_that_is_exchanged_for_an_equal_one_brings_its_own_numbers(gamma):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Scaled(2.0)
+
+        def forward(self, x):
+            return self.part(x) + 0
+
+    model = fxamp.convert(Net(), torch.float16)
+    model(X), model(X)
+    model.part = Scaled(3.0)
+    nn.init.constant_(model.part.gamma, gamma)
+    plain = Net()
+    plain.part = copy.deepcopy(model.part)
+    assert error(model, plain) < 2e-3
+    model.part.factor = plain.part.factor = 5.0
+    assert error(model, plain) < 2e-3
