@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -53,7 +54,8 @@ class Fakes:
                 twin: torch.Tensor = self._foreign(value) if isinstance(value, FakeTensor) else self._plain(value)
                 dtype = self._logical_dtype(value)
                 if twin.dtype != dtype:
-                    twin = twin.detach().to(dtype).requires_grad_(value.requires_grad)
+                    with temporarily_clear_interpreter_stack():  # torch.func's transforms allow no requires_grad_
+                        twin = twin.detach().to(dtype).requires_grad_(value.requires_grad)
             self._known[id(value)] = found = (twin, value)
         return found[0]
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import fxamp
+from fxamp.capture.locations import explained
 from fxamp.engine import engine_of
 
 
@@ -134,3 +136,145 @@ def test_the_first_call_after_lowering_finds_its_graph(model, opt_level):
     engine, graphs = engine_of(converted), engine_of(converted).all_variants()
     converted(TOKENS)
     assert engine_of(converted) is engine and engine.all_variants() == graphs
+
+
+WAYS_TO_ASK = {
+    "parameters": lambda net: next(net.parameters()).dtype,
+    "named_parameters": lambda net: dict(net.named_parameters())["fc.weight"].dtype,
+    "_parameters": lambda net: net.fc._parameters["weight"].dtype,
+    "attribute": lambda net: net.fc.weight.dtype,
+    "result_type": lambda net: torch.result_type(next(net.parameters()), 1.0),
+    "to a parameter": lambda net: next(net.parameters()),
+}
+
+
+class TimeSteps(nn.Module):
+    """Reads its own dtype, as libraries of diffusion models do; 997 is no bfloat16."""
+
+    def __init__(self, ask) -> None:
+        super().__init__()
+        self.fc, self.ask = nn.Linear(8, 4), ask
+
+    def forward(self, t):
+        t = t.to(self.ask(self))
+        angles = t[:, None].float() * torch.tensor([1.0, 0.3, 0.1, 0.03])
+        return self.fc(torch.cat([angles.sin(), angles.cos()], 1))
+
+
+@pytest.mark.parametrize("way", WAYS_TO_ASK)
+def test_forward_reads_the_dtype_that_a_lowered_parameter_stands_for(way):
+    times = torch.tensor([997, 998, 999, 501])
+    net = TimeSteps(WAYS_TO_ASK[way])
+    o1 = fxamp.convert(copy.deepcopy(net), torch.bfloat16, (times,))(times)
+    low = fxamp.convert(net, torch.bfloat16, (times,), "O2")
+    assert torch.equal(low(times), o1)
+    assert low.fc.bias.dtype == torch.bfloat16
+
+
+def test_sizes_in_bytes_that_forward_asks_for_are_float32s():
+    class Bytes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x):
+            weight = next(self.parameters())
+            return self.fc(x), weight.element_size() + weight.itemsize + weight.nbytes
+
+    x = torch.ones(2, 8)
+    assert fxamp.convert(Bytes(), torch.bfloat16, (x,), "O2")(x)[1] == 4 + 4 + 4 * 32
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("of", ["weight", "input", "number"])
+def test_the_limits_of_a_traced_dtype_are_float32s(opt_level, of):
+    class Limits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x, index):
+            if of == "number":
+                return self.fc(x), torch.iinfo(index.dtype).max
+            return self.fc(x), torch.finfo(self.fc.weight.dtype if of == "weight" else x.dtype).eps
+
+    call = torch.ones(2, 8), torch.zeros(2, dtype=torch.int16)
+    net = Limits()
+    limit = net(*call)[1]
+    assert fxamp.convert(net, torch.bfloat16, call, opt_level, capture="symbolic")(*call)[1] == limit
+
+
+class Fussy(nn.Module):
+    """Decides on data while it is asked to, which no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.is_fussy = nn.Linear(8, 4), False
+
+    def forward(self, x):
+        if self.is_fussy and x.sum() > 0:
+            x = -x
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("options", [{"opt_level": "O2"}, {"opt_level": "O3"}, {"capture": "symbolic"}])
+def test_a_call_that_could_not_be_captured_once_is_tried_again(options):
+    converted = fxamp.convert(Fussy(), torch.bfloat16, (torch.ones(2, 8),), **options)
+    row = torch.ones(8)
+    for _ in range(2):
+        converted.is_fussy = True
+        with pytest.raises(fxamp.CaptureError, match="depends on data"):
+            converted(row)
+        converted.is_fussy = False
+        assert converted(row).shape == (4,)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_transform_that_captures_leaves_plain_calls_alone(opt_level):
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    converted = fxamp.convert(net, torch.bfloat16, (torch.ones(4, 5),), opt_level)
+    row = torch.randn(5, generator=torch.Generator().manual_seed(0))
+    jacobian = torch.func.jacrev(converted)(row)
+    out = converted(row)
+    step = torch.func.jvp(converted, (row,), (torch.ones(5),))[1]
+    assert jacobian.shape == (3, 5) and out.shape == (3,)
+    torch.testing.assert_close(jacobian.sum(1), step, rtol=0.05, atol=0.05)  # products in bfloat16, summed otherwise
+
+
+def test_an_error_without_a_line_of_the_users_names_none():
+    error = explained(RuntimeError("no way"), nn.Linear(1, 1), has_example=True)
+    assert str(error).startswith("Linear cannot be captured symbolically. RuntimeError: no way. Write")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.register_forward_hook(lambda *_: None),
+        lambda module: prune.l1_unstructured(module, "weight", amount=0.5),
+    ],
+    ids=["hook", "prune"],
+)
+def test_a_hook_on_a_module_with_lowered_weights_is_refused_with_the_way_out(change):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    x = torch.ones(2, 8)
+    low = fxamp.convert(net, torch.bfloat16, (x,), "O2")
+    low(x)
+    change(low[1][0])
+    for _ in range(2):
+        with pytest.raises(fxamp.OptionError, match=r"'1.0' runs as a whole.*O2.*bfloat16.*before convert"):
+            low(x)
+    early = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    change(early[1][0])
+    assert fxamp.convert(early, torch.bfloat16, (x,), "O2")(x).shape == (2, 8)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_parameter_replaced_by_a_float32_one_is_cast_as_at_o1(index):
+    x = torch.ones(2, 8)
+    o1 = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    low = fxamp.convert(copy.deepcopy(o1), torch.bfloat16, (x,), "O2")
+    low(x)
+    weight = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+    o1[index].weight = low[index].weight = weight
+    assert torch.equal(low(x), fxamp.convert(o1, torch.bfloat16, (x,))(x))
+    assert torch.equal(low.state_dict()[f"{index}.weight"], weight)

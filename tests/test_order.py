@@ -481,6 +481,12 @@ def test_torch_jit_trace_gives_plain_casts():
     assert torch.equal(traced(X), converted(X))
 
 
+def test_torch_jit_trace_makes_the_graph_at_its_first_call():
+    converted = bf16(Net().eval())
+    traced = torch.jit.trace(converted, (X,))
+    assert torch.equal(traced(X), converted(X))
+
+
 def test_an_exported_program_is_converted():
     torch.manual_seed(0)
     model = Net().eval()

@@ -44,7 +44,11 @@ class Creations(TorchFunctionMode):
                 return self.tracer.create_proxy("call_function", getattr, (args[0], field), {})
             if field in ("data", "grad"):
                 raise CaptureError(f"{user_line()}: forward reads .{field} of a tensor, which no graph holds")
+            if field in _OF_DTYPES:
+                return self._of_what_they_stand_for(func, args, kwargs)
             return func(*args, **kwargs)
+        if name in _OF_DTYPES:
+            return self._of_what_they_stand_for(func, args, kwargs)
         if name in _QUESTIONS:
             return func(*args, **kwargs)
         if name in _NUMBERS_OF:
@@ -55,8 +59,15 @@ class Creations(TorchFunctionMode):
             return self.tracer.create_proxy("call_method", name, args, kwargs)
         return self.tracer.create_proxy("call_function", func, args, kwargs)
 
+    def _of_what_they_stand_for(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A question about dtypes: a parameter that is stored low answers as the float32 one it stands for."""
+        args, kwargs = fx.node.map_aggregate((args, kwargs), self.tracer._fake)
+        with self.tracer._evaluating():
+            return func(*args, **kwargs)
 
-# Fields that are tensors; what is asked of a tensor besides its numbers; and what reads its numbers.
+
+# What follows from dtypes; fields that are tensors; what is asked of a tensor but its numbers; and what reads those.
+_OF_DTYPES = frozenset({"dtype", "itemsize", "nbytes", "element_size", "result_type"})
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 _QUESTIONS = frozenset(
     """size dim numel nelement ndimension stride storage_offset element_size is_contiguous is_floating_point is_complex

@@ -55,7 +55,7 @@ def explained(error: Exception, root: nn.Module, has_example: bool) -> CaptureEr
         else "Pass example_inputs to fxamp.convert, write that line with torch functions, or convert submodules."
     )
     return CaptureError(
-        f"{type(root).__qualname__} cannot be captured symbolically. {where}: "
+        f"{type(root).__qualname__} cannot be captured symbolically. {f'{where}: ' if where else ''}"
         f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. {way_out}"
     )
 

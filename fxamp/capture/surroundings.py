@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx import _symbolic_trace
 from torch.nn.utils import rnn
 
@@ -93,6 +93,27 @@ def honest_isinstance() -> Iterator[None]:
         yield
     finally:
         builtins.isinstance = original
+
+
+@contextlib.contextmanager
+def limits_of_dtypes(tracer: Any) -> Iterator[None]:
+    """`torch.finfo(x.dtype)` in the model is as in eager: torch's own takes no traced dtype."""
+    originals = {"finfo": torch.finfo, "iinfo": torch.iinfo}
+
+    def asking(name: str, original: Any) -> Callable[..., Any]:
+        def limits(*dtype: Any) -> Any:
+            told = [tracer.decide(each, name) if issubclass(type(each), fx.Proxy) else each for each in dtype]
+            return original(*told)
+
+        return limits
+
+    for name, original in originals.items():
+        setattr(torch, name, asking(name, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
 
 
 @contextlib.contextmanager
