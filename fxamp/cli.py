@@ -1,35 +1,24 @@
 """The command line: see what a conversion decides, without writing a script."""
 
 import argparse
-import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
-
-from torch import nn
+from typing import Any, NoReturn, TextIO
 
 from fxamp import demo
-from fxamp.cli_measure import run_audit, run_compare, run_diff, run_profile
-from fxamp.convert import convert
-from fxamp.dtypes import NAMES as DTYPE_NAMES
+from fxamp.cli_measure import OK, run_audit, run_compare, run_diff, run_profile
+from fxamp.cli_review import DTYPES, converted, run_explain, run_inspect, run_lists
 from fxamp.errors import FxampError, OptionError, nearest
-from fxamp.lists import COLOURS, OpLists
-from fxamp.lists.names import op_name
+from fxamp.lists import COLOURS
 from fxamp.review.announce import configure_logging
-from fxamp.review.dump import dump
-from fxamp.review.explain import explain, reasons_of
-from fxamp.review.op_table import compare_ops, differences, op_table
-from fxamp.review.report import Report, report
-from fxamp.review.rows import Row
-from fxamp.review.table import node_table, overview
-from fxamp.review.words import plural
-from fxamp.targets import load_target
 
-OK, LIMIT, WRONG = 0, 1, 2
-"""Exit codes: all is well; a limit is broken or plans differ; the command could not do its work."""
+WRONG, INTERRUPTED = 2, 130
+"""More exit codes: the command could not do its work; Control-C."""
 
 _PROLOGUE = """\
 Mixed precision as a compiler pass: every decision can be read before the first training step.
@@ -47,8 +36,9 @@ gives their shapes, once for each: --input 8x128:int64 --input 8x128. FXAMP_* va
 FXAMP_DENYLIST_ADD=softmax fxamp inspect ... shows what moving an op to another list would do.
 """
 _EPILOGUE = """\
-exit codes: 0 all is well; 1 a limit (--max-casts, --min-low) is broken, or two plans differ; 2 the command could
-not do its work, and says why.
+exit codes: 0 all is well; 1 what was asked for does not hold: a limit (--max-casts, --min-low, --tolerance) is broken,
+two plans differ, audit found something as grave as --fail-on, a claim of the demo failed; 2 the command could not do
+its work, and says why on stderr. With --json, stdout holds JSON and nothing else.
 """
 
 
@@ -57,125 +47,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configure_logging()
     chosen = _parser().parse_args(arguments)
     try:
-        return int(chosen.run(chosen))
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return int(chosen.run(chosen))
     except FxampError as error:
+        sys.stdout.flush()
         print(f"fxamp: {error}", file=sys.stderr)
         return WRONG
+    except KeyboardInterrupt:
+        print("fxamp: interrupted; no file is half-written", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
 
 
-# ------------------------------------------------------------------------------------------------- commands
-
-
-def _inspect(chosen: argparse.Namespace) -> int:
-    model = _converted(chosen)
-    built = report(model)
-    if chosen.dump:
-        dump(model, chosen.dump)
-    if chosen.save_plan:
-        built.save_plan(chosen.save_plan)
-    if chosen.json:
-        more = {"suggestions": [vars(move) for move in built.suggest()]} if chosen.suggest else {}
-        print(json.dumps({**built.as_dict(), **more}, indent=2))
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning of fxamp's as a sentence; the line of fxamp that gave it tells the user nothing."""
+    if Path(filename).is_relative_to(Path(__file__).parent):
+        print(f"fxamp: warning: {message}", file=sys.stderr)
     else:
-        print("\n".join(overview(built)))
-        if chosen.suggest:
-            moves = [f"suggestion: {move}" for move in built.suggest()]
-            print("\n".join(moves) or "no move of a single op would save anything")
-        if chosen.nodes:
-            print("\n" + node_table(built))
-        if chosen.dump:
-            print(f"written to {chosen.dump}: open {Path(chosen.dump) / 'report.html'}")
-    return _check_limits(built, chosen)
-
-
-def _check_limits(built: Report, chosen: argparse.Namespace) -> int:
-    broken = []
-    if chosen.max_casts is not None and built.casts > chosen.max_casts:
-        broken.append(f"{plural(built.casts, 'cast')}, more than --max-casts {chosen.max_casts}")
-    share = built.low_precision_nodes / max(1, built.total_nodes)
-    if chosen.min_low is not None and share < chosen.min_low:
-        broken.append(f"{share:.0%} of the nodes in {built.low_dtype} are less than --min-low {chosen.min_low:g}")
-    for text in broken:
-        print(f"fxamp: {text}", file=sys.stderr)
-    return LIMIT if broken else OK
-
-
-def _explain(chosen: argparse.Namespace) -> int:
-    model = _converted(chosen)
-    if chosen.json:
-        chains = [[row_as_dict(row) for row in chain] for chain in reasons_of(model, chosen.name)]
-        print(json.dumps({"name": chosen.name, "chains": chains, "text": explain(model, chosen.name)}, indent=2))
-    else:
-        print(explain(model, chosen.name))
-    return OK
-
-
-def row_as_dict(row: Row) -> dict[str, Any]:
-    """A row as JSON has it."""
-    return {
-        **vars(row),
-        "shape": list(row.shape) if row.shape is not None else None,
-        "inputs": list(row.inputs),
-    }
-
-
-def _lists(chosen: argparse.Namespace) -> int:
-    lists = OpLists.default().with_environment()
-    found = differences(lists, chosen.diff) if chosen.diff else compare_ops(lists)
-    if chosen.ops:
-        known = [comparison.op for comparison in compare_ops(lists)]
-        wanted = [op if op in known else op_name(op, known) for op in chosen.ops]
-        for op in wanted:
-            if op not in known:
-                raise OptionError(f"{op!r} is on no list.{nearest(op, known)} Unlisted ops run as they are written.")
-        found = [comparison for comparison in found if comparison.op in wanted]
-    if chosen.colour:
-        found = [comparison for comparison in found if comparison.colour == chosen.colour]
-    if chosen.json:
-        print(json.dumps([vars(comparison) for comparison in found], indent=2))
-    else:
-        print(op_table(found, with_reason=True))
-        print(_lists_footer(len(found), chosen.diff))
-    return OK
-
-
-def _lists_footer(count: int, reference: str | None) -> str:
-    if reference:
-        return f"\n{count} ops differ from {'torch.autocast' if reference == 'torch' else 'TensorFlow grappler'}"
-    return f"\n{count} ops. Move one: FXAMP_{{ALLOW,INFER,DENY,CLEAR}}LIST_ADD=op, or fxamp.OpLists in Python."
-
-
-# --------------------------------------------------------------------------------------------------- models
-
-
-def _converted(chosen: argparse.Namespace) -> nn.Module:
-    model, example = load_target(chosen.target, chosen.input)
-    return convert(
-        model,
-        dtype=_DTYPES[chosen.dtype],
-        example_inputs=example,
-        opt_level=chosen.opt_level,
-        level=chosen.level,
-        overrides=dict(map(_override, chosen.override)) or None,
-        plan=getattr(chosen, "plan", None),
-    )
-
-
-_DTYPES: dict[str, Any] = {**DTYPE_NAMES, "auto": "auto", "default": None}
-
-
-def _override(text: str) -> tuple[str, str]:
-    name, equals, colour = text.rpartition("=")
-    if not equals:
-        raise OptionError(f"--override {text} is not of the form name=colour, such as '*.head=deny'.")
-    return name, colour
+        print(warnings.formatwarning(message, category, filename, lineno), end="", file=sys.stderr)
 
 
 # -------------------------------------------------------------------------------------------------- parsing
-
 
 _TARGET_HELP = "pkg.module:factory or file.py:factory; it gives a model, or (model, inputs)"
 _INPUT_HELP = (
@@ -212,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOGUE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"fxamp {metadata.version('fxamp')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_inspect(commands)
     _add_explain(commands)
@@ -242,7 +145,7 @@ def _add_inspect(commands: Any) -> None:
         "fxamp inspect train.py:make_model --input 8x128:int64 --dump out    # open out/report.html\n"
         "fxamp inspect train.py:make_model --input 8x128:int64 --input 8x128 --nodes"
     )
-    parser = _command(commands, "inspect", _inspect, "convert a model and show what was decided", more)
+    parser = _command(commands, "inspect", run_inspect, "convert a model and show what was decided", more)
     _add_model(parser)
     parser.add_argument("--nodes", action="store_true", help="a line for every node")
     parser.add_argument("--dump", metavar="DIR", help="write before, after, diff, JSON, HTML and graph there")
@@ -254,8 +157,12 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _add_explain(commands: Any) -> None:
-    more = "NAME: a node, a module path or glob ('encoder.*'), a line (model.py:42), a module class or an op."
-    parser = _command(commands, "explain", _explain, "say why a node runs as it does, and what changes it", more)
+    more = (
+        "fxamp explain train.py:make_model LayerNorm      # its reasons, what would change them, what float32 costs\n"
+        "fxamp explain train.py:make_model 'encoder.*'\n\n"
+        "NAME: a node, a module path or glob ('encoder.*'), a line (model.py:42), a module class or an op."
+    )
+    parser = _command(commands, "explain", run_explain, "say why a node runs as it does, and what changes it", more)
     _add_model(parser)
     parser.add_argument("name", metavar="NAME", help="what to explain")
 
@@ -263,9 +170,11 @@ def _add_explain(commands: Any) -> None:
 def _add_lists(commands: Any) -> None:
     more = (
         "allow: always low. infer: low where that is safe. deny: float32. clear: as its neighbours.\n"
-        "Shown beside torch.autocast's policies on CUDA and CPU, and TensorFlow grappler's colours."
+        "Shown beside torch.autocast's policies on CUDA and CPU, and TensorFlow grappler's colours.\n\n"
+        "fxamp lists softmax nn.GELU      # two ops\n"
+        "fxamp lists --diff torch         # what differs from torch.autocast, and why"
     )
-    parser = _command(commands, "lists", _lists, "show the op lists, environment included", more)
+    parser = _command(commands, "lists", run_lists, "show the op lists, environment included", more)
     parser.add_argument("ops", nargs="*", metavar="OP", help="only these ops")
     parser.add_argument("--diff", choices=("torch", "tensorflow"), help="only what that system does differently")
     parser.add_argument("--colour", choices=COLOURS, help="only this list")
@@ -279,7 +188,11 @@ def _add_diff(commands: Any) -> None:
 
 
 def _add_profile(commands: Any) -> None:
-    more = "fxamp profile train.py:make_model train.py:batches --loss train.py:loss_fn --plot ranges.png"
+    more = (
+        "fxamp profile train.py:make_model train.py:batches --loss train.py:loss_fn --plot ranges.png\n"
+        "fxamp profile train.py:make_model train.py:batches --save ranges.json\n"
+        "fxamp inspect train.py:make_model --ranges ranges.json      # what does not fit runs in float32"
+    )
     parser = _command(commands, "profile", run_profile, "measure ranges of values and gradients on real data", more)
     parser.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
     parser.add_argument("batches", metavar="BATCHES", help="pkg.module:name of batches or of what gives them")
@@ -289,10 +202,16 @@ def _add_profile(commands: Any) -> None:
 
 
 def _add_compare(commands: Any) -> None:
-    more = "fxamp compare train.py:make_model --input 8x128 --tolerance 1e-3     # which nodes to deny for that"
+    more = (
+        "fxamp compare train.py:make_model --input 8x128 --tolerance 1e-3     # which nodes to deny for that\n"
+        "fxamp compare train.py:make_model --loss train.py:loss --dtype fp16 --scale 65536    # and the gradients\n\n"
+        "error: norm of the difference by the norm of the float32 value. introduced: what of it the node itself adds.\n"
+        "to 0: share of the numbers that are 0 in mixed precision only. An underflow line names who loses them first."
+    )
     parser = _command(commands, "compare", _compare, "every node's value in mixed precision against float32", more)
     _add_model(parser)
     parser.add_argument("--loss", metavar="NAME", help="pkg.module:name of loss_fn(output): compare gradients too")
+    parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="loss scale; float16 gradients need one")
     parser.add_argument(
         "--tolerance", type=float, metavar="T", help="find the deny entries that bring outputs within it"
     )
@@ -300,7 +219,9 @@ def _add_compare(commands: Any) -> None:
 
 
 def _compare(chosen: argparse.Namespace) -> int:
-    return run_compare(chosen, _converted(chosen))
+    if chosen.scale <= 0:
+        raise OptionError(f"--scale {chosen.scale:g}: a loss scale is positive, such as 65536.")
+    return run_compare(chosen, converted(chosen))
 
 
 def _add_audit(commands: Any) -> None:
@@ -317,9 +238,9 @@ def _add_audit(commands: Any) -> None:
 
 
 def _add_demo(commands: Any) -> None:
-    parser = commands.add_parser("demo", help="train two small real tasks in fp32, autocast and fxamp")
+    text = "train two small real tasks in fp32, autocast and fxamp"
+    parser = _command(commands, "demo", demo.run, text, (demo.__doc__ or "").partition("\n\n")[2])
     demo.add_arguments(parser)
-    parser.set_defaults(run=demo.run)
 
 
 def _add_model(parser: Any) -> None:
@@ -330,10 +251,12 @@ def _add_options(parser: Any, targets: Iterable[str]) -> None:
     for name in targets:
         parser.add_argument(name, metavar="TARGET", help=_TARGET_HELP)
     parser.add_argument("--input", action="append", default=[], metavar="SHAPE", help=_INPUT_HELP)
-    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="default", help="default: autocast's")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="default", help="default: autocast's")
     help_levels = "O1: casts; O2: low parameters with float32 masters; O3: all low"
     parser.add_argument("--opt-level", choices=("O1", "O2", "O3"), default="O1", help=help_levels)
     help_level = "how far low precision spreads; default balanced"
     parser.add_argument("--level", choices=("strict", "balanced", "aggressive"), default="balanced", help=help_level)
+    help_ranges = "decide by measured ranges: the file of fxamp profile --save"
+    parser.add_argument("--ranges", metavar="FILE", help=help_ranges)
     help_override = "as convert(overrides=): module path, glob or node = colour; may be repeated"
     parser.add_argument("--override", action="append", default=[], metavar="NAME=COLOUR", help=help_override)

@@ -12,9 +12,10 @@ from fxamp.numerics.bisect import find_deny
 from fxamp.numerics.compare import compare
 from fxamp.review.plan import load_plan
 from fxamp.review.plan_diff import diff_plans, diff_text
-from fxamp.targets import load_name, load_target
+from fxamp.targets import load_batches, load_name, load_target
 
 OK, LIMIT = 0, 1
+"""Exit codes: all is well; what was asked for does not hold."""
 
 
 def run_diff(chosen: argparse.Namespace) -> int:
@@ -31,14 +32,14 @@ def run_diff(chosen: argparse.Namespace) -> int:
 def run_profile(chosen: argparse.Namespace) -> int:
     """Measure ranges on real batches."""
     model, _ = load_target(chosen.target, [])
-    found = load_name(chosen.batches)
+    batches = load_batches(chosen.batches)
     loss_fn = load_name(chosen.loss) if chosen.loss else None
-    ranges = profile(model, found() if callable(found) else found, loss_fn)
+    ranges = profile(model, batches, loss_fn)
+    print(json.dumps(ranges.as_dict()) if chosen.json else ranges)
     if chosen.save:
         ranges.save(chosen.save)
     if chosen.plot:
         ranges.plot(chosen.plot)
-    print(json.dumps(ranges.as_dict()) if chosen.json else ranges)
     return OK
 
 
@@ -58,7 +59,7 @@ def run_compare(chosen: argparse.Namespace, converted: Any) -> int:
     model, example = _with_inputs(chosen)
     model.load_state_dict(converted.state_dict())
     loss_fn = load_name(chosen.loss) if chosen.loss else None
-    result = compare(model, converted, example, loss_fn)
+    result = compare(model, converted, example, loss_fn, chosen.scale)
     if chosen.tolerance is None:
         print(json.dumps(result.as_dict(), indent=2) if chosen.json else result)
         return OK

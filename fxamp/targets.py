@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +36,22 @@ def load_target(text: str, inputs: list[str]) -> tuple[nn.Module, Any]:
     if not isinstance(model, nn.Module):
         raise OptionError(f"{text} gives a {type(model).__qualname__}, not an nn.Module or (nn.Module, inputs).")
     return model, tuple(map(parse_input, inputs)) if inputs else example
+
+
+def load_batches(text: str) -> Iterable[Any]:
+    """The batches that `text` names: a list, a loader, or a function that gives either or yields them.
+
+    Raises:
+        OptionError: nothing is there, or nothing that can be gone through.
+    """
+    found = load_name(text)
+    made = _call(text, found) if callable(found) and not isinstance(found, Iterable) else found
+    if isinstance(made, (torch.Tensor, str)) or not isinstance(made, Iterable):
+        raise OptionError(
+            f"{text} gives a {type(made).__qualname__}, not batches. Give a list, a DataLoader, or a generator "
+            "function, whose items are each the inputs of one call."
+        )
+    return made
 
 
 def _call(text: str, factory: Callable[[], Any]) -> Any:

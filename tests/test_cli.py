@@ -230,13 +230,18 @@ def test_plans_and_suggestions_of_inspect(capsys, folder):
     assert "Converted 2/9" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [(), ("inspect",), ("explain",), ("lists",), ("diff",), ("profile",), ("audit",)])
+@pytest.mark.parametrize(
+    "command",
+    [(), ("inspect",), ("explain",), ("lists",), ("diff",), ("profile",), ("compare",), ("audit",), ("demo",)],
+)
 def test_help_teaches(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         run(*command, "--help")
     assert stopped.value.code == 0
     said = capsys.readouterr().out
     assert "exit codes: 0 all is well" in said
+    if command:
+        assert "--json" in said and said.count("fxamp") >= 2, "an example"
     if not command:
         assert "fxamp inspect train.py:make_model" in said
     if command in (("inspect",), ("explain",), ("audit",)):
@@ -271,3 +276,133 @@ def test_explain_takes_an_op_by_any_of_its_names(name, capsys):
 def test_python_m_fxamp_runs(folder):
     done = subprocess.run([sys.executable, "-m", "fxamp", "lists", "exp"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0 and "deny" in done.stdout
+
+
+COMMANDS = {
+    "inspect": ("cli_models:with_inputs",),
+    "explain": ("cli_models:with_inputs", "exp"),
+    "lists": ("exp",),
+    "diff": ("plan.json", "plan.json"),
+    "profile": ("cli_models:Net", "cli_models:batches"),
+    "compare": ("cli_models:with_inputs",),
+    "audit": ("cli_models:with_inputs",),
+    "demo": ("--tasks", "digits", "--device", "cpu", "--workers", "1", "--steps", "2"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_gives_json_and_nothing_else(command, capsys):
+    """`fxamp` of the table above names every command there is."""
+    if command == "demo":
+        pytest.importorskip("sklearn")
+    if command == "diff":
+        assert run("inspect", "cli_models:with_inputs", "--save-plan", "plan.json", "--json") == 0
+        capsys.readouterr()
+    assert run(command, *COMMANDS[command], "--json") in (0, 1)
+    json.loads(capsys.readouterr().out)
+
+
+def test_no_command_is_left_out(capsys):
+    with pytest.raises(SystemExit):
+        run("--help")
+    listed = capsys.readouterr().out.partition("COMMAND\n")[2].partition("\n\n")[0]
+    assert {line.split()[0] for line in listed.splitlines()} == set(COMMANDS)
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run("--version")
+    assert stopped.value.code == 0 and capsys.readouterr().out.startswith("fxamp ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("profile", "cli_models:Net", "cli_models:loss"), "cli_models:loss is called without arguments"),
+        (("profile", "cli_models:Net", "cli_models:number"), "cli_models:number gives a int, not batches"),
+        (("profile", "cli_models:Net", "cli_models:no_batches"), "profile got no batches"),
+        (("profile", "cli_models:Net", "cli_models:batches", "--save", "no/r.json"), "'no/r.json': No such file"),
+        (("profile", "cli_models:Net", "cli_models:batches", "--plot", "no/r.png"), "'no/r.png': No such file"),
+        (("profile", "cli_models:Net", "cli_models:batches", "--plot", "r.foo"), "Format 'foo' is not supported"),
+        (("inspect", "cli_models:with_inputs", "--save-plan", "no/plan.json"), "'no/plan.json': No such file"),
+        (("inspect", "cli_models:with_inputs", "--dump", "cli_models.py"), "the dump cannot be written"),
+        (("compare", "cli_models:with_inputs", "--scale", "0"), "--scale 0: a loss scale is positive"),
+        (("demo", "--device", "foo"), "--device foo: torch cannot use it here"),
+        (("demo", "--device", "cpu", "--out", "cli_models.py"), "--out cli_models.py: "),
+    ],
+)
+def test_more_mistakes_are_exit_code_2(arguments, said, capsys, folder):
+    before = sorted(folder.iterdir())
+    assert run(*arguments) == 2
+    assert said in capsys.readouterr().err
+    assert sorted(folder.iterdir()) == before, "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", "cli_models:with_inputs", "--save-plan", "no/plan.json"),
+        ("profile", "cli_models:Net", "cli_models:batches", "--save", "no/r.json"),
+    ],
+)
+def test_what_was_found_is_printed_before_a_file_fails(arguments, capsys):
+    assert run(*arguments) == 2
+    assert len(capsys.readouterr().out.splitlines()) > 3
+
+
+def test_a_warning_is_a_sentence_without_a_line_of_fxamps(capsys):
+    assert run("inspect", "cli_models:with_inputs", "--save-plan", "plan.json") == 0
+    capsys.readouterr()
+    assert run("inspect", "cli_models:Two", "--input", "4:int64", "--input", "4x8", "--plan", "plan.json") == 0
+    said = capsys.readouterr().err
+    assert said.startswith("fxamp: warning: the plan of Net does not fit this model"), said
+    assert "UserWarning" not in said and ".py:" not in said
+
+
+def test_control_c_is_exit_code_130(monkeypatch, capsys):
+    def interrupted(chosen):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fxamp.cli_review.converted", interrupted)
+    assert run("inspect", "cli_models:Net") == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+UNDERFLOWS = """
+import torch
+from torch import nn
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.a(x).tanh()
+
+def make():
+    torch.manual_seed(0)
+    return Small(), (torch.ones(4, 8),)
+
+def tiny(output):
+    return output.float().sum() * 1e-9
+"""
+
+
+def test_compare_names_who_loses_gradients_and_the_scale_that_keeps_them(folder, capsys):
+    (folder / "underflows.py").write_text(UNDERFLOWS)
+    given = ("compare", "underflows.py:make", "--loss", "underflows.py:tiny", "--dtype", "fp16")
+    assert run(*given) == 0
+    said = capsys.readouterr().out.splitlines()[1]
+    assert said.startswith("underflow: ") and "100% of the gradients it passes back are 0 here only" in said
+    assert run(*given, "--scale", str(2**20)) == 0
+    assert "underflow: " not in capsys.readouterr().out
+
+
+def test_ranges_that_were_saved_decide(capsys):
+    assert run("profile", "cli_models:Net", "cli_models:batches", "--save", "ranges.json") == 0
+    capsys.readouterr()
+    assert run("inspect", "cli_models:with_inputs", "--ranges", "ranges.json") == 0
+    assert capsys.readouterr().out.startswith("Converted ")
+    assert run("inspect", "cli_models:with_inputs", "--ranges", "cli_models.py") == 2
+    assert "'cli_models.py' holds no ranges" in capsys.readouterr().err

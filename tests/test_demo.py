@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 
 import pytest
 import torch
@@ -250,6 +251,17 @@ def test_the_job(short, tmp_path, capsys, monkeypatch, holds):
     assert str(tmp_path) in printed.splitlines()[-1]
     for mode in ("fxamp-bf16", "fxamp-fp16"):
         assert (tmp_path / "digits" / mode / "graph.diff").read_text()
+
+
+def test_the_job_as_json(short, tmp_path, capsys):
+    status = demo.main(["--tasks", "digits", "--device", "cpu", "--workers", "1", "--out", str(tmp_path), "--json"])
+    printed = capsys.readouterr()
+    read = json.loads(printed.out)
+    (results,) = read["tasks"].values()
+    assert [result["mode"] for result in results] == ["fp32"] * 3 + [mode.name for mode in MIXED]
+    assert len(read["claims"]) == 6 and {"text", "holds"} == read["claims"][0].keys()
+    assert status == (0 if all(claim["holds"] for claim in read["claims"]) else 1)
+    assert read["graphs"] == str(tmp_path) and "claims hold" in printed.err
 
 
 def test_two_at_a_time_give_what_one_gives(tmp_path, threads):

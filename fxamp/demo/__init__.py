@@ -3,6 +3,7 @@
     fxamp demo                       # two minutes on two CPU cores with bfloat16 units
     fxamp demo --tasks digits        # one of the two
     fxamp demo --device cuda
+    fxamp demo --json > demo.json    # the tables and claims as data; progress goes to stderr
 
 fp32 runs with three seeds first; the others repeat the seed whose test accuracy is the middle one: same first
 weights, same batches. The exit code is 1 where one of the claims under the tables does not hold.
@@ -11,8 +12,10 @@ weights, same batches. The exit code is 1 where one of the claims under the tabl
 import argparse
 import contextlib
 import dataclasses
+import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="fxamp demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--json", action="store_true", help="print JSON for programs; progress goes to stderr")
     add_arguments(parser)
     return run(parser.parse_args(arguments))
 
@@ -53,9 +57,41 @@ def run(chosen: argparse.Namespace) -> int:
         )
     if device.type == "cpu":
         torch.set_num_threads(1)
+    _check_folder(chosen.out)
+    if chosen.json:
+        with contextlib.redirect_stdout(sys.stderr):
+            found = _train(chosen, device)
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        found = _train(chosen, device)
+    return 0 if all(claim.holds for claim in found.claims) else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the whole demo gave: the runs of each task by its title, and the claims."""
+
+    runs: dict[str, list[Result]]
+    claims: list[Claim]
+    seconds: float
+    out: Path
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "torch": torch.__version__,
+            "tasks": {title: [facts(result) for result in trained] for title, trained in self.runs.items()},
+            "claims": [vars(claim) for claim in self.claims],
+            "seconds": round(self.seconds, 1),
+            "graphs": str(self.out),
+        }
+
+
+def _train(chosen: argparse.Namespace, device: torch.device) -> Outcome:
+    """Every task in every mode, with its table and claims printed."""
     workers = chosen.workers or _workers(device)
     print(f"torch {torch.__version__}, {_name(device)}; runs at a time: {workers}")
-    start, found = time.perf_counter(), []
+    start, found = time.perf_counter(), list[Claim]()
     runs: dict[str, list[Result]] = {}
     for name in chosen.tasks:
         trained, claimed = compare(name, chosen.steps, str(device), workers, chosen.out / name)
@@ -64,11 +100,12 @@ def run(chosen: argparse.Namespace) -> int:
     print(f"{LEGEND}\n\n{sum(claim.holds for claim in found)} of {len(found)} claims hold; ", end="")
     print(f"{time.perf_counter() - start:.0f} s in all.")
     print(f"The graphs, before and after, with the reason of every node: {chosen.out}")
+    outcome = Outcome(runs, found, time.perf_counter() - start, chosen.out)
     if chosen.save:
-        data = {title: [facts(result) for result in trained] for title, trained in runs.items()}
+        data = outcome.as_dict()["tasks"]
         typed = sys.argv[sys.argv.index("demo") + 1 :] if "demo" in sys.argv else []
-        results.save(results.make("tools/train", typed, data, time.perf_counter() - start, device.type), chosen.save)
-    return 0 if all(claim.holds for claim in found) else 1
+        results.save(results.make("tools/train", typed, data, outcome.seconds, device.type), chosen.save)
+    return outcome
 
 
 def compare(name: str, steps: int | None, device: str, workers: int, folder: Path) -> tuple[list[Result], list[Claim]]:
@@ -97,16 +134,32 @@ def facts(result: Result) -> dict[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The demo's own options."""
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: both")
-    parser.add_argument("--steps", type=int, help="of each run, at least 2; the claims are meant for the default")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="of each run, at least 2; the claims are meant for the default"
+    )
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument("--workers", type=int, help="runs at a time; default: 2 on a CPU of two cores, else 1")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the graphs' dumps")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="runs at a time; default: 2 on a CPU of two cores, else 1"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of the graphs' dumps"
+    )
     results.add_save(parser, "train")
 
 
+def _check_folder(out: Path) -> None:
+    """Say now, not after the training, that the graphs cannot be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OptionError(f"--out {out}: {error.strerror or error}. Give a folder that can be written.") from error
+
+
 def _device(name: str | None) -> torch.device:
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     with contextlib.suppress(Exception):
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.zeros((), device=device)
         return device
     raise FxampError(f"--device {name}: torch cannot use it here. Leave it out, or give 'cpu'.")
