@@ -24,10 +24,11 @@ from fxamp import ir
 from fxamp.capture.dynamo import adopt
 from fxamp.capture.inputs import refused_low_inputs
 from fxamp.capture.surroundings import idle_autocast
+from fxamp.capture.unseen import unseen
 from fxamp.dynamo_variant import Rewrite, rewrite_dynamo_graph
-from fxamp.engine import Variant
 from fxamp.errors import OptionError, nearest
 from fxamp.options import Options, check_options, device_of
+from fxamp.variant import Variant
 from fxamp.views import nested, plain_inside, plain_tree
 
 log = logging.getLogger("fxamp")
@@ -75,7 +76,8 @@ class DynamoForward:
         variants: every graph there is, in the order of their making.
         watch: while it is set, it runs the graphs in the place of their compiled forwards.
         calls: of the model, so far.
-        weights: paths of the weights that graphs were given in the first call; one graph may serve many modules.
+        weights: paths of the weights that graphs were given in calls that made graphs.
+        shared: a weight of a module -> the weight of the equal module whose graph runs it, and decided for both.
     """
 
     def __init__(self, options: Options, rewrite: Rewrite) -> None:
@@ -86,6 +88,8 @@ class DynamoForward:
         self.watch: Watch | None = None
         self.calls = 0
         self.weights: set[str] = set()
+        self.shared: dict[str, str] = {}
+        self._grown_at = 1
         self._compiled: Any = None
         self._seen: weakref.ref[nn.Module] | None = None  # Dynamo's caches keep this object, not the model
         self._nested: list[str] = []
@@ -124,16 +128,28 @@ class DynamoForward:
         )
         variant.captured.forget_values()
         self.variants.append(variant)
+        self._grown_at = self.calls
         return lambda *inputs: self._run(variant, list(inputs))
 
     def _run(self, variant: Variant, inputs: list[Any]) -> Any:
-        if self.calls == 1 and self._root is not None:
-            given = {id(value) for value in inputs if isinstance(value, nn.Parameter)}
-            named = self._root.named_parameters(remove_duplicate=False)
-            self.weights.update(name for name, weight in named if id(weight) in given)
+        if self.calls == self._grown_at and self._root is not None:
+            self._note_weights(variant, inputs, self._root)
         if self.watch is not None:
             return self.watch(variant, inputs)
         return variant.compiled.run(None, *inputs)
+
+    def _note_weights(self, variant: Variant, inputs: list[Any], root: nn.Module) -> None:
+        """Which weights graphs are given, and which of them another module's graph is given."""
+        names: dict[int, list[str]] = {}
+        for name, weight in root.named_parameters(remove_duplicate=False):
+            names.setdefault(id(weight), []).append(name)
+        placeholders = [node for node in variant.graph.nodes if node.op == "placeholder"]
+        for node, value in zip(placeholders, inputs, strict=False):
+            found = names.get(id(value), [])
+            self.weights.update(found)
+            own = node.meta.get(ir.WEIGHT_PATH)
+            if own is not None and found and own not in found:
+                self.shared[found[0]] = str(own)
 
 
 def _is_watched() -> bool:
@@ -233,7 +249,7 @@ def visit_graphs(
         with FakeCopyMode(mode):
             twin = copy.deepcopy(plain_tree(model))
         fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
-        with mode, torch.random.fork_rng(devices=[]):
+        with mode, unseen(model):
             run: Any = torch.compile(_own_code(base.forward), backend=show)  # type: ignore[no-untyped-call, unused-ignore]
             run(twin, *fake_args, **fake_kwargs)
     except OptionError:

@@ -13,11 +13,11 @@ from fxamp.capture.captured import Captured
 from fxamp.capture.dynamo import adopt, fake_mode_of, is_dynamic
 from fxamp.capture.promotion import promote
 from fxamp.codegen import CompiledForward
-from fxamp.engine import Variant
 from fxamp.fakes import Fakes
 from fxamp.options import Options
+from fxamp.variant import Variant
 
-Rewrite = Callable[..., None]
+Rewrite = Callable[..., object]
 
 
 def rewrite_dynamo_graph(
@@ -94,11 +94,18 @@ def _name_from_root(captured: Captured, model: nn.Module) -> None:
             node.meta[ir.WEIGHT_PATH] = min(fitting, key=len)
             prefixes.append(min(fitting, key=len).removesuffix(path))
     prefix = prefixes[0] if prefixes and len(set(prefixes)) == 1 else ""
+    around = _modules_around(prefix, model)
     for node in captured.graph.nodes if prefix else ():
-        stack = node.meta.get("nn_module_stack") or {"": ("", type(model.get_submodule(prefix.strip("."))))}
-        node.meta["nn_module_stack"] = {
-            key: (f"{prefix}{path}".strip("."), owner) for key, (path, owner) in stack.items()
-        }
+        stack = node.meta.get("nn_module_stack") or {}
+        inner = {key: (f"{prefix}{path}".strip("."), owner) for key, (path, owner) in stack.items()}
+        node.meta["nn_module_stack"] = {**around, **inner}
+
+
+def _modules_around(prefix: str, model: nn.Module) -> dict[str, tuple[str, type]]:
+    """The module that went on and those around it, outermost first: overrides name them too."""
+    parts = prefix.strip(".").split(".") if prefix else []
+    paths = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    return {f"around {path}": (path, type(model.get_submodule(path))) for path in paths}
 
 
 class _Roots(nn.Module):

@@ -14,6 +14,7 @@ from fxamp.lists.environment import warn
 from fxamp.review.advice import low_already
 from fxamp.review.dump import dump
 from fxamp.review.report import Report, report, require_engine
+from fxamp.review.sharing import overrides_without_effect
 from fxamp.review.table import overview
 from fxamp.review.uncaptured import uncaptured
 
@@ -39,9 +40,10 @@ def announce(converted: nn.Module) -> None:
     share, outside = uncaptured(require_engine(converted), converted)
     if share == 1:
         log.warning("nothing of %s was converted: %s", type(converted).__qualname__, outside)
-    if (low := low_already(converted)) and low not in _said.setdefault(converted, set()):
-        _said[converted].add(low)
-        log.warning(low)
+    for text in filter(None, (low_already(converted), *overrides_without_effect(require_engine(converted)))):
+        if text not in _said.setdefault(converted, set()):
+            _said[converted].add(text)
+            log.warning(text)
     path = os.environ.get("FXAMP_LOG_PATH", "").strip()
     if not path and not log.isEnabledFor(logging.INFO):
         return

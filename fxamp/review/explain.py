@@ -11,6 +11,7 @@ from fxamp.review.find import find_rows
 from fxamp.review.remedies import Remedy, remedies_for
 from fxamp.review.report import Report, report, require_engine
 from fxamp.review.rows import Row
+from fxamp.review.sharing import run_as
 from fxamp.review.words import bytes_in_words, plural
 
 _FULL = 3
@@ -32,8 +33,12 @@ def explain(converted: nn.Module, name: str) -> str:
     built = report(converted)
     if built.left:
         return f"{built.summary()}: there is nothing to explain."
-    lists: OpLists = require_engine(converted).options.lists
-    return explain_rows(built, lists, name)
+    engine = require_engine(converted)
+    lists: OpLists = engine.options.lists
+    other = run_as(engine, name)
+    if other is None:
+        return explain_rows(built, lists, name)
+    return f"{name} is run by the graph that Dynamo made for {other}:\n\n{explain_rows(built, lists, other)}"
 
 
 def explain_rows(built: Report, lists: OpLists, name: str) -> str:
@@ -50,7 +55,7 @@ def reasons_of(converted: nn.Module, name: str) -> list[list[Row]]:
     built = report(converted)
     if built.left:
         return []
-    kind, found = find_rows(built.rows, name)
+    kind, found = find_rows(built.rows, run_as(require_engine(converted), name) or name)
     rows = found if kind == "node" else _computing(found) or found
     return [chain_of(row, by_name(built.rows, row.graph)) for row in rows]
 
@@ -76,11 +81,12 @@ def _group(title: str, found: Sequence[Row], built: Report, lists: OpLists) -> I
         yield from _whole_cost(high, built)
     for (reason, kind), count in Counter((row.reason, row.reason_kind) for row in computing).most_common():
         yield f"  {count} x {reason}  [{kind}]"
-    shown = (high or computing or list(found))[:_FULL]
+    told = high or [row for row in computing if row.precision == "low"] or computing
+    shown = (told or list(found))[:_FULL]
     for row in shown:
         yield ""
         yield from _node(row, built, lists)
-    left = len(high or computing) - len(shown)
+    left = len(told) - len(shown)
     if left > 0:
         yield ""
         yield f"... and {left} more: name one of them, or see print(fxamp.report(model))"

@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 from fxamp.dtypes import dtype_name
-from fxamp.engine import Engine, Variant, engine_of
-from fxamp.errors import OptionError
+from fxamp.engine import Engine, engine_of
 from fxamp.lists import EnvironmentChange
 from fxamp.review.advice import advice_of, low_already, outside_of, unread_parameters
 from fxamp.review.code import graph_title
 from fxamp.review.gemms import ALIGNMENT, Gemm, gemms_of
 from fxamp.review.regions import Region, regions_of
 from fxamp.review.rows import Row, rows_of
+from fxamp.review.sharing import sharing
 from fxamp.review.table import report_table
 from fxamp.review.uncaptured import is_nothing_captured, uncaptured
-from fxamp.unconverted import why_left
+from fxamp.unconverted import not_converted, why_left
+from fxamp.variant import Variant
 
 if TYPE_CHECKING:
     from fxamp.review.what_if import Suggestion
@@ -240,7 +241,11 @@ def report(converted: nn.Module) -> Report:
     _, outside = uncaptured(engine, converted)
     if is_nothing_captured(engine):
         return dataclasses.replace(built, outside=(outside,), advice=(), is_preview=False)
-    return dataclasses.replace(built, outside=(outside, *built.outside)) if outside else built
+    shared = sharing(engine)
+    if not outside and not shared:
+        return built
+    outsides = (outside, *built.outside) if outside else built.outside
+    return dataclasses.replace(built, outside=outsides, advice=(*shared, *built.advice))
 
 
 def _report_of_left(model: nn.Module, reason: str) -> Report:
@@ -255,9 +260,7 @@ def require_engine(converted: Any) -> Engine:
     """The engine of a converted model, or an OptionError that says how to get one."""
     engine = engine_of(converted)
     if engine is None:
-        raise OptionError(
-            f"this {type(converted).__qualname__} was not converted: fxamp.convert(model) returns the converted model."
-        )
+        raise not_converted(converted)
     return engine.current(converted)
 
 
@@ -319,12 +322,13 @@ def _paddings(rows: Sequence[Row]) -> Iterable[Padding]:
     """The dimensions that pads made longer; a weight's pad names the weight."""
     shapes = {(row.graph, row.name): row.shape for row in rows}
     for row in rows:
-        before = shapes.get((row.graph, row.inputs[0])) if row.role == "pad" else None
-        if before is None or row.shape is None:
+        source = row.reason_node if row.role in ("pad", "weight cast") else None
+        before = shapes.get((row.graph, source or ""))
+        if source is None or before is None or row.shape is None:
             continue
         for dim, (logical, padded) in enumerate(zip(before, row.shape, strict=False)):
             if padded > logical:
-                yield Padding(row.reason_node or row.inputs[0], dim, logical, padded)
+                yield Padding(source, dim, logical, padded)
 
 
 def _variables(changes: Iterable[EnvironmentChange], rows: Sequence[Row]) -> Iterable[Variable]:

@@ -1,0 +1,78 @@
+"""Run a model's forward for a look only: what it leaves behind in Python is put back."""
+
+import collections
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_CONTAINERS = (
+    dict,
+    list,
+    set,
+    collections.deque,
+    collections.OrderedDict,
+    collections.defaultdict,
+    collections.Counter,
+)
+_SCALARS = (bool, int, float, str, type(None))
+
+
+@contextlib.contextmanager
+def unseen(model: nn.Module) -> Iterator[None]:
+    """Put back random generators, and the globals of the files that define the model's classes, when it ends.
+
+    Numbers, strings and flags get their old values, and containers their old elements (one level deep). The model's
+    own attributes are not looked at: the caller runs a copy.
+    """
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    namespaces = [vars(module) for module in _user_modules(model)]
+    scalars = [{name: value for name, value in space.items() if type(value) in _SCALARS} for space in namespaces]
+    containers = _containers(namespaces)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        for space, before in zip(namespaces, scalars, strict=True):
+            space.update({name: value for name, value in before.items() if space.get(name, space) is not value})
+        for container, elements in containers:
+            _refill(container, elements)
+
+
+def _user_modules(model: nn.Module) -> list[Any]:
+    names = {type(module).__module__ for module in model.modules()}
+    return [sys.modules[name] for name in sorted(names) if not name.startswith("torch.") and name in sys.modules]
+
+
+def _containers(namespaces: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    found = {
+        id(value): (value, value.copy())
+        for space in namespaces
+        for name, value in space.items()
+        if type(value) in _CONTAINERS and not name.startswith("__")
+    }
+    return list(found.values())
+
+
+def _refill(container: Any, elements: Any) -> None:
+    before, now = _flat(elements), _flat(container)
+    if len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True)):
+        return
+    container.clear()
+    if isinstance(container, (dict, set)):
+        container.update(elements)
+    else:
+        container.extend(elements)
+
+
+def _flat(container: Any) -> list[Any]:
+    return [part for pair in container.items() for part in pair] if isinstance(container, dict) else list(container)

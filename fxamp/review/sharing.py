@@ -1,0 +1,73 @@
+"""Graphs that Dynamo runs for several equal modules: what was decided for the first of them holds for all."""
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+from fxamp.engine import Engine
+
+_NAMED = 3
+"""Modules that are named; the rest is counted."""
+
+
+def shared_modules(engine: Engine) -> dict[str, str]:
+    """Module -> the equal module whose graph runs it: {"blocks.2": "blocks.1"}."""
+    found: dict[str, str] = {}
+    for other, own in getattr(engine.dynamo, "shared", {}).items():
+        parts, own_parts = other.split("."), own.split(".")
+        while parts and own_parts and parts[-1] == own_parts[-1]:
+            parts.pop()
+            own_parts.pop()
+        if parts and own_parts:
+            found[".".join(parts)] = ".".join(own_parts)
+    return found
+
+
+def sharing(engine: Engine) -> list[str]:
+    """A sentence for each module whose graph others run."""
+    others: dict[str, list[str]] = {}
+    for other, own in shared_modules(engine).items():
+        others.setdefault(own, []).append(other)
+    return [
+        f"Dynamo runs the graph of {own} for {_listed(names)} too: what is shown and decided for {own} holds for them. "
+        f"Convert with boundaries= to decide for each by itself."
+        for own, names in others.items()
+    ]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def overrides_without_effect(engine: Engine) -> list[str]:
+    """A sentence for each weight's module that the user gave another colour than the module whose graph runs it."""
+    overrides: Mapping[str, Any] = engine.options.overrides
+    found: dict[str, str] = {}
+    for other, own in getattr(engine.dynamo, "shared", {}).items():
+        wanted, given = _override_of(other, overrides), _override_of(own, overrides)
+        if wanted != given:
+            module, first = other.rpartition(".")[0], own.rpartition(".")[0]
+            asked = f"overrides give {module} {wanted or 'no colour'} and {first} {given or 'no colour'}"
+            found[module] = (
+                f"{asked}, but Dynamo runs the graph of {first} for both, as decided for {first}: "
+                "give both the same, or convert with boundaries= to decide for each by itself"
+            )
+    return list(found.values())
+
+
+def _override_of(weight: str, overrides: Mapping[str, Any]) -> Any:
+    """The colour that overrides give to the module that holds a weight: the innermost path, then a glob."""
+    parts = weight.split(".")[:-1]
+    paths = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    exact = next((path for path in paths if path in overrides), None)
+    glob = next((key for key in overrides if any(fnmatch.fnmatchcase(path, key) for path in paths)), None)
+    return overrides.get(exact or glob or "")
+
+
+def run_as(engine: Engine, name: str) -> str | None:
+    """The name, inside the module whose graph runs it, of what stands in a module that has no graph of its own."""
+    for other, own in shared_modules(engine).items():
+        if name == other or name.startswith(f"{other}."):
+            return own + name.removeprefix(other)
+    return None

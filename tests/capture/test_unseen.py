@@ -1,0 +1,61 @@
+"""Dynamo's look at a model whose file speaks of autocast leaves nothing behind: forward's Python runs once a call."""
+
+import collections
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp.capture.unseen import unseen
+
+STATE, LOG, SEEN, RECENT, CALLS = {"calls": 0}, [], set(), collections.deque(maxlen=3), 0
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        global CALLS
+        CALLS += 1
+        STATE["calls"] += 1
+        LOG.append("call")
+        SEEN.add(len(LOG))
+        RECENT.append(CALLS)
+        y = self.fc(x)
+        if random.random() < 0.5:
+            y = y * 2
+        return y * STATE["calls"] + float(numpy.random.rand())
+
+
+def started_again():
+    global CALLS
+    CALLS = 0
+    STATE["calls"] = 0
+    for container in (LOG, SEEN, RECENT):
+        container.clear()
+    random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+    return Counting()
+
+
+@pytest.mark.parametrize("example", [None, torch.ones(2, 4)])
+def test_side_effects_happen_once_a_call(example):
+    expected, model = [], started_again()
+    expected = [model(torch.ones(2, 4)) for _ in range(3)]
+    state = (dict(STATE), list(LOG), set(SEEN), list(RECENT), CALLS, random.random(), numpy.random.rand())
+    model = fxamp.convert(started_again(), torch.bfloat16, example, capture="dynamo")
+    for call in expected:
+        torch.testing.assert_close(model(torch.ones(2, 4)), call, rtol=2**-6, atol=2**-6)
+    assert state == (dict(STATE), list(LOG), set(SEEN), list(RECENT), CALLS, random.random(), numpy.random.rand())
+
+
+def test_everything_is_put_back_after_an_error():
+    model = started_again()
+    with pytest.raises(ZeroDivisionError), unseen(model):
+        model(torch.ones(2, 4))
+        raise ZeroDivisionError
+    assert (STATE, LOG, SEEN, list(RECENT), CALLS) == ({"calls": 0}, [], set(), [], 0)

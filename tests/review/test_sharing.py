@@ -1,0 +1,93 @@
+"""Where Dynamo runs one graph for several equal modules, the report, explain and overrides say so."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """Two graphs: one before the break, one behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        y = self.a(x)
+        torch._dynamo.graph_break()
+        return self.norm(y) + x
+
+
+class Stack(nn.Module):
+    def __init__(self, depth=4):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def called(**more):
+    torch.manual_seed(0)
+    converted = fxamp.convert(Stack(), torch.float16, capture="dynamo", **more)
+    converted(X)
+    return converted
+
+
+def linears(converted):
+    return {row.module: row.precision for row in fxamp.report(converted).rows if row.op == "linear"}
+
+
+def test_the_report_names_whom_a_graph_serves():
+    told = [text for text in fxamp.report(called()).advice if "Dynamo runs the graph of" in text]
+    assert told and all("blocks.1" in text and "blocks.2" in text and "blocks.3" in text for text in told)
+
+
+def test_explain_answers_for_a_module_that_runs_anothers_graph():
+    converted = called()
+    assert set(linears(converted)) == {"blocks.0.a", "blocks.1.a"}
+    said = fxamp.explain(converted, "blocks.3.a")
+    assert said.startswith("blocks.3.a is run by the graph that Dynamo made for blocks.1.a:")
+    assert "module blocks.1.a: 1 of 1 node in float16" in said
+    assert fxamp.explain(converted, "blocks.1.a").startswith("module blocks.1.a")
+    with pytest.raises(fxamp.OptionError, match=r"'blocks\.9' is no node"):
+        fxamp.explain(converted, "blocks.9")
+
+
+@pytest.mark.parametrize("key", ["blocks.0", "blocks.0.a", "blocks.[0]"])
+def test_an_override_of_a_module_behind_a_graph_break_holds_below_it(key):
+    assert linears(called(overrides={key: "deny"})) == {"blocks.0.a": "high", "blocks.1.a": "low"}
+
+
+@pytest.mark.parametrize("overrides", [{"blocks.2": "deny"}, {"blocks.1": "deny"}, {"blocks.3.*": "deny"}])
+def test_an_override_that_a_shared_graph_cannot_follow_is_a_warning_once(overrides, caplog):
+    with caplog.at_level(logging.WARNING, "fxamp"):
+        converted = called(overrides=overrides)
+        converted(X)
+    told = [record.getMessage() for record in caplog.records if "for both, as decided for" in record.getMessage()]
+    assert told and len(set(told)) == len(told)
+    assert all("boundaries=" in text for text in told)
+
+
+@pytest.mark.parametrize("overrides", [{"blocks": "deny"}, {"blocks.*": "deny"}, {}])
+def test_an_override_that_holds_for_all_is_none(overrides, caplog):
+    with caplog.at_level(logging.WARNING, "fxamp"):
+        converted = called(overrides=overrides)
+    assert "as decided for" not in caplog.text
+    assert set(linears(converted).values()) == ({"high"} if overrides else {"low"})
