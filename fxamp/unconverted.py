@@ -37,6 +37,16 @@ def why_left(model: Any) -> str | None:
     return disabled_by()
 
 
+def not_converted(model: Any) -> OptionError:
+    """The error for a model without graphs; of a wrapper (DDP, torch.compile) it names the converted model inside."""
+    kind = type(model).__qualname__
+    inside = model.named_modules() if isinstance(model, nn.Module) else ()
+    path = next((path for path, module in inside if "_fxamp_engine" in module.__dict__), None)
+    if path is None:
+        return OptionError(f"this {kind} was not converted: fxamp.convert(model) returns the converted model.")
+    return OptionError(f"this {kind} was not converted, the model inside it was: give it, as model.{path}.")
+
+
 def check_left(model: Any, instead: str) -> None:
     """Warn, once for each question, that a model left as it is has no graph to ask.
 
@@ -48,9 +58,7 @@ def check_left(model: Any, instead: str) -> None:
     """
     reason = why_left(model)
     if reason is None:
-        raise OptionError(
-            f"this {type(model).__qualname__} was not converted: fxamp.convert(model) returns the converted model."
-        )
+        raise not_converted(model)
     text = f"{reason}: the model runs as it is written, so {instead}."
     if text not in _said:
         _said.add(text)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from fxamp.review.advice import region_advice
 from fxamp.review.rows import Row
 from fxamp.review.words import bytes_in_words, plural, size_in_words
 
@@ -40,14 +41,16 @@ def overview(built: "Report") -> Iterator[str]:
         yield f"GEMM work in {built.low_dtype}: {built.coverage:.1%} of {plural(len(built.gemms), 'GEMM')}"
     for count, method in sorted({(built.captures.count(m), m) for m in built.captures}):
         yield f"captured: {plural(count, 'graph')} ({method})"
-    for region in built.regions[:_REGIONS]:
+    shown = built.regions[:_REGIONS]
+    for region in shown:
         yield (
             f"float32 region: {size_in_words(region.nbytes)} in {plural(len(region.nodes), 'node')}, "
             f"because of {region.cause}: {region.reason}"
         )
     yield from (f"environment: {variable}" for variable in built.environment)
     yield from (f"outside: {text}" for text in built.outside)
-    yield from (f"advice: {text}" for text in built.advice)
+    told = {region_advice(region) for region in shown}
+    yield from (f"advice: {text}" for text in built.advice if text not in told)
 
 
 def node_table(built: "Report") -> str:

@@ -47,9 +47,11 @@ def what_if(
         return today
     options = require_engine(converted).options
     lists, overrides = options.lists, dict(options.overrides)
-    rows = today.rows
+    rows, given = today.rows, dict[Op, str]()
     for colour, names in zip(COLOURS, (allow, infer, deny, clear), strict=True):
         for name in (names,) if isinstance(names, str) or callable(names) else names:
+            if given.setdefault(name, colour) != colour:
+                raise OptionError(f"what_if: {name!r} stands in {given[name]} and in {colour}: give it one of them.")
             op, keys = _meant(name, lists, rows)
             if op is not None:
                 lists = lists.override(**{colour: [op]})

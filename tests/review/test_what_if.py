@@ -93,3 +93,8 @@ def test_a_source_line_means_its_nodes(language):
 def test_a_module_is_no_name(language):
     with pytest.raises(OptionError, match=r"Linear is no name\. Give a string: a node, a module path"):
         fxamp.explain(language, torch.nn.Linear(2, 2))
+
+
+def test_a_name_in_two_lists_is_refused(language):
+    with pytest.raises(OptionError, match="what_if: 'gelu' stands in infer and in deny: give it one of them"):
+        what_if(language, infer=["gelu"], deny=["gelu"])
