@@ -187,6 +187,14 @@ def test_weights_that_are_stored_low_are_padded_by_one_copy():
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_the_report_names_what_is_padded(opt_level):
+    report = fxamp.report(step(mlp(5, 13, 8), numbers(4, 5), opt_level=opt_level).model)
+    found = {(each.node, each.dim, each.logical, each.padded) for each in report.padded}
+    assert found >= {("_0_weight", 0, 13, 16), ("_0_weight", 1, 5, 8), ("_0_bias", 0, 13, 16), ("_2_weight", 1, 13, 16)}
+    assert len(found) == 5  # and the input
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_frozen_weights_are_kept_padded(opt_level):
     x = numbers(4, 8)
     net = mlp(8, 13, 8)
