@@ -25,9 +25,9 @@ def test_fit_finds_the_exponent_and_says_how_far_the_points_are_from_it():
 
 def test_lines_are_counted_exactly():
     def work(rounds):
-        number = 0
+        done = []
         for _ in range(rounds):
-            number += 1
+            done.append(None)
 
     assert lines(lambda: work(101)) - lines(lambda: work(1)) == 200, "each round is two lines"
 
