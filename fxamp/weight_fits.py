@@ -54,7 +54,7 @@ class _Seen:
     def __init__(self, places: list[tuple[dict[str, Any], str]]) -> None:
         self.holds = True
         self._places = places
-        self._state: tuple[Any, ...] | None = None  # None: not known since the last optimizer step
+        self._state: tuple[list[Any], list[int]] | None = None  # None: not known since the last optimizer step
         self._steps, self._loads, self._writes = -1, -1, 0
 
     def tensors(self) -> list[Any]:
@@ -68,15 +68,20 @@ class _Seen:
         if is_loaded or is_stepped:
             self._state = self._now() if is_loaded else None
             return is_loaded
-        before, self._state = self._state, self._now()
-        if before is None or before == self._state or _is_recording():
+        before, now = self._state, self._now()
+        self._state = now
+        if before is None or (_are_the_same(before[0], now[0]) and before[1] == now[1]) or _is_recording():
             return False
         self._writes += 1
         return self._writes & (self._writes - 1) == 0
 
-    def _now(self) -> tuple[Any, ...]:
+    def _now(self) -> tuple[list[Any], list[int]]:
         tensors = [tensor for tensor in self.tensors() if tensor is not None]
-        return list(map(id, tensors)), list(map(_VERSION, tensors))
+        return tensors, list(map(_VERSION, tensors))
+
+
+def _are_the_same(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and all(map(operator.is_, before, now))
 
 
 _VERSION = operator.attrgetter("_version")

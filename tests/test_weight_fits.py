@@ -40,6 +40,7 @@ WRITES = {
     "load_state_dict, assigned": lambda model, name, value: model.load_state_dict(
         {name: value.clone()}, strict=False, assign=True
     ),
+    "a new tensor": lambda model, name, value: setattr(model, name, type(getattr(model, name))(value.clone())),
     "copy_": lambda model, name, value: _tensor(model, name).copy_(value),
 }
 

@@ -1,10 +1,10 @@
 """Which dimensions of which values have one size in every call: an analysis, it changes nothing.
 
 A size is static where it follows from parameters, constants and the code alone. The answer decides whether
-padding by a fixed number of elements aligns a dimension; a wrong one costs speed, never a result.
+padding by a fixed number of elements aligns a dimension. A size that is called static and is not would be padded
+wrongly in another call, so whatever is not sure is not static.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +17,7 @@ from fxamp.passes.gemm_types import Gemm, shape_of
 from fxamp.passes.gemms import OPS, describe
 from fxamp.passes.recurrent_gemms import OPS as RECURRENT
 from fxamp.passes.recurrent_gemms import Recurrent
+from fxamp.passes.view_sizes import is_rest_static
 
 Static = Any
 """Of a tensor: a bool for each dimension; of a tuple: one of these for each part; of a number: a bool."""
@@ -196,51 +197,8 @@ def _sizes(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     dims = [size != -1 and _known(size, found) for size in sizes]
     rest = [number for number, size in enumerate(sizes) if isinstance(size, int) and size == -1]
     if rest and isinstance(given, fx.Node) and shape_of(given) is not None:
-        dims[rest[0]] = _is_inferred_static(given, shape, tuple(sizes), dims, rest[0], found)
+        dims[rest[0]] = is_rest_static(shape_of(given) or (), found[given], shape, tuple(sizes), dims, rest[0])
     return tuple(dims)
-
-
-def _is_inferred_static(
-    given: fx.Node,
-    shape: tuple[int, ...],
-    sizes: tuple[Any, ...],
-    dims: list[bool],
-    inferred: int,
-    found: dict[fx.Node, Static],
-) -> bool:
-    """Whether -1 stands for the product of static sizes: those left and right of it are the source's own."""
-    source = shape_of(given) or ()
-    starts = [start for start in range(len(source)) if all(found[given][start:])]
-    for first in range(inferred, -1, -1):
-        others = [flag for dim, flag in enumerate(dims) if dim >= first and dim != inferred]
-        same = [start for start in starts if math.prod(source[start:]) == math.prod(shape[first:])]
-        if all(others) and any(
-            _is_left_alone(source, found[given], shape, sizes, dims, start, first) for start in same
-        ):
-            return True
-    return False
-
-
-def _is_left_alone(
-    source: tuple[int, ...],
-    known: Static,
-    shape: tuple[int, ...],
-    sizes: tuple[Any, ...],
-    dims: list[bool],
-    start: int,
-    first: int,
-) -> bool:
-    """Whether the first sizes of a view hold as much as the first `start` of its source, in every call.
-
-    `view(batch, -1)` of (batch, 1, 7) has 7 columns in this call only: the source's 1 may be another number.
-    """
-    moving = [size for size, flag in zip(source[:start], known, strict=False) if not flag]
-    if not moving:
-        return all(dims[:first])
-    if start == first and source[:start] == shape[:first]:
-        pairs = zip(sizes[:first], known, strict=False)
-        return all(isinstance(size, fx.Node) or flag for size, flag in pairs)
-    return 1 not in moving and any(isinstance(size, fx.Node) for size in sizes[:first])
 
 
 def _permute(node: fx.Node, found: dict[fx.Node, Static]) -> Static:

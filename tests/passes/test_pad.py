@@ -383,6 +383,23 @@ def test_a_squeeze_that_finds_another_size(name):
         assert_same(padded(numbers(*shape)), plain(numbers(*shape)), name)
 
 
+def test_a_squeeze_behind_the_padded_channels():
+    """(3, 7, 1) loses its last dimension, (3, 7, 7) does not: the linear layer reads channels, then pixels."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Conv1d(5, 7, 1), nn.Linear(7, 6)
+
+        def forward(self, x):
+            return self.two(torch.relu(self.one(x)).squeeze(2))
+
+    model = whole_numbers(Net())
+    padded, plain = (fxamp.convert(copy.deepcopy(model), BF16, pad="always", pad_to=n) for n in (8, 0))
+    for pixels in (1, 7, 1):
+        assert_same(padded(numbers(3, 5, pixels)), plain(numbers(3, 5, pixels)), str(pixels))
+
+
 def test_a_mask_that_broadcasts_in_one_call_and_not_in_the_next():
     model = whole_numbers(Sized(lambda y, mask: y * mask))
     padded, plain = (fxamp.convert(copy.deepcopy(model), BF16, pad="always", pad_to=n) for n in (8, 0))

@@ -45,14 +45,14 @@ def facts(row: measure.Row) -> dict[str, object]:
     }
 
 
-def measured(name: str) -> measure.Row:
+def measured(name: str, level: str) -> measure.Row:
     torch._dynamo.reset()
     if name in HAND_WRITTEN:
         module = importlib.import_module(f"tests.zoo.{name}")
         torch.manual_seed(1)
-        return measure.measure(name, module.make, (module.inputs(), {}))
+        return measure.measure(name, module.make, (module.inputs(), {}), level=level)
     kind = name.removeprefix("hf:")
-    return measure.measure(name, lambda: hugging_face.make(kind), hugging_face.call(kind))
+    return measure.measure(name, lambda: hugging_face.make(kind), hugging_face.call(kind), level=level)
 
 
 def main() -> None:
@@ -60,6 +60,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(prog="tools/zoo", description=__doc__)
     parser.add_argument("names", nargs="*", help="models; those of transformers as hf:bert")
+    parser.add_argument("--level", default="balanced", choices=("strict", "balanced", "aggressive"))
     results.add_save(parser, "zoo")
     given = parser.parse_args()
     names = given.names or [*HAND_WRITTEN, *(f"hf:{name}" for name in hugging_face.ARCHITECTURES)]
@@ -67,7 +68,7 @@ def main() -> None:
     for name in names:
         start = time.time()
         try:
-            row = measured(name)
+            row = measured(name, given.level)
             rows.append(line(row, time.time() - start))
             numbers.append(facts(row))
         except Exception as error:  # one model that fails must not hide the others
