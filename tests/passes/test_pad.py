@@ -186,6 +186,23 @@ def test_weights_that_are_stored_low_are_padded_by_one_copy():
     assert fxamp.report(run.model).weight_casts == 0
 
 
+def test_a_bucket_holds_weights_of_one_dtype():
+    """The middle weight is also read in float32, so O2 stores it so."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = mlp(8, 13, 16, 21)
+
+        def forward(self, x):
+            return self.layers(x), self.layers[2].weight.double().sum()
+
+    graph = step(Net(), numbers(4, 8), opt_level="O2").graph
+    packed = [node for node in graph.nodes if ir.mark(node).op == "packed_cast"]
+    dtypes = [{ir.mark(weight).type.dtype for weight in node.all_input_nodes} for node in packed]
+    assert all(len(found) == 1 for found in dtypes) and len(set.union(*dtypes)) == 2
+
+
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_the_report_names_what_is_padded(opt_level):
     report = fxamp.report(step(mlp(5, 13, 8), numbers(4, 5), opt_level=opt_level).model)

@@ -35,6 +35,12 @@ def from_states(rnn, x):
     return rnn(x, (first, first * 0.5))
 
 
+def from_written_states(rnn, x):
+    first = x.new_zeros(1, 2, 13)
+    first.add_(0.5)
+    return rnn(x, (first, first))
+
+
 def twice(rnn, x):
     output, states = rnn(x)
     again, states = rnn(x, states)
@@ -54,6 +60,7 @@ MODELS = {
     "projection": Net(lambda: nn.LSTM(5, 21, num_layers=2, proj_size=11), 11),
     "projection, both": Net(lambda: nn.LSTM(5, 21, proj_size=11, bidirectional=True), 22),
     "own states": Net(lambda: nn.LSTM(5, 13), 13, from_states),
+    "written states": Net(lambda: nn.LSTM(5, 13), 13, from_written_states),
     "states carried": Net(lambda: nn.LSTM(5, 13), 13, twice),
     "aligned input": Net(lambda: nn.LSTM(5, 13), 13, lambda rnn, x: rnn(x * 2)),
 }
