@@ -46,6 +46,10 @@ _ALLOCATIONS = frozenset(
         "new_empty_strided",
     }
 )
+# They only write: of their first argument they want the shape.
+_FILLS = frozenset(
+    {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randn_like", "zeros_like"}
+)
 _COPIES = frozenset({"copy_", "_copy_from", "_to_copy"})
 
 
@@ -75,7 +79,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         pairs = _copied_pairs(name, args, out)
         if pairs is None:
-            moved = sum(map(_nbytes, _tensors((args, kwargs)))) + sum(map(_nbytes, _tensors(out)))
+            read = 0 if name in _FILLS else sum(map(_nbytes, _tensors((args, kwargs))))
+            moved = read + sum(map(_nbytes, _tensors(out)))
         else:
             moved = sum(_nbytes(source) + _nbytes(target) for source, target in pairs)
         cast = [pair for pair in pairs or () if _is_cast(*pair)]
@@ -156,20 +161,17 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def count_step(
-    forward: Callable[[], Any], loss_of: Callable[[Any], torch.Tensor], parameters: Iterable[torch.Tensor]
-) -> tuple[Counts, Counter]:
-    """Cost of `loss_of(forward()).backward()`, which runs once.
+def count_step(forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor]) -> tuple[Counts, Counter]:
+    """Cost of `forward().backward()`, which runs once.
 
     Args:
-        forward: the model on its inputs, with whatever context it needs inside.
-        loss_of: from the forward's result to a scalar.
+        forward: from the model's inputs to its loss, with whatever context it needs inside.
         parameters: not counted as saved.
     """
     counter = Counter()
     with counter:
         with SavedTensors(parameters) as saved:
-            loss = loss_of(forward())
+            loss = forward()
         counter.is_backward = True
         # In this thread: a thread of autograd's own could still hold the counter when the interpreter ends.
         with torch.autograd.set_multithreading_enabled(False):

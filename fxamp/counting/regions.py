@@ -16,10 +16,17 @@ from typing import Any
 from tabulate import tabulate
 
 from fxamp.counting import ranks, results, scale
-from fxamp.counting.counts import Counts
 from fxamp.counting.speed import judge
 from fxamp.counting.speed import table as speed_table
-from fxamp.counting.table import MEASURES, TRANSFORMERS, ratio, worse_than_autocast
+from fxamp.counting.table import (
+    MEASURES,
+    TRANSFORMERS,
+    counted,
+    from_json,
+    not_counted,
+    ratio,
+    worse_than_autocast,
+)
 from fxamp.errors import OptionError, nearest
 
 PAGES = ("README.md", "docs/scale.md", "docs/models.md", "docs/speed.md")
@@ -73,7 +80,8 @@ COUNTED_WAYS = ("O1 strict", "O1 balanced", "O2", "half")
 
 def count(data: Any) -> str:
     """Ratios to autocast, and where fxamp is worse."""
-    table = {model: {way: Counts(**counts) for way, counts in row.items()} for model, row in data.items()}
+    whole = from_json(data)
+    table = counted(whole)
     ways = [way for way in COUNTED_WAYS if way in next(iter(table.values()))]
     rows = [[label, *(f"{ratio(table, key, way):.3f}" for way in ways)] for label, key in MEASURES.items()]
     if set(table) & set(TRANSFORMERS):
@@ -85,13 +93,11 @@ def count(data: Any) -> str:
     ]
     worse = []
     for way in ways:
-        lines = (
-            [] if way == "half" else [line for line in worse_than_autocast(table, way) if not line.endswith("1.000")]
-        )
+        lines = [] if way == "half" else worse_than_autocast(table, way)
         worse += [f"{way}: {', '.join(line.replace(':', '') for line in lines)}."] if lines else []
     losses = f"Worse than autocast, {' '.join(worse)}" if worse else "No model is worse than autocast in any of these."
-    losses = _prose(losses)
-    return f"{_markdown(rows, headers)}\n\n{losses}"
+    missing = [f"Not counted: {line}." for line in not_counted(whole)]
+    return "\n\n".join([_markdown(rows, headers), *map(_prose, [losses, *missing])])
 
 
 def train(data: Any) -> str:

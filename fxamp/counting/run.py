@@ -15,10 +15,11 @@ from fxamp.convert import convert
 from fxamp.counting import fake_cuda
 from fxamp.counting.counts import Counter, Counts, count_step
 from fxamp.counting.gpu_kernels import gpu_kernels
-from fxamp.counting.zoo import MODELS, Step
-from fxamp.counting.zoo.step import MakeStep
+from fxamp.counting.zoo import MODELS, PUBLISHED, MakeStep, Step
+from fxamp.errors import CaptureError
 from fxamp.review.report import Report, report
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 WAYS = ("fp32", "autocast", "O1 strict", "O1 balanced", "O1 aggressive", "O2", "half")
 
 
@@ -37,22 +38,32 @@ def count(
     """Cost of one training step.
 
     Args:
-        model: name of a zoo model (`MODELS`), or what makes a step: (tiny) -> Step, called with `device` as torch's
-            default device.
+        model: name of a zoo model (`PUBLISHED`, `MODELS`), or what makes a step: (tiny) -> Step, called with `device`
+            as torch's default device.
         way: one of `WAYS`; "half" has every parameter, buffer and input in `dtype`: the limit, not a competitor.
         device: "cuda": fake tensors, nothing is computed; "cpu": it really runs.
         tiny: small sizes.
+
+    Raises:
+        CaptureError: only Dynamo follows the model; under a dispatch mode it leaves the model as it was, in float32.
+        MissingPackageError: the model comes from a package that is not installed.
     """
     mode = _mode(device)
-    with mode, torch.device(device):
-        step = (MODELS[model] if isinstance(model, str) else model)(tiny)
+    with mode, torch.device(device), _without_drawing(device):
+        step = ({**MODELS, **PUBLISHED}[model] if isinstance(model, str) else model)(tiny)
     step.model.train()
-    prepared, forward = _prepare(step, way, dtype, device)
+    prepared, loss = _prepare(step, way, dtype, device)
     kernels = gpu_kernels() if device == "cuda" else contextlib.nullcontext()
     with mode, torch.device(device), kernels:
-        counts, counter = count_step(forward, step.loss_of, list(prepared.parameters()))
-    is_ours = way.startswith("O")
-    return Counted(counts, counter, report(prepared) if is_ours else None)
+        counts, counter = count_step(loss, list(prepared.parameters()))
+    if not way.startswith("O"):
+        return Counted(counts, counter, None)
+    ours = report(prepared)
+    if "dynamo" in ours.captures:
+        raise CaptureError(
+            f"{step.model.__class__.__name__} was captured by Dynamo, which runs nothing while ops are counted"
+        )
+    return Counted(counts, counter, ours)
 
 
 def _mode(device: str) -> contextlib.AbstractContextManager[Any]:
@@ -62,27 +73,37 @@ def _mode(device: str) -> contextlib.AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _prepare(step: Step, way: str, dtype: torch.dtype, device: str) -> tuple[nn.Module, Callable[[], Any]]:
+def _without_drawing(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Fake tensors have no values, and initialisers that draw again until a value suits them read some."""
+    if device == "cpu":
+        return contextlib.nullcontext()
+    return mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *args, **kwargs: tensor)
+
+
+def _prepare(step: Step, way: str, dtype: torch.dtype, device: str) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """The model as it is counted, and what runs it once and gives its loss."""
+    call = step.inputs, dict(step.keywords)
     if way == "fp32":
-        return step.model, lambda: step.model(*step.inputs)
+        return step.model, lambda: step.loss_of(_run(step.model, call))
     if way == "autocast":
-        return step.model, lambda: _under_autocast(step, dtype, device)
+        return step.model, lambda: _under_autocast(step, call, dtype, device)
     if way == "half":
-        halved, inputs = _halved(step.model, dtype), tree_map(lambda value: _in(value, dtype), step.inputs)
-        return halved, lambda: tree_map(lambda value: _in(value, torch.float32), halved(*inputs))
+        halved, low = _halved(step.model, dtype), tree_map(lambda value: _in(value, dtype), call)
+        return halved, lambda: step.loss_of(tree_map(lambda value: _in(value, torch.float32), _run(halved, low)))
     opt_level, _, level = way.partition(" ")
     with mock.patch(f"{convert.__module__}.lower_parameters", _lower) if device == "cuda" else contextlib.nullcontext():
-        converted = convert(
-            step.model, dtype, example_inputs=step.inputs, opt_level=opt_level, level=level or "balanced"
-        )
-    return converted, lambda: converted(*step.inputs)
+        converted = convert(step.model, dtype, example_inputs=call, opt_level=opt_level, level=level or "balanced")
+    return converted, lambda: step.loss_of(_run(converted, call))
 
 
-def _under_autocast(step: Step, dtype: torch.dtype, device: str) -> Any:
-    context = fake_cuda.autocast(dtype) if device == "cuda" else torch.autocast(device, dtype)
-    with context:
-        result = step.model(*step.inputs)
-    return tree_map(lambda value: _in(value, torch.float32), result)
+def _run(model: nn.Module, call: Call) -> Any:
+    return model(*call[0], **call[1])
+
+
+def _under_autocast(step: Step, call: Call, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """The loss is computed inside the region, as autocast's documentation has it."""
+    with fake_cuda.autocast(dtype) if device == "cuda" else torch.autocast(device, dtype):
+        return step.loss_of(_run(step.model, call))
 
 
 def _in(value: Any, dtype: torch.dtype) -> Any:

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -13,7 +14,9 @@ from tabulate import tabulate
 from fxamp.counting import results
 from fxamp.counting.counts import Counts
 from fxamp.counting.run import WAYS, count
-from fxamp.counting.zoo import MODELS
+from fxamp.counting.zoo import MODELS, PUBLISHED
+from fxamp.errors import FxampError
+from fxamp.numerics.progress import watched
 
 # What the ratios are taken of, and the models whose bytes have a row of their own.
 MEASURES = {
@@ -22,21 +25,71 @@ MEASURES = {
     "bytes moved": "nbytes",
     "bytes saved for backward": "saved_nbytes",
 }
-TRANSFORMERS = ("vit_b16", "convnext_tiny", "bert_base", "gpt2_small", "llama_1b", "transformer_base")
+TRANSFORMERS = (
+    "swin_t", "convnext_tiny", "vit_b_16", "nn_transformer", "hf_bert_mlm", "hf_gpt2", "hf_t5", "hf_llama", "hf_vit",
+    "hf_whisper",
+)  # fmt: skip
+KNOWN = tuple({**PUBLISHED, **MODELS})
 HEADERS = ("model", "way", "launches", "casts", "forward", "tensors cast", "GB", "cast GB", "saved GB")
 
-Table = Mapping[str, Mapping[str, Counts]]
-"""Model -> way -> counts."""
+Table = Mapping[str, Mapping[str, Counts | str]]
+"""Model -> way -> counts, or why there are none."""
+Counted = Mapping[str, Mapping[str, Counts]]
+"""The models of a table that were counted in every way."""
 
 
 def count_all(
     models: Sequence[str], ways: Sequence[str], dtype: torch.dtype, device: str = "cuda", tiny: bool = False
-) -> dict[str, dict[str, Counts]]:
-    """Counts of these models prepared in these ways."""
-    return {name: {way: count(name, way, dtype, device, tiny).counts for way in ways} for name in models}
+) -> dict[str, dict[str, Counts | str]]:
+    """Counts of these models prepared in these ways, or why they could not be had."""
+    cells = watched([(name, way) for name in models for way in ways], "count")
+    table: dict[str, dict[str, Counts | str]] = {name: {} for name in models}
+    for name, way in cells:
+        try:
+            table[name][way] = count(name, way, dtype, device, tiny).counts
+        except FxampError as error:
+            table[name][way] = str(error).partition("\n")[0]
+    return table
 
 
-def ratio(table: Table, measure: str, way: str, models: Sequence[str] = ()) -> float:
+def counted(table: Table) -> dict[str, dict[str, Counts]]:
+    """The models that were counted in every way: only they can be compared."""
+    found = {}
+    for name, row in table.items():
+        counts = {way: cell for way, cell in row.items() if isinstance(cell, Counts)}
+        if len(counts) == len(row):
+            found[name] = counts
+    return found
+
+
+def not_counted(table: Table) -> list[str]:
+    """A line "model, ways: reason" for whatever is missing."""
+    lines = []
+    for name, row in table.items():
+        reasons = {cell: [way for way in row if row[way] == cell] for cell in row.values() if isinstance(cell, str)}
+        for reason, ways in reasons.items():
+            where = name if len(ways) == len(row) else f"{name}, {' and '.join(ways)}"
+            lines.append(f"{where}: {reason}")
+    return lines
+
+
+def as_json(table: Table) -> dict[str, dict[str, Any]]:
+    """What a result file holds: counts as dictionaries, reasons as they are."""
+    return {
+        name: {way: cell if isinstance(cell, str) else dataclasses.asdict(cell) for way, cell in row.items()}
+        for name, row in table.items()
+    }
+
+
+def from_json(data: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Counts | str]]:
+    """The table in a result file."""
+    return {
+        name: {way: cell if isinstance(cell, str) else Counts(**cell) for way, cell in row.items()}
+        for name, row in data.items()
+    }
+
+
+def ratio(table: Counted, measure: str, way: str, models: Sequence[str] = ()) -> float:
     """Geometric mean over the models of a way's count divided by autocast's (a count of 0 counts as 1)."""
     chosen = [name for name in table if not models or name in models]
     logs = [
@@ -46,44 +99,45 @@ def ratio(table: Table, measure: str, way: str, models: Sequence[str] = ()) -> f
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
-def worse_than_autocast(table: Table, way: str) -> list[str]:
-    """A line "model: measure 1.02" for each count in which a way is worse than autocast."""
+def worse_than_autocast(table: Counted, way: str) -> list[str]:
+    """A line "model: measure 1.020" for each count in which a way is worse than autocast, by 0.05% at least."""
     return [
         f"{name}: {label} {getattr(row[way], measure) / max(getattr(row['autocast'], measure), 1):.3f}"
         for name, row in table.items()
         for label, measure in MEASURES.items()
-        if getattr(row[way], measure) > getattr(row["autocast"], measure)
+        if getattr(row[way], measure) >= 1.0005 * max(getattr(row["autocast"], measure), 1)
     ]
 
 
 def counts_text(table: Table) -> str:
     """One line per model and way."""
     rows = [
-        (
-            name,
-            way,
-            counts.launches,
-            counts.casts,
-            counts.forward_casts,
-            counts.tensors_cast,
-            *(round(value / 1e9, 3) for value in (counts.nbytes, counts.cast_nbytes, counts.saved_nbytes)),
-        )
+        (name, way, *(_numbers(cell) if isinstance(cell, Counts) else ("not counted",)))
         for name, row in table.items()
-        for way, counts in row.items()
+        for way, cell in row.items()
     ]
-    return tabulate(rows, headers=HEADERS)
+    missing = [f"not counted: {line}" for line in not_counted(table)]
+    return "\n".join([tabulate(rows, headers=HEADERS), *missing])
+
+
+def _numbers(counts: Counts) -> tuple[float, ...]:
+    gigabytes = (round(value / 1e9, 3) for value in (counts.nbytes, counts.cast_nbytes, counts.saved_nbytes))
+    return counts.launches, counts.casts, counts.forward_casts, counts.tensors_cast, *gigabytes
 
 
 def ratios_text(table: Table) -> str:
-    """Geometric means against autocast, one line per measure."""
-    ways = [way for way in next(iter(table.values())) if way not in ("fp32", "autocast")]
-    rows = [(label, *(round(ratio(table, key, way), 3) for way in ways)) for label, key in MEASURES.items()]
-    if any(name in TRANSFORMERS for name in table):
-        shares = (round(ratio(table, "nbytes", way, TRANSFORMERS), 3) for way in ways)
+    """Geometric means against autocast, one line per measure, over the models counted in every way."""
+    complete = counted(table)
+    if not complete:
+        return "no model was counted in every way"
+    ways = [way for way in next(iter(complete.values())) if way not in ("fp32", "autocast")]
+    rows = [(label, *(round(ratio(complete, key, way), 3) for way in ways)) for label, key in MEASURES.items()]
+    if any(name in TRANSFORMERS for name in complete):
+        shares = (round(ratio(complete, "nbytes", way, TRANSFORMERS), 3) for way in ways)
         rows.append(("bytes moved, transformers", *shares))
-    lines = [tabulate(rows, headers=(f"against autocast, geomean of {len(table)}", *ways))]
+    lines = [tabulate(rows, headers=(f"against autocast, geomean of {len(complete)}", *ways))]
     for way in ways:
-        lines += [f"{way} is worse than autocast: {line}" for line in worse_than_autocast(table, way)]
+        lines += [f"{way} is worse than autocast: {line}" for line in worse_than_autocast(complete, way)]
     return "\n".join(lines)
 
 
@@ -92,7 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="count", description="What one training step (forward, loss, backward) of each zoo model costs."
     )
-    parser.add_argument("models", nargs="*", metavar="model", help=f"of {', '.join(MODELS)}; all by default")
+    parser.add_argument(
+        "models", nargs="*", metavar="model", help=f"of {', '.join(KNOWN)}; default: the {len(PUBLISHED)} published"
+    )
     parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated, of " + ", ".join(WAYS))
     parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cuda: fake tensors; cpu: it runs")
@@ -100,11 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results.add_save(parser, "count")
     typed = list(sys.argv[1:] if arguments is None else arguments)
     given = parser.parse_args(typed)
-    unknown = [name for name in given.models if name not in MODELS]
+    unknown = [name for name in given.models if name not in KNOWN]
     unknown += [way for way in given.ways.split(",") if way not in WAYS]
     if unknown:
         parser.error(f"{unknown[0]!r} is neither a model nor a way")
-    models, ways = given.models or list(MODELS), given.ways.split(",")
+    models, ways = given.models or list(PUBLISHED), given.ways.split(",")
     is_tiny = given.tiny or given.device == "cpu"
     start = time.perf_counter()
     table = count_all(models, ways, getattr(torch, given.dtype), given.device, is_tiny)
@@ -114,5 +170,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "autocast" in ways:
         print(f"\n{ratios_text(table)}")
     if given.save:
-        data = {name: {way: dataclasses.asdict(counts) for way, counts in row.items()} for name, row in table.items()}
-        results.save(results.make("tools/count", typed, data, time.perf_counter() - start), given.save)
+        results.save(results.make("tools/count", typed, as_json(table), time.perf_counter() - start), given.save)

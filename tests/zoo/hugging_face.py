@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.counting.zoo.from_transformers import transformers_package
+
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 _TEXT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -121,8 +123,7 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, 
 
 
 def make(name: str) -> nn.Module:
-    import transformers
-
+    transformers = transformers_package()
     kind, auto, options, _ = ARCHITECTURES[name]
     config = transformers.AutoConfig.for_model(kind, **options)
     if hasattr(config, "use_cache"):

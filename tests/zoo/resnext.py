@@ -1,13 +1,13 @@
-"""ResNeXt: grouped bottlenecks (Xie et al., arXiv:1611.05431)."""
+"""ResNeXt in small: grouped bottlenecks (Xie et al., arXiv:1611.05431)."""
 
 import torch
 from torch import nn
 
-from tests.zoo.resnet50 import ResNet
+from fxamp.counting.zoo.vision import ResNet
 
 
 def make() -> nn.Module:
-    return ResNet(depths=(1, 1, 1, 1), width=8, groups=4)
+    return ResNet((1, 1, 1, 1), 8, classes=10, groups=4, group_width=2)
 
 
 def inputs() -> tuple[torch.Tensor, ...]:

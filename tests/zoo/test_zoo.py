@@ -78,7 +78,7 @@ def test_the_measure_can_fail():
     with pytest.raises(AssertionError, match="outputs are"):
         check(far)
     moved = measure.measure("unet", importlib.import_module("tests.zoo.unet").make, (_image(), {}))
-    moved.ours.buffers["down1.1.num_batches_tracked"] += 1
+    moved.ours.buffers["downs.0.0.1.num_batches_tracked"] += 1
     with pytest.raises(AssertionError, match="num_batches_tracked"):
         check(moved)
 

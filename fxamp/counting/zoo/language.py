@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-any-return"
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -153,16 +154,31 @@ class Llama(nn.Module):
 
 
 class Translator(nn.Module):
-    """Vaswani et al. 2017, from torch's own layers."""
+    """Vaswani et al. 2017, from torch's own layers; with `length`, positions and masks too, and word 0 is padding."""
 
-    def __init__(self, vocabulary: int, width: int, depth: int, heads: int) -> None:
+    places: torch.Tensor
+
+    def __init__(self, vocabulary: int, width: int, depth: int, heads: int, length: int = 0) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
+        self.tokens, self.scale = nn.Embedding(vocabulary, width), math.sqrt(width)
         self.core = nn.Transformer(width, heads, depth, depth, 4 * width, batch_first=True)
         self.head = nn.Linear(width, vocabulary)
+        angle = torch.arange(length)[:, None] * torch.exp(torch.arange(0, width, 2) * (-math.log(10000.0) / width))
+        self.register_buffer("places", torch.stack([angle.sin(), angle.cos()], -1).flatten(1))
 
     def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return self.head(self.core(self.tokens(source), self.tokens(target)))
+        if not len(self.places):
+            return self.head(self.core(self.tokens(source), self.tokens(target)))
+        is_later = nn.Transformer.generate_square_subsequent_mask(target.size(1), device=target.device)
+        is_padding = source == 0
+        out = self.core(
+            self._placed(source), self._placed(target),
+            tgt_mask=is_later, src_key_padding_mask=is_padding, memory_key_padding_mask=is_padding,
+        )  # fmt: skip
+        return self.head(out)
+
+    def _placed(self, words: torch.Tensor) -> torch.Tensor:
+        return self.tokens(words) * self.scale + self.places[: words.size(1)]
 
 
 class LSTMLM(nn.Module):
@@ -228,7 +244,7 @@ def transformer_base(tiny: bool) -> Step:
 
 
 def lstm_lm(tiny: bool) -> Step:
-    vocabulary, width, layers, length, batch = (32, 16, 2, 5, 2) if tiny else (10000, 1500, 2, 35, 20)
+    vocabulary, width, layers, length, batch = (32, 16, 2, 5, 2) if tiny else (33278, 1024, 2, 35, 32)
     model = LSTMLM(vocabulary, width, layers)
     return Step(model, (_tokens(vocabulary, length, batch),), classify(vocabulary, length, batch))
 

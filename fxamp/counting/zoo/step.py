@@ -1,21 +1,28 @@
 """One training step to count."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxamp.errors import FxampError
+
+
+class MissingPackageError(FxampError, ImportError):
+    """A model of the zoo comes from a package that is not installed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A model, the inputs of one call, and what makes a loss of its result."""
+    """A model, the arguments of one call, and what makes a loss of its result."""
 
     model: nn.Module
     inputs: tuple[Any, ...]
     loss_of: Callable[[Any], torch.Tensor]
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 # tiny -> a step; tensors are made on the default device.
@@ -30,3 +37,8 @@ def classify(classes: int, *shape: int) -> Callable[[Any], torch.Tensor]:
         return F.cross_entropy(logits.reshape(-1, classes), labels.reshape(-1))
 
     return loss_of
+
+
+def own_loss(result: Any) -> torch.Tensor:
+    """What a model of transformers gives when it is given labels."""
+    return result["loss"]  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""ResNet-50, DenseNet-121, VGG-16, MobileNet-like, U-Net, ConvNeXt-T, ViT-B/16."""
+"""ResNet-50, ResNeXt-101, SE-ResNeXt-101, U-Net, ConvNeXt-T, ViT-B/16."""
 
 # mypy: disable-error-code="no-any-return"
 
@@ -17,31 +17,58 @@ def conv_bn(inputs: int, outputs: int, kernel: int, stride: int = 1, groups: int
 
 
 class Bottleneck(nn.Module):
-    """ResNet's block of 1x1, 3x3 and 1x1 convolutions."""
+    """ResNet's block of 1x1, 3x3 and 1x1 convolutions; ResNeXt's where it has groups."""
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, inputs: int, width: int, outputs: int, stride: int, groups: int = 1) -> None:
         super().__init__()
         self.a = conv_bn(inputs, width, 1)
-        self.b = conv_bn(width, width, 3, stride)
-        self.c = conv_bn(width, 4 * width, 1)
-        is_same = stride == 1 and inputs == 4 * width
-        self.shortcut = nn.Identity() if is_same else conv_bn(inputs, 4 * width, 1, stride)
+        self.b = conv_bn(width, width, 3, stride, groups)
+        self.c = conv_bn(width, outputs, 1)
+        is_same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if is_same else conv_bn(inputs, outputs, 1, stride)
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = F.relu(self.b(F.relu(self.a(x), inplace=True)), inplace=True)
-        return F.relu(self.c(h) + self.shortcut(x), inplace=True)
+        h = self.gate(self.c(h))
+        h += self.shortcut(x)
+        return F.relu(h, inplace=True)
+
+
+class SqueezeBottleneck(Bottleneck):
+    """With squeeze and excitation (Hu et al. 2017): channels are scaled by what their means say."""
+
+    def __init__(self, inputs: int, width: int, outputs: int, stride: int, groups: int = 1) -> None:
+        super().__init__(inputs, width, outputs, stride, groups)
+        self.squeeze, self.excite = nn.Linear(outputs, outputs // 16), nn.Linear(outputs // 16, outputs)
+
+    def gate(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.sigmoid(self.excite(F.relu(self.squeeze(x.mean((2, 3))))))
+        return x * scale[:, :, None, None]
 
 
 class ResNet(nn.Module):
-    """He et al. 2015."""
+    """He et al. 2015; ResNeXt (Xie et al. 2016) with `groups` of `group_width` channels in the first stage."""
 
-    def __init__(self, depths: tuple[int, ...], width: int, classes: int = 1000) -> None:
+    def __init__(
+        self,
+        depths: tuple[int, ...],
+        width: int,
+        classes: int = 1000,
+        groups: int = 1,
+        group_width: int | None = None,
+        block: type[Bottleneck] = Bottleneck,
+    ) -> None:
         super().__init__()
+        inner = width if group_width is None else groups * group_width
         self.stem, channels, blocks = conv_bn(3, width, 7, 2), width, []
         for stage, depth in enumerate(depths):
             for number in range(depth):
-                blocks.append(Bottleneck(channels, width << stage, 2 if stage and not number else 1))
-                channels = 4 * (width << stage)
+                outputs, stride = 4 * (width << stage), 2 if stage and not number else 1
+                blocks.append(block(channels, inner << stage, outputs, stride, groups))
+                channels = outputs
         self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(channels, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,97 +76,13 @@ class ResNet(nn.Module):
         return self.head(F.adaptive_avg_pool2d(self.blocks(h), 1).flatten(1))
 
 
-class DenseLayer(nn.Module):
-    """Norm, 1x1, norm, 3x3; its result is joined to its input."""
-
-    def __init__(self, inputs: int, growth: int) -> None:
-        super().__init__()
-        self.norm1, self.conv1 = nn.BatchNorm2d(inputs), nn.Conv2d(inputs, 4 * growth, 1, bias=False)
-        self.norm2, self.conv2 = nn.BatchNorm2d(4 * growth), nn.Conv2d(4 * growth, growth, 3, 1, 1, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.conv2(F.relu(self.norm2(self.conv1(F.relu(self.norm1(x))))))
-        return torch.cat((x, h), 1)
-
-
-class DenseNet(nn.Module):
-    """Huang et al. 2016."""
-
-    def __init__(self, depths: tuple[int, ...], growth: int, classes: int = 1000) -> None:
-        super().__init__()
-        channels = 2 * growth
-        layers: list[nn.Module] = [conv_bn(3, 2 * growth, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-        for stage, depth in enumerate(depths):
-            for _ in range(depth):
-                layers.append(DenseLayer(channels, growth))
-                channels += growth
-            layers += [nn.BatchNorm2d(channels), nn.ReLU()]
-            if stage < len(depths) - 1:
-                layers += [nn.Conv2d(channels, channels // 2, 1, bias=False), nn.AvgPool2d(2)]
-                channels //= 2
-        self.layers, self.head = nn.Sequential(*layers), nn.Linear(channels, classes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(x).mean((2, 3)))
-
-
-class VGG(nn.Module):
-    """Simonyan and Zisserman 2014, with batch norm."""
-
-    def __init__(self, plan: tuple[int, ...], hidden: int, side: int, classes: int = 1000) -> None:
-        super().__init__()
-        channels = 3
-        layers: list[nn.Module] = []
-        for width in plan:
-            layers += [nn.MaxPool2d(2)] if width == 0 else [conv_bn(channels, width, 3), nn.ReLU(inplace=True)]
-            channels = width or channels
-        self.layers = nn.Sequential(*layers)
-        self.head = nn.Sequential(
-            nn.Linear(channels * side * side, hidden), nn.ReLU(), nn.Dropout(), nn.Linear(hidden, classes)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(x).flatten(1))
-
-
-class Inverted(nn.Module):
-    """MobileNet's inverted residual with squeeze and excitation."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        wide = 4 * channels
-        self.up, self.depth = conv_bn(channels, wide, 1), conv_bn(wide, wide, 3, groups=wide)
-        self.squeeze, self.excite = nn.Conv2d(wide, channels, 1), nn.Conv2d(channels, wide, 1)
-        self.down = conv_bn(wide, channels, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = F.hardswish(self.depth(F.hardswish(self.up(x))))
-        scale = torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(h, 1)))))
-        return x + self.down(h * scale)
-
-
-class MobileNet(nn.Module):
-    """Howard et al. 2019, in its parts: four widths, two inverted residuals each."""
-
-    def __init__(self, width: int, classes: int = 1000) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [conv_bn(3, width, 3, 2), nn.Hardswish()]
-        for stage in range(4):
-            narrow, wide = width << stage, width << stage + 1
-            layers += [Inverted(narrow), Inverted(narrow), conv_bn(narrow, wide, 3, 2)]
-        self.layers, self.head = nn.Sequential(*layers), nn.Linear(width << 4, classes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(x).mean((2, 3)))
-
-
 class UNet(nn.Module):
     """Ronneberger et al. 2015, with batch norm."""
 
-    def __init__(self, width: int, depth: int, classes: int = 2) -> None:
+    def __init__(self, width: int, depth: int, classes: int = 2, channels: int = 3) -> None:
         super().__init__()
         widths = [width << level for level in range(depth)]
-        self.downs = nn.ModuleList(self._pair(a, b) for a, b in zip([3, *widths], widths, strict=False))
+        self.downs = nn.ModuleList(self._pair(a, b) for a, b in zip([channels, *widths], widths, strict=False))
         self.ups = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, 2) for w in reversed(widths[:-1]))
         self.joins = nn.ModuleList(self._pair(2 * w, w) for w in reversed(widths[:-1]))
         self.head = nn.Conv2d(width, classes, 1)
@@ -224,27 +167,19 @@ def resnet50(tiny: bool) -> Step:
     return _images(lambda: ResNet((1, 1), 8), 2, 32) if tiny else _images(lambda: ResNet((3, 4, 6, 3), 64), 32, 224)
 
 
-def densenet121(tiny: bool) -> Step:
-    if tiny:
-        return _images(lambda: DenseNet((2, 2), 8), 2, 32)
-    return _images(lambda: DenseNet((6, 12, 24, 16), 32), 32, 224)
+def _grouped(block: type[Bottleneck]) -> MakeStep:
+    def make(tiny: bool) -> Step:
+        if tiny:
+            return _images(lambda: ResNet((1, 1), 8, groups=4, group_width=4, block=block), 2, 32)
+        return _images(lambda: ResNet((3, 4, 23, 3), 64, groups=32, group_width=4, block=block), 32, 224)
 
-
-def vgg16_bn(tiny: bool) -> Step:
-    if tiny:
-        return _images(lambda: VGG((8, 0, 16, 0), 16, 8), 2, 32)
-    plan = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
-    return _images(lambda: VGG(plan, 4096, 7), 32, 224)
-
-
-def mobilenet(tiny: bool) -> Step:
-    return _images(lambda: MobileNet(8), 2, 32) if tiny else _images(lambda: MobileNet(32), 64, 224)
+    return make
 
 
 def unet(tiny: bool) -> Step:
     if tiny:
         return _images(lambda: UNet(8, 2), 1, 16, 2, 16, 16)
-    return _images(lambda: UNet(64, 5), 4, 512, 2, 512, 512)
+    return _images(lambda: UNet(64, 5), 8, 512, 2, 512, 512)
 
 
 def convnext_tiny(tiny: bool) -> Step:
@@ -261,9 +196,8 @@ def vit_b16(tiny: bool) -> Step:
 
 VISION: dict[str, MakeStep] = {
     "resnet50": resnet50,
-    "densenet121": densenet121,
-    "vgg16_bn": vgg16_bn,
-    "mobilenet": mobilenet,
+    "resnext101_32x4d": _grouped(Bottleneck),
+    "se_resnext101_32x4d": _grouped(SqueezeBottleneck),
     "unet": unet,
     "convnext_tiny": convnext_tiny,
     "vit_b16": vit_b16,
