@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxamp.capture.inputs import flatten_call
+from fxamp.capture.inputs import call_key, flatten_call
 from fxamp.capture.reads import Place
 from fxamp.errors import CaptureError
 from fxamp.ir import BLOCK_PATH, ENGINE
@@ -102,7 +102,7 @@ class Engine:
             if structure is None or not structure.holds():
                 return self._recheck(module)(module, args, kwargs)
         try:
-            key, inputs = _key(args, kwargs)
+            key, inputs = call_key(args, kwargs)
             for variant in self.variants.get(key, ()):
                 if variant.holds(module, inputs):
                     break
@@ -135,7 +135,7 @@ class Engine:
     def current(self, module: nn.Module) -> "Engine":
         """The engine of the model as it is now: a fresh one where it has changed since its graphs were made."""
         structure = self.structures.get(module)
-        return self if structure is None or structure.holds() else self._recheck(module)
+        return self if structure is not None and structure.holds() else self._recheck(module)
 
     def fall_back(self, module: nn.Module, reason: CaptureError) -> None:
         """Leave calls that symbolic capture cannot follow to Dynamo, saying why the first time.
@@ -179,7 +179,7 @@ class Engine:
             return self._capture(module, args, kwargs)
 
     def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
-        key, inputs = _key(args, kwargs)
+        key, inputs = call_key(args, kwargs)
         known = self.variants.setdefault(key, [])
         for variant in known:
             if variant.holds(module, inputs):
@@ -291,14 +291,6 @@ def _no_jit_trace() -> Iterator[None]:
         yield
     finally:
         torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
-
-
-def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """What distinguishes calls that need different graphs, and the graph's inputs."""
-    if not kwargs and all(isinstance(value, torch.Tensor) for value in args):
-        return tuple((value.dtype, value.dim()) for value in args), list(args)
-    spec, inputs = flatten_call(args, kwargs)
-    return spec, inputs
 
 
 def _circumstances(module: nn.Module) -> tuple[Any, ...]:
