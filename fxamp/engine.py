@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxamp.capture.inputs import call_key, flatten_call
@@ -198,7 +199,7 @@ class Engine:
             self.fingerprint = Structure(module).fingerprint
         try:
             # torch.export calls a model under modes of its own, and checkpoint under hooks that count what is saved.
-            with _disable_current_modes(), _no_saved_tensor_hooks(), _no_jit_trace():
+            with _disable_current_modes(), _no_saved_tensor_hooks(), _no_jit_trace(), _no_inference_mode():
                 variant = self.workshop.build(plain_tree(module), spec, inputs, self.options, self.live)
         except CaptureError as error:
             if self.options.capture != "symbolic" and self.options.opt_level == "O1":
@@ -283,6 +284,14 @@ def _no_saved_tensor_hooks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _no_inference_mode() -> Iterator[None]:
+    """A call in inference mode gets the graph that it would get under no_grad."""
+    grad_mode = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
+        yield
+
+
+@contextlib.contextmanager
 def _no_jit_trace() -> Iterator[None]:
     """torch.jit.trace records the graph that is made, and none of its making, whose sizes would be tensors."""
     state = torch._C._get_tracing_state()
@@ -296,7 +305,7 @@ def _no_jit_trace() -> Iterator[None]:
 def _circumstances(module: nn.Module) -> tuple[Any, ...]:
     """What may be in the way of a capture now, and not at the next call of the same kind."""
     level = torch._C._functorch.maybe_current_level()
-    return level, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), module.training
+    return level, torch.is_grad_enabled(), module.training, parametrize._cache_enabled > 0
 
 
 def _run(variant: Variant, module: nn.Module, inputs: list[Any]) -> Any:

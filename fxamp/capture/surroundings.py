@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.fx import _symbolic_trace
 from torch.nn.utils import rnn
 
-from fxamp.capture.locations import is_foreign
+from fxamp.capture.locations import is_foreign, user_line
 from fxamp.capture.proxies import ValueProxy, WeightProxy
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
@@ -58,18 +58,28 @@ def grad_mode_reads(tracer: Any) -> Iterator[None]:
     (The trace itself runs with gradients on, so that the model's own no_grad regions can be seen.)
     """
     original, outside = torch.is_grad_enabled, torch.is_grad_enabled()
+    original_inference = torch.is_inference_mode_enabled
+
+    def is_asked_by_the_model() -> bool:
+        filename = sys._getframe(2).f_code.co_filename
+        return not tracer.evaluating and tracer._recording and not is_foreign(filename)
 
     def is_grad_enabled() -> bool:
-        if tracer.evaluating or not tracer._recording or is_foreign(sys._getframe(1).f_code.co_filename):
+        if not is_asked_by_the_model():
             return original()
         tracer.grad_mode = outside
         return outside and original()
 
-    torch.is_grad_enabled = is_grad_enabled
+    def is_inference_mode_enabled() -> bool:
+        if is_asked_by_the_model():
+            raise CaptureError(f"{user_line()}: forward asks torch.is_inference_mode_enabled(). Ask is_grad_enabled().")
+        return original_inference()
+
+    torch.is_grad_enabled, torch.is_inference_mode_enabled = is_grad_enabled, is_inference_mode_enabled
     try:
         yield
     finally:
-        torch.is_grad_enabled = original
+        torch.is_grad_enabled, torch.is_inference_mode_enabled = original, original_inference
 
 
 @contextlib.contextmanager
