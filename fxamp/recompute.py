@@ -121,7 +121,7 @@ def _inner_graph(members: Iterable[fx.Node], inputs: list[fx.Node], outputs: lis
 def _gather(members: dict[fx.Node, None]) -> None:
     """Move the members together, behind everything they need: what stands between them and reads them comes after."""
     last = next(reversed(members))
-    node = next(iter(members)).next
+    node = next(iter(members))
     late: set[fx.Node] = set()
     moved = []
     while node is not last:
