@@ -24,6 +24,10 @@ RELATIVE = "fxamp_relative"
 # Set by a capture on a conversion to float32 that torch.autocast would make, see fxamp.capture.promotion.
 PROMOTED = "fxamp_promoted"
 WEIGHT_PATH = "fxamp_weight_path"
+# Set by a capture on the nodes of a checkpointed region: which one, see fxamp.recompute.
+REGION = "checkpoint"
+# Set on a node that stands for an expression of the model: the ops it was written with, see fxamp.passes.fuse.
+WRITTEN_OUT = "fxamp_written_out"
 # Set on the nodes of a block that is converted by itself: the block's path in the model.
 BLOCK_PATH = "fxamp_block_path"
 # The attribute under which a converted model keeps what runs its forward.

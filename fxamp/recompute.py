@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fxamp import ir
 
-REGION = "checkpoint"
 CONTEXT = "_checkpoint_context_fn"  # where Dynamo keeps the context_fn of a region's graph module
 
 
@@ -49,7 +48,7 @@ def fold_checkpoints(graph: fx.Graph, make_call: Call) -> fx.Graph:
         graph: not changed.
         make_call: adds the call of a region, `eager_call` or `compiler_call`.
     """
-    regions = list(dict.fromkeys(node.meta[REGION] for node in graph.nodes if REGION in node.meta))
+    regions = list(dict.fromkeys(node.meta[ir.REGION] for node in graph.nodes if ir.REGION in node.meta))
     if not regions:
         return graph
     folded = fx.Graph()
@@ -120,7 +119,7 @@ def _members(graph: fx.Graph, region: Region) -> dict[fx.Node, None]:
     own = {
         node
         for node in graph.nodes
-        if node.meta.get(REGION) is region and node.op not in ("get_attr", "placeholder", "output")
+        if node.meta.get(ir.REGION) is region and node.op not in ("get_attr", "placeholder", "output")
     }
     for node in reversed(graph.nodes):
         if _is_made(node) and node.users and all(user in own for user in node.users):
@@ -149,7 +148,7 @@ def _inner_graph(members: Iterable[fx.Node], inputs: list[fx.Node], outputs: lis
     inside = {node: inner.placeholder(node.name) for node in inputs}
     for node in members:
         inside[node] = inner.node_copy(node, inside.__getitem__)
-        inside[node].meta.pop(REGION, None)
+        inside[node].meta.pop(ir.REGION, None)
     inner.output(tuple(inside[node] for node in outputs))
     return inner
 

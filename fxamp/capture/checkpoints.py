@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxamp.recompute import CONTEXT, REGION, Region
+from fxamp import ir
+from fxamp.recompute import CONTEXT, Region
 
 
 def open_checkpoints(graph: fx.Graph, module: fx.GraphModule) -> None:
@@ -50,7 +51,7 @@ def _open(graph: fx.Graph, call: fx.Node, module: fx.GraphModule, region: Region
         else:
             with graph.inserting_before(call):
                 inside[node] = twin = graph.node_copy(node, inside.__getitem__)
-            twin.meta = {**node.meta, REGION: region}
+            twin.meta = {**node.meta, ir.REGION: region}
             if node.op in ("get_attr", "call_module"):
                 twin.target = f"{path}.{node.target}"
     _use(results, call)
@@ -58,7 +59,7 @@ def _open(graph: fx.Graph, call: fx.Node, module: fx.GraphModule, region: Region
     if not holder.users:  # type: ignore[union-attr]
         graph.erase_node(holder)  # type: ignore[arg-type]
     for twin in list(inside.values()):
-        if isinstance(twin, fx.Node) and _is_checkpoint(twin) and twin.meta.get(REGION) is region:
+        if isinstance(twin, fx.Node) and _is_checkpoint(twin) and twin.meta.get(ir.REGION) is region:
             _open(graph, twin, module, region)
 
 

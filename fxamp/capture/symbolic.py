@@ -48,7 +48,7 @@ from fxamp.capture.surroundings import (
 from fxamp.capture.traces import untouched
 from fxamp.errors import CaptureError, FxampError, ShardedParameterError
 from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign, is_sharded
-from fxamp.recompute import REGION, Region
+from fxamp.recompute import Region
 
 
 def capture_symbolic(
@@ -253,7 +253,7 @@ class SymbolicTracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         if self._region is not None:
-            node.meta[REGION] = self._region
+            node.meta[ir.REGION] = self._region
         return node
 
     @contextlib.contextmanager
