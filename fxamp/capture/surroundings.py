@@ -129,6 +129,43 @@ def limits_of_dtypes(tracer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def unrepeatable_randomness() -> Iterator[None]:
     """Raise where forward drew a random number that the graph would freeze; leave the generators as they were."""
+    with contextlib.ExitStack() as stack:
+        for holder, name in _RNG_STATE:
+            stack.enter_context(_refused(holder, name))
+        with _unchanged_randomness():
+            yield
+
+
+# What reads or sets the state of a generator: the graph draws, and would not do that.
+_RNG_STATE = [
+    (holder, name)
+    for holder in (torch, torch.random)
+    for name in ("get_rng_state", "set_rng_state", "fork_rng")
+    if hasattr(holder, name)
+]
+
+
+@contextlib.contextmanager
+def _refused(holder: Any, name: str) -> Iterator[None]:
+    """Raise where the model calls it; torch's own calls go through."""
+    original = getattr(holder, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not is_foreign(sys._getframe(1).f_code.co_filename):
+            raise CaptureError(
+                f"{user_line()}: forward calls torch.{name}, which a graph cannot hold: it draws at each call."
+            )
+        return original(*args, **kwargs)
+
+    setattr(holder, name, call)
+    try:
+        yield
+    finally:
+        setattr(holder, name, original)
+
+
+@contextlib.contextmanager
+def _unchanged_randomness() -> Iterator[None]:
     python, torch_state, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state(legacy=False) if numpy else None
     try:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from fxamp import ir
 from fxamp.capture import attention, recurrent
 from fxamp.capture.captured import Captured
 from fxamp.capture.creations import Creations, traced_sizes
@@ -366,8 +367,14 @@ class SymbolicTracer(fx.Tracer):
             raise misfit(user_line(), _target_name(node), error, self.example) from None
 
     def _value_of(self, node: fx.Node) -> Any:
+        given = [value.meta["val"] for value in node.all_input_nodes]
+        versions = [value._version if isinstance(value, torch.Tensor) else None for value in given]
         with self._evaluating():
-            return self.fakes.run(node, lambda given: given.meta["val"])
+            result = self.fakes.run(node, lambda value: value.meta["val"])
+        now = [value._version if isinstance(value, torch.Tensor) else None for value in given]
+        if now != versions:  # torch's own ops tell by their names, others only so
+            node.meta[ir.WRITES] = tuple(place for place, version in enumerate(now) if version != versions[place])
+        return result
 
     def _guess(self, node: fx.Node) -> Any:
         with self._evaluating():
