@@ -66,7 +66,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"nested": True}, {"preserve_rng_state": True}, {"context_fn": SELECTIVE}], ids=str
+    "options",
+    [{}, {"nested": True}, {"preserve_rng_state": True}, {"context_fn": SELECTIVE}],
+    ids=["plain", "nested", "preserve", "selective"],
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_the_same_random_numbers(way, options):

@@ -201,7 +201,7 @@ def test_a_write_between_the_parts_is_no_norm():
         {"lists": fxamp.OpLists.default().override(deny=["rms_norm"])},
         {"lists": fxamp.OpLists.default().override(infer=["rsqrt"])},
     ],
-    ids=str,
+    ids=["strict", "all", "a part", "the op", "a part of lists"],
 )
 def test_whoever_has_said_something_is_obeyed(said):
     net, model = converted(NORMS["llama"], **said)
