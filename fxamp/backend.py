@@ -25,9 +25,10 @@ from fxamp.capture.dynamo import adopt
 from fxamp.capture.inputs import refused_low_inputs
 from fxamp.capture.surroundings import idle_autocast
 from fxamp.capture.unseen import unseen
-from fxamp.dynamo_variant import Rewrite, rewrite_dynamo_graph
+from fxamp.dynamo_variant import Rewrite, rewrite_dynamo_graph, run_checkpoints
 from fxamp.errors import OptionError, nearest
 from fxamp.options import Options, check_options, device_of
+from fxamp.recompute import compiler_call, fold_checkpoints
 from fxamp.variant import Variant
 from fxamp.views import nested, plain_inside, plain_tree
 
@@ -59,10 +60,12 @@ def backend(module: fx.GraphModule, example_inputs: list[Any], options: dict[str
             raise OptionError(
                 f"options[{name!r}] is unknown.{nearest(name, _OPTION_NAMES)} Allowed: {', '.join(_OPTION_NAMES)}."
             )
-    inner = lookup_backend(given.pop("inner", "inductor"))
+    inner_name = given.pop("inner", "inductor")
+    inner = lookup_backend(inner_name)
     checked = check_options(_device_of(example_inputs), **given)
     variant = rewrite_dynamo_graph(module, example_inputs, module, checked, rewrite, fuses_casts=True)
-    return inner(fx.GraphModule(module, variant.graph), example_inputs)
+    call = run_checkpoints(module) if inner_name == "eager" else compiler_call(module)
+    return inner(fx.GraphModule(module, fold_checkpoints(variant.graph, call)), example_inputs)
 
 
 class DynamoForward:

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.fx.graph import _format_target
 from torch.utils import _pytree as pytree
 
-from fxamp.recompute import fold_checkpoints
+from fxamp.recompute import eager_call, fold_checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def compile_graph(
         constants: tensors that belong to no module.
         output_tree: what the flat outputs are made into; None: they are what forward returns.
     """
-    graph = fold_checkpoints(graph, lambda inner: compile_graph(inner, root, constants).run)
+    graph = fold_checkpoints(graph, eager_call(lambda inner: compile_graph(inner, root, constants).run))
     code = graph.python_code("self")
     paths = {
         _format_target("self", str(node.target)): _access(root, str(node.target), node.op, constants)

@@ -40,6 +40,7 @@ from fxamp.passes.absorb import Absorb
 from fxamp.passes.base import Pass, run_passes
 from fxamp.passes.cast import InsertCasts
 from fxamp.passes.colour import ColourNodes
+from fxamp.passes.fuse import FuseWrittenOut
 from fxamp.passes.keep import KeepWeights, forget_copies
 from fxamp.passes.literals import Fit, fit_in
 from fxamp.passes.normalise import Normalise
@@ -284,6 +285,7 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
     pipeline: tuple[Pass, ...] = (
         InferTypes(root, fakes, captured.constants),  # every later pass asks for ops and dtypes
         Normalise(),  # reads of dtypes must not see what casts will change
+        FuseWrittenOut(policy),  # before anything is decided: decisions are about the op that runs
         PinNodes(pins_of(captured, options)),  # what a plan or measured ranges decided; the next passes must know it
         SettleWrites(policy, fit_of),  # a written storage must be able to have one precision
         ColourNodes(policy, fit_of),  # decides, changes nothing

@@ -11,8 +11,10 @@ import functools
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 
+from fxamp.compiling import make_ready, watch
 from fxamp.engine import Engine
 from fxamp.errors import OptionError
 from fxamp.ir import ENGINE
@@ -45,6 +47,11 @@ def _sibling_class(base: type) -> type:
 def _make_class(base: Any) -> type:
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            from torch._dynamo.comptime import comptime  # takes seconds to import, and is there by then
+
+            comptime(make_ready)
+            watch(self)
         engine = self.__dict__.get(ENGINE)
         if engine is None:  # made by self.__class__(...), as slices of a Sequential are
             return base.forward(self, *args, **kwargs)

@@ -15,6 +15,7 @@ from fxamp.capture.promotion import promote
 from fxamp.codegen import CompiledForward
 from fxamp.fakes import Fakes
 from fxamp.options import Options
+from fxamp.recompute import Call, eager_call, fold_checkpoints
 from fxamp.variant import Variant
 
 Rewrite = Callable[..., object]
@@ -59,10 +60,20 @@ def _rewritten(
     mode = fake_mode_of(captured.graph)
     fakes = None if mode is None or is_dynamic(captured.graph) else Fakes(module, mode=mode)
     rewrite(captured, fakes, options, fuses_casts=fuses_casts)
-    runnable = fx.GraphModule(module, captured.graph)
+    runnable = fx.GraphModule(module, fold_checkpoints(captured.graph, run_checkpoints(module)))
     forward = CompiledForward(lambda _, *inputs: runnable.forward(*inputs), runnable.code)
     again = lambda changed: _rewritten(_copy_of(untouched), module, changed, rewrite, fuses_casts)  # noqa: E731
     return Variant(captured, before, forward, total, again=again)
+
+
+def run_checkpoints(module: fx.GraphModule) -> Call:
+    """Checkpointed regions of one of Dynamo's graphs as calls of torch.utils.checkpoint."""
+
+    def compile_inner(graph: fx.Graph) -> Callable[..., Any]:
+        forward = fx.GraphModule(module, graph).forward
+        return lambda _, *inputs: forward(*inputs)
+
+    return eager_call(compile_inner)
 
 
 def _copy_of(captured: Captured) -> Captured:

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxamp.capture.inputs import flatten_call
+from fxamp.capture.inputs import call_key, flatten_call
 from fxamp.capture.reads import Place
 from fxamp.errors import CaptureError
 from fxamp.ir import BLOCK_PATH, ENGINE
@@ -102,7 +103,7 @@ class Engine:
             if structure is None or not structure.holds():
                 return self._recheck(module)(module, args, kwargs)
         try:
-            key, inputs = _key(args, kwargs)
+            key, inputs = call_key(args, kwargs)
             for variant in self.variants.get(key, ()):
                 if variant.holds(module, inputs):
                     break
@@ -135,7 +136,7 @@ class Engine:
     def current(self, module: nn.Module) -> "Engine":
         """The engine of the model as it is now: a fresh one where it has changed since its graphs were made."""
         structure = self.structures.get(module)
-        return self if structure is None or structure.holds() else self._recheck(module)
+        return self if structure is not None and structure.holds() else self._recheck(module)
 
     def fall_back(self, module: nn.Module, reason: CaptureError) -> None:
         """Leave calls that symbolic capture cannot follow to Dynamo, saying why the first time.
@@ -179,7 +180,7 @@ class Engine:
             return self._capture(module, args, kwargs)
 
     def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
-        key, inputs = _key(args, kwargs)
+        key, inputs = call_key(args, kwargs)
         known = self.variants.setdefault(key, [])
         for variant in known:
             if variant.holds(module, inputs):
@@ -198,7 +199,7 @@ class Engine:
             self.fingerprint = Structure(module).fingerprint
         try:
             # torch.export calls a model under modes of its own, and checkpoint under hooks that count what is saved.
-            with _disable_current_modes(), _no_saved_tensor_hooks(), _no_jit_trace():
+            with _disable_current_modes(), _no_saved_tensor_hooks(), _no_jit_trace(), _no_inference_mode():
                 variant = self.workshop.build(plain_tree(module), spec, inputs, self.options, self.live)
         except CaptureError as error:
             if self.options.capture != "symbolic" and self.options.opt_level == "O1":
@@ -283,6 +284,14 @@ def _no_saved_tensor_hooks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _no_inference_mode() -> Iterator[None]:
+    """A call in inference mode gets the graph that it would get under no_grad."""
+    grad_mode = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
+        yield
+
+
+@contextlib.contextmanager
 def _no_jit_trace() -> Iterator[None]:
     """torch.jit.trace records the graph that is made, and none of its making, whose sizes would be tensors."""
     state = torch._C._get_tracing_state()
@@ -293,18 +302,10 @@ def _no_jit_trace() -> Iterator[None]:
         torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
-def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """What distinguishes calls that need different graphs, and the graph's inputs."""
-    if not kwargs and all(isinstance(value, torch.Tensor) for value in args):
-        return tuple((value.dtype, value.dim()) for value in args), list(args)
-    spec, inputs = flatten_call(args, kwargs)
-    return spec, inputs
-
-
 def _circumstances(module: nn.Module) -> tuple[Any, ...]:
     """What may be in the way of a capture now, and not at the next call of the same kind."""
     level = torch._C._functorch.maybe_current_level()
-    return level, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), module.training
+    return level, torch.is_grad_enabled(), module.training, parametrize._cache_enabled > 0
 
 
 def _run(variant: Variant, module: nn.Module, inputs: list[Any]) -> Any:

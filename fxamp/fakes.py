@@ -51,7 +51,7 @@ class Fakes:
         found = self._known.get(id(value))
         if found is None:
             with quietly():
-                twin: torch.Tensor = self._foreign(value) if isinstance(value, FakeTensor) else self._plain(value)
+                twin: torch.Tensor = self._twin(value) if isinstance(value, FakeTensor) else self._plain(value)
                 dtype = self._logical_dtype(value)
                 if twin.dtype != dtype:
                     with temporarily_clear_interpreter_stack():  # torch.func's transforms allow no requires_grad_
@@ -64,10 +64,10 @@ class Fakes:
             with self._mode:
                 whole = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             return whole.requires_grad_(value.requires_grad)  # type: ignore[return-value]
-        return self._mode.from_tensor(value, static_shapes=True)
+        return self._twin(value) if value.is_inference() else self._mode.from_tensor(value, static_shapes=True)
 
-    def _foreign(self, value: FakeTensor) -> FakeTensor:
-        """A twin of another mode's fake tensor (torch.export runs a model on its own fakes)."""
+    def _twin(self, value: torch.Tensor) -> FakeTensor:
+        """A fake for another mode's fake tensor (torch.export's), or for one that must not be saved for backward."""
         sizes, strides = [size_of(e) for e in value.shape], [size_of(e) for e in value.stride()]
         with self._mode:
             twin = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)

@@ -24,6 +24,12 @@ RELATIVE = "fxamp_relative"
 # Set by a capture on a conversion to float32 that torch.autocast would make, see fxamp.capture.promotion.
 PROMOTED = "fxamp_promoted"
 WEIGHT_PATH = "fxamp_weight_path"
+# Set by a capture on the nodes of a checkpointed region: which one, see fxamp.recompute.
+REGION = "checkpoint"
+# Set by a capture on a call that wrote into its inputs: their positions among `all_input_nodes`.
+WRITES = "fxamp_writes"
+# Set on a node that stands for an expression of the model: the ops it was written with, see fxamp.passes.fuse.
+WRITTEN_OUT = "fxamp_written_out"
 # Set on the nodes of a block that is converted by itself: the block's path in the model.
 BLOCK_PATH = "fxamp_block_path"
 # The attribute under which a converted model keeps what runs its forward.
@@ -263,6 +269,9 @@ def mutated(node: fx.Node) -> list[fx.Node]:
         written += _mutated_by_function(node, node.target)
     elif node.op == "call_module" and mark(node).op in INPLACE_FLAG and node.meta.get("inplace"):
         written += nodes_in(node.args[:1])
+    if places := node.meta.get(WRITES):
+        given = node.all_input_nodes
+        written += [given[place] for place in places if place < len(given)]
     return list(dict.fromkeys(written))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 ALIASES = {
+    "_get_data_attr": "detach",
     "__abs__": "abs",
     "__add__": "add",
     "__and__": "bitwise_and",

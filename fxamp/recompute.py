@@ -4,7 +4,7 @@
     y = checkpointed_0(self, x, w, b)                     # in the compiled one: the block's nodes, under checkpoint
 
 Capture notes on each node of a region which one it belongs to; the passes see plain nodes, and casts that they make
-for a region alone are recomputed with it.
+for a region alone are recomputed with it. A compiler behind Dynamo is given regions in Dynamo's own form instead.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxamp import ir
 
-REGION = "checkpoint"
+CONTEXT = "_checkpoint_context_fn"  # where Dynamo keeps the context_fn of a region's graph module
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,14 +38,17 @@ class _Self:
         return "self"
 
 
-def fold_checkpoints(graph: fx.Graph, compile_inner: Callable[[fx.Graph], Callable[..., Any]]) -> fx.Graph:
+Call = Callable[[fx.Graph, str, Region, fx.Graph, list[fx.Node]], fx.Node]
+
+
+def fold_checkpoints(graph: fx.Graph, make_call: Call) -> fx.Graph:
     """A copy of the graph with one call for each checkpointed region; the graph itself where it has none.
 
     Args:
         graph: not changed.
-        compile_inner: makes a function (module, *inputs) of a region's graph.
+        make_call: adds the call of a region, `eager_call` or `compiler_call`.
     """
-    regions = list(dict.fromkeys(node.meta[REGION] for node in graph.nodes if REGION in node.meta))
+    regions = list(dict.fromkeys(node.meta[ir.REGION] for node in graph.nodes if ir.REGION in node.meta))
     if not regions:
         return graph
     folded = fx.Graph()
@@ -54,26 +57,58 @@ def fold_checkpoints(graph: fx.Graph, compile_inner: Callable[[fx.Graph], Callab
     for node, copy in copies.items():
         copy.meta = dict(node.meta)
     for number, region in enumerate(regions):
-        _fold(folded, region, number, compile_inner)
+        _fold(folded, region, f"checkpointed_{number}", make_call)
     folded.lint()
     return folded
 
 
-def _fold(graph: fx.Graph, region: Region, number: int, compile_inner: Callable[..., Any]) -> None:
+def eager_call(compile_inner: Callable[[fx.Graph], Callable[..., Any]]) -> Call:
+    """Regions as calls of torch.utils.checkpoint.
+
+    Args:
+        compile_inner: makes a function (module, *inputs) of a region's graph.
+    """
+
+    def make_call(graph: fx.Graph, name: str, region: Region, inner: fx.Graph, inputs: list[fx.Node]) -> fx.Node:
+        run = compile_inner(inner)
+
+        def checkpointed(module: Any, *values: Any) -> Any:
+            return checkpoint(run, module, *values, **region.options)
+
+        checkpointed.__name__ = checkpointed.__qualname__ = name
+        return graph.call_function(checkpointed, (_Self(), *inputs))  # type: ignore[arg-type]
+
+    return make_call
+
+
+def compiler_call(holder: fx.GraphModule) -> Call:
+    """Regions as the op that Dynamo makes of them, for a compiler that decides itself what is computed again.
+
+    Args:
+        holder: is given a submodule for each region.
+    """
+    from torch._higher_order_ops.wrap import tag_activation_checkpoint  # slow to import, and there behind Dynamo
+
+    def make_call(graph: fx.Graph, name: str, region: Region, inner: fx.Graph, inputs: list[fx.Node]) -> fx.Node:
+        options = dict(region.options)
+        body = fx.GraphModule(holder, inner)
+        if "context_fn" in options:
+            body.meta[CONTEXT] = options.pop("context_fn")
+        holder.add_submodule(name, body)
+        return graph.call_function(tag_activation_checkpoint, (graph.get_attr(name), *inputs), options)
+
+    return make_call
+
+
+def _fold(graph: fx.Graph, region: Region, name: str, make_call: Call) -> None:
     members = _members(graph, region)
     inputs = list(dict.fromkeys(given for node in members for given in node.all_input_nodes if given not in members))
     outputs = [node for node in members if any(user not in members for user in node.users)]
     if not outputs:
         return
-    run = compile_inner(_inner_graph(members, inputs, outputs))
-
-    def checkpointed(module: Any, *values: Any) -> Any:
-        return checkpoint(run, module, *values, **region.options)
-
-    checkpointed.__name__ = checkpointed.__qualname__ = f"checkpointed_{number}"
     _gather(members)
-    with graph.inserting_after(next(reversed(members))):
-        call = graph.call_function(checkpointed, (_Self(), *inputs))  # type: ignore[arg-type]
+    with graph.inserting_before(next(reversed(members)).next):
+        call = make_call(graph, name, region, _inner_graph(members, inputs, outputs), inputs)
     _use_results(graph, call, outputs, members)
     for node in reversed(members):
         graph.erase_node(node)
@@ -84,7 +119,7 @@ def _members(graph: fx.Graph, region: Region) -> dict[fx.Node, None]:
     own = {
         node
         for node in graph.nodes
-        if node.meta.get(REGION) is region and node.op not in ("get_attr", "placeholder", "output")
+        if node.meta.get(ir.REGION) is region and node.op not in ("get_attr", "placeholder", "output")
     }
     for node in reversed(graph.nodes):
         if _is_made(node) and node.users and all(user in own for user in node.users):
@@ -113,7 +148,7 @@ def _inner_graph(members: Iterable[fx.Node], inputs: list[fx.Node], outputs: lis
     inside = {node: inner.placeholder(node.name) for node in inputs}
     for node in members:
         inside[node] = inner.node_copy(node, inside.__getitem__)
-        inside[node].meta.pop(REGION, None)
+        inside[node].meta.pop(ir.REGION, None)
     inner.output(tuple(inside[node] for node in outputs))
     return inner
 
@@ -121,7 +156,7 @@ def _inner_graph(members: Iterable[fx.Node], inputs: list[fx.Node], outputs: lis
 def _gather(members: dict[fx.Node, None]) -> None:
     """Move the members together, behind everything they need: what stands between them and reads them comes after."""
     last = next(reversed(members))
-    node = next(iter(members)).next
+    node = next(iter(members))
     late: set[fx.Node] = set()
     moved = []
     while node is not last:

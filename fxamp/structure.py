@@ -54,6 +54,7 @@ def _ends_of(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, An
     found = [
         (module._parameters, name, weight.dtype)
         for module in modules
+        if type(module._parameters) is dict  # a scripted module keeps its own behind a wrapper
         for name, weight in module._parameters.items()
         if weight is not None and weight.is_floating_point()
     ]

@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "views": GRAPH | {"capture"},
     "variant": GRAPH | {"capture", "codegen"},
     "engine": GRAPH | {"capture", "structure", "variant", "views"},
-    "converted": GRAPH | {"engine", "storage", "views"},
+    "compiling": GRAPH | {"engine"},
+    "converted": GRAPH | {"compiling", "engine", "storage", "views"},
     "rebuild": GRAPH | {"engine", "variant", "views"},
     "numerics": GRAPH | {"engine", "capture", "codegen", "rebuild", "runtime", "unconverted", "variant", "whole"},
     "review": GRAPH

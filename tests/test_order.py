@@ -506,3 +506,69 @@ def test_graphs_are_shared_by_copies_and_states_are_not():
     assert int(twin.norm.num_batches_tracked) == 1
     assert int(converted.norm.num_batches_tracked) == 0
     assert engine_of(twin) is not None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("capture", ["symbolic", "auto"])
+def test_the_first_call_in_a_mode_may_be_made_under_inference_mode(level, capture):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
+    converted = fxamp.convert(net, torch.bfloat16, opt_level=level, capture=capture)
+    converted(X).sum().backward()
+    converted.eval()
+    with torch.inference_mode():
+        seen = converted(X)
+        assert seen.is_inference()
+        given = X.clone()
+        assert torch.equal(converted(given), seen)
+    assert torch.equal(converted(X), seen)
+    assert [variant.captured.method for variant in engine_of(converted).graphs()] == ["symbolic", "symbolic"]
+    converted.train()(X).sum().backward()
+    converted.eval()(X).sum().backward()
+    assert all(torch.isfinite(weight.grad).all() for weight in net.parameters())
+
+
+def test_converted_under_inference_mode_and_trained_afterwards():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with torch.inference_mode():
+        converted = bf16(net, X.clone())
+        seen = converted(X.clone())
+    assert torch.equal(converted(X), seen)
+    converted(X).sum().backward()
+    assert net[0].weight.grad is not None
+
+
+class AsksForInference(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(x) * (2 if torch.is_inference_mode_enabled() else 1)
+
+
+def test_forward_that_asks_for_inference_mode_is_left_to_dynamo():
+    torch.manual_seed(0)
+    net = AsksForInference()
+    converted = fxamp.convert(net, torch.bfloat16)
+    for mode in (False, True, False):
+        with torch.inference_mode(mode):
+            torch.testing.assert_close(converted(X), net(X), rtol=2**-7, atol=2**-6)
+    with pytest.raises(fxamp.CaptureError, match=r"test_order\.py.*is_inference_mode_enabled"):
+        fxamp.convert(net, torch.bfloat16, capture="symbolic", example_inputs=(X,))
+
+
+def test_weights_that_are_cached_for_a_while_are_computed_once():
+    torch.manual_seed(0)
+    net = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.ReLU(), nn.Linear(4, 2))
+    twin = copy.deepcopy(net)
+    converted = fxamp.convert(twin, torch.bfloat16, overrides={"**": "deny"})
+    for _ in range(2):
+        for model in (net, converted):
+            with parametrize.cached():
+                for _ in range(5):
+                    result = model(X)
+        torch.testing.assert_close(net(X), converted(X), rtol=0, atol=0)
+        assert torch.equal(net[0].parametrizations.weight[0]._u, twin[0].parametrizations.weight[0]._u)
+    assert result.dtype == torch.float32

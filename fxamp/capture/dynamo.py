@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.capture.captured import Captured
+from fxamp.capture.checkpoints import open_checkpoints
 from fxamp.capture.inputs import flatten_call
 from fxamp.capture.locations import is_foreign
 from fxamp.errors import CaptureError
@@ -42,15 +43,17 @@ def adopt(
     graph.output(graph.graph_copy(module.graph, copies))
     for node, copy in copies.items():
         copy.meta = dict(node.meta)
-        copy.type = None
+    open_checkpoints(graph, module)
+    for node in graph.nodes:
+        node.type = None
         if "example_value" in node.meta:
-            copy.meta["val"] = node.meta["example_value"]
-        copy.meta["source"] = _source_line(node)
-        copy.meta["nn_module_stack"] = _module_stack(node)
+            node.meta["val"] = node.meta["example_value"]
+        node.meta["source"] = _source_line(node)
+        node.meta["nn_module_stack"] = _module_stack(node)
         if _is_relative_conversion(node):
-            copy.meta[ir.RELATIVE] = True
-        if copy.meta["source"] in protected:
-            copy.meta["autocast"] = "off"
+            node.meta[ir.RELATIVE] = True
+        if node.meta["source"] in protected:
+            node.meta["autocast"] = "off"
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node, value in zip(inputs, example_inputs, strict=True):
         kind = _weight_kind(node, value)

@@ -113,6 +113,38 @@ def _describe_leaf(value: Any) -> tuple[str, Any]:
     )
 
 
+def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """What tells calls apart that need graphs of their own, and the values of the graph's inputs in order.
+
+    It comes to what `flatten_call` describes, in plain tuples: that is faster, and Dynamo can hash it.
+
+    Raises:
+        CaptureError: an argument is neither tensor, number, constant nor a container of them.
+    """
+    if not kwargs and all(isinstance(value, torch.Tensor) for value in args):
+        return tuple((value.dtype, value.dim()) for value in args), list(args)
+    inputs: list[Any] = []
+    return (_structure(args, inputs), _structure(kwargs, inputs)), inputs
+
+
+def _structure(value: Any, inputs: list[Any]) -> Any:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        inputs.append(value)
+        return value.dtype, value.dim()
+    if isinstance(value, _CONSTANTS):
+        return "constant", kind, value
+    if isinstance(value, (int, float, complex)):
+        inputs.append(value)
+        return kind
+    if kind in (dict, collections.OrderedDict, collections.defaultdict):
+        return (kind, tuple(value), *[_structure(item, inputs) for item in value.values()])
+    if kind in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return (kind, *[_structure(item, inputs) for item in value])
+    flatten_call((value,), {})  # says what is wrong with it
+    raise CaptureError(f"an argument is a {kind.__qualname__}, which symbolic capture does not take apart")
+
+
 def unflatten_call(spec: CallSpec, inputs: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call again, with `inputs` in the places of its tensors and numbers."""
     remaining = iter(inputs)

@@ -1,5 +1,6 @@
 """Which modules stay whole in a captured graph."""
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -27,7 +28,7 @@ HOOKS = (
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module is called as a whole: it keeps state, or hooks on it must fire."""
-    if has_hooks(module) or is_boundary(module):
+    if has_hooks(module) or is_boundary(module) or isinstance(module, torch.jit.ScriptModule):
         return True
     return isinstance(module, (*_STATEFUL, *_OPAQUE)) and not is_recurrent(module)
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.locations import user_line
+from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
 
 
@@ -43,6 +44,9 @@ def asks_of_autograd(node: fx.Node) -> bool:
     return any(asks_of_autograd(given) for given in node.all_input_nodes)
 
 
+_OF_PROXIES = frozenset({"node", "tracer"})
+
+
 class ValueProxy(fx.Proxy):
     """A proxy that stays honest about in-place writes and about Python's questions."""
 
@@ -53,6 +57,15 @@ class ValueProxy(fx.Proxy):
         if isinstance(value, torch.Tensor) and k in ("ndim", "is_cuda", "is_sparse", "is_nested", "is_quantized"):
             return getattr(value, k)
         return AttributeProxy(self, k)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OF_PROXIES or not hasattr(torch.Tensor, name):
+            super().__setattr__(name, value)
+            return
+        raise CaptureError(
+            f"{user_line()}: forward sets .{name} of a tensor, which a graph cannot hold. Write the numbers with "
+            "tensor.copy_() under torch.no_grad(), and the rest outside of forward."
+        )
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from fxamp.capture.effects import Effects
 from fxamp.capture.functions_of import codes_of, functions_in
@@ -84,6 +85,8 @@ class Reads:
                 return value
             return self._note(module, name, value)
 
+        if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self._root.modules())):
+            raise CaptureError("the call is made inside parametrize.cached(), and a graph computes its weights itself")
         self._function(type(self._root).forward)
         for module in self._root.modules():
             self._effects.remember_class(module)
@@ -148,6 +151,8 @@ class Reads:
             for name, value in held.items()
             if name in names and issubclass(kind, nn.Module) and not is_descriptor(value)
         ]
+        if any(map(parametrize.is_parametrized, self._root.modules())):
+            found.append(Cell("_cache_enabled", (int, 0), None, vars(parametrize), "parametrize.cached()", names))
         return tuple(found)
 
     def _path(self, owner: Any) -> str | None:

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.fx import _symbolic_trace
 from torch.nn.utils import rnn
 
-from fxamp.capture.locations import is_foreign
+from fxamp.capture.locations import is_foreign, user_line
 from fxamp.capture.proxies import ValueProxy, WeightProxy
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
@@ -58,18 +58,28 @@ def grad_mode_reads(tracer: Any) -> Iterator[None]:
     (The trace itself runs with gradients on, so that the model's own no_grad regions can be seen.)
     """
     original, outside = torch.is_grad_enabled, torch.is_grad_enabled()
+    original_inference = torch.is_inference_mode_enabled
+
+    def is_asked_by_the_model() -> bool:
+        filename = sys._getframe(2).f_code.co_filename
+        return not tracer.evaluating and tracer._recording and not is_foreign(filename)
 
     def is_grad_enabled() -> bool:
-        if tracer.evaluating or not tracer._recording or is_foreign(sys._getframe(1).f_code.co_filename):
+        if not is_asked_by_the_model():
             return original()
         tracer.grad_mode = outside
         return outside and original()
 
-    torch.is_grad_enabled = is_grad_enabled
+    def is_inference_mode_enabled() -> bool:
+        if is_asked_by_the_model():
+            raise CaptureError(f"{user_line()}: forward asks torch.is_inference_mode_enabled(). Ask is_grad_enabled().")
+        return original_inference()
+
+    torch.is_grad_enabled, torch.is_inference_mode_enabled = is_grad_enabled, is_inference_mode_enabled
     try:
         yield
     finally:
-        torch.is_grad_enabled = original
+        torch.is_grad_enabled, torch.is_inference_mode_enabled = original, original_inference
 
 
 @contextlib.contextmanager
@@ -119,6 +129,43 @@ def limits_of_dtypes(tracer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def unrepeatable_randomness() -> Iterator[None]:
     """Raise where forward drew a random number that the graph would freeze; leave the generators as they were."""
+    with contextlib.ExitStack() as stack:
+        for holder, name in _RNG_STATE:
+            stack.enter_context(_refused(holder, name))
+        with _unchanged_randomness():
+            yield
+
+
+# What reads or sets the state of a generator: the graph draws, and would not do that.
+_RNG_STATE = [
+    (holder, name)
+    for holder in (torch, torch.random)
+    for name in ("get_rng_state", "set_rng_state", "fork_rng")
+    if hasattr(holder, name)
+]
+
+
+@contextlib.contextmanager
+def _refused(holder: Any, name: str) -> Iterator[None]:
+    """Raise where the model calls it; torch's own calls go through."""
+    original = getattr(holder, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not is_foreign(sys._getframe(1).f_code.co_filename):
+            raise CaptureError(
+                f"{user_line()}: forward calls torch.{name}, which a graph cannot hold: it draws at each call."
+            )
+        return original(*args, **kwargs)
+
+    setattr(holder, name, call)
+    try:
+        yield
+    finally:
+        setattr(holder, name, original)
+
+
+@contextlib.contextmanager
+def _unchanged_randomness() -> Iterator[None]:
     python, torch_state, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state(legacy=False) if numpy else None
     try:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from fxamp import ir
 from fxamp.capture import attention, recurrent
 from fxamp.capture.captured import Captured
 from fxamp.capture.creations import Creations, traced_sizes
@@ -48,7 +49,7 @@ from fxamp.capture.surroundings import (
 from fxamp.capture.traces import untouched
 from fxamp.errors import CaptureError, FxampError, ShardedParameterError
 from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign, is_sharded
-from fxamp.recompute import REGION, Region
+from fxamp.recompute import Region
 
 
 def capture_symbolic(
@@ -253,7 +254,7 @@ class SymbolicTracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         if self._region is not None:
-            node.meta[REGION] = self._region
+            node.meta[ir.REGION] = self._region
         return node
 
     @contextlib.contextmanager
@@ -366,8 +367,14 @@ class SymbolicTracer(fx.Tracer):
             raise misfit(user_line(), _target_name(node), error, self.example) from None
 
     def _value_of(self, node: fx.Node) -> Any:
+        given = [value.meta["val"] for value in node.all_input_nodes]
+        versions = [value._version if isinstance(value, torch.Tensor) else None for value in given]
         with self._evaluating():
-            return self.fakes.run(node, lambda given: given.meta["val"])
+            result = self.fakes.run(node, lambda value: value.meta["val"])
+        now = [value._version if isinstance(value, torch.Tensor) else None for value in given]
+        if now != versions:  # torch's own ops tell by their names, others only so
+            node.meta[ir.WRITES] = tuple(place for place, version in enumerate(now) if version != versions[place])
+        return result
 
     def _guess(self, node: fx.Node) -> Any:
         with self._evaluating():

@@ -21,7 +21,8 @@ def untouched(root: nn.Module) -> Iterator[None]:
     Raises:
         CaptureError: forward set, changed or removed an attribute; the model is as before.
     """
-    before = [(path, module, _snapshot(module)) for path, module in root.named_modules()]
+    own = [(path, module) for path, module in root.named_modules() if not isinstance(module, torch.jit.ScriptModule)]
+    before = [(path, module, _snapshot(module)) for path, module in own]
     changed: list[str] = []
     try:
         yield

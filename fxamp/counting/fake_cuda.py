@@ -31,7 +31,22 @@ def install() -> None:
         return
     _give_cuda_a_guard()
     _say_cuda_is_built()
+    _give_cuda_its_fused_norm()
     fake_tensor.init_gpu_context = lambda *args: None  # type: ignore[assignment]
+
+
+def _give_cuda_its_fused_norm() -> None:
+    """Register rms_norm's kernel for CUDA, never to be run: with it torch takes the op and its backward whole.
+
+    Source: `_fused_rms_norm` in native_functions.yaml and derivatives.yaml (torch 2.11 to 2.13).
+    """
+
+    def kernel(*args: Any) -> Any:
+        raise NotImplementedError("fake tensors are computed by nobody")
+
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl("_fused_rms_norm", kernel, "CUDA")
+    _keep_for_ever(library)
 
 
 def _library(name: str) -> ctypes.CDLL:

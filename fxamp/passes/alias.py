@@ -56,7 +56,8 @@ def find_aliases(graph: fx.Graph) -> Aliases:
     """The written storages of a graph."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     writes = {node: written for node in graph.nodes if (written := ir.mutated(node))}
-    if not writes:
+    own = _written_by_modules(graph)
+    if not writes and not own:
         return Aliases({}, order)
     sets = UnionFind()
     first_read: dict[str, fx.Node] = {}
@@ -65,7 +66,24 @@ def find_aliases(graph: fx.Graph) -> Aliases:
             sets.join(node, first_read.setdefault(str(node.target), node))
         for source in may_share(node, writes.get(node, [])):
             sets.join(node, source)
+    for node, state in own.items():
+        writes[node] = [*writes.get(node, ()), *state]
     return Aliases(_storages(graph, sets, writes), order)
+
+
+def _written_by_modules(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """What the graph reads of the state of modules that are called whole: running statistics, and what hooks keep."""
+    calls: dict[str, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="call_module"):
+        calls.setdefault(str(node.target), []).append(node)
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for read in graph.find_nodes(op="get_attr") if calls else ():
+        path = str(read.target)
+        while "." in path:
+            path = path.rpartition(".")[0]
+            for call in calls.get(path, ()):
+                found.setdefault(call, []).append(read)
+    return found
 
 
 def _storages(graph: fx.Graph, sets: "UnionFind", writes: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, Storage]:

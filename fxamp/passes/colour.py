@@ -9,6 +9,7 @@ from torch import fx
 from fxamp import ir
 from fxamp.ir import Reason
 from fxamp.passes import mincut
+from fxamp.passes.absorb import can_promote
 from fxamp.passes.alias import Aliases, UnionFind
 from fxamp.passes.base import Pass
 from fxamp.passes.costs import Costs
@@ -107,7 +108,11 @@ def build_problem(graph: fx.Graph, policy: Policy, ruling: Ruling, aliases: Alia
     fixed: dict[mincut.Variable, str] = {**_ALWAYS}
     for node, verdict in ruling.fixed.items():
         _fix(fixed, variables.find(node), verdict.precision)
+    for node in graph.nodes:
+        if node in ruling.participants and node not in ruling.born and not ir.holds_float32(node):
+            fixed.setdefault(variables.find(node), HIGH)
     readers: dict[tuple[fx.Node, int], set[mincut.Variable]] = {}
+    promoting: dict[tuple[fx.Node, int], list[fx.Node]] = {}
     implies: dict[tuple[mincut.Variable, mincut.Variable], None] = {}
     for node in graph.nodes:
         for read in float_reads(node, policy.lists, policy.output_mode):
@@ -118,21 +123,54 @@ def build_problem(graph: fx.Graph, policy: Policy, ruling: Ruling, aliases: Alia
             if read.value not in ruling.born and value not in fixed:
                 implies[(value, HIGH if read.mode == "any" else reader)] = None
             if read.mode != "any" and reader != value:
-                readers.setdefault((read.value, aliases.epoch(read.value, node)), set()).add(reader)
-        if node in ruling.participants and node not in ruling.born and not ir.holds_float32(node):
-            fixed.setdefault(variables.find(node), HIGH)
+                key = (read.value, aliases.epoch(read.value, node))
+                if _promotes(node, read.value, fixed, variables):
+                    promoting.setdefault(key, []).append(node)
+                else:
+                    readers.setdefault(key, set()).add(reader)
+    inside = _cast_inside(promoting, readers, fixed, variables, costs)
     free = dict.fromkeys(variables.find(n) for n in graph.nodes if n in ruling.participants)
     values = tuple(
-        SharedValue(variables.find(value), frozenset(who), price, price)
-        for (value, _), who in readers.items()
-        if (price := costs.cast(value))
+        SharedValue(variables.find(key[0]), frozenset(who), price, price - inside.get(key, 0))
+        for key, who in readers.items()
+        if (price := costs.cast(key[0]))
     )
+    values += tuple(SharedValue(variables.find(key[0]), frozenset({HIGH}), 0, price) for key, price in inside.items())
     prices: dict[mincut.Variable, int] = {}
     for node in graph.nodes:
         if node in ruling.participants and (variable := variables.find(node)) not in fixed:
             prices[variable] = prices.get(variable, 0) + costs.high(node)
     values += tuple(_saved_for_backward(graph, costs, ruling, variables, prices))
     return _closed(Problem(tuple(v for v in free if v not in fixed), fixed, values, prices, tuple(implies)))
+
+
+def _promotes(node: fx.Node, value: fx.Node, fixed: dict[mincut.Variable, str], variables: UnionFind) -> bool:
+    """Whether a node that is high reads a low `value` as it is, beside an operand that is float32 anyway."""
+    if fixed.get(variables.find(node)) != HIGH or ir.mutated(node) or not can_promote(node, value):
+        return False
+    return all(other is value or fixed.get(variables.find(other)) == HIGH for other in node.all_input_nodes)
+
+
+def _cast_inside(
+    promoting: dict[tuple[fx.Node, int], list[fx.Node]],
+    readers: dict[tuple[fx.Node, int], set[mincut.Variable]],
+    fixed: dict[mincut.Variable, str],
+    variables: UnionFind,
+    costs: Costs,
+) -> dict[tuple[fx.Node, int], int]:
+    """What it costs that promoting kernels cast inside (see Absorb): the cast of the gradient in backward.
+
+    Where another reader needs the value in float32, or several would each cast its gradient, one cast serves them all.
+    """
+    found = {}
+    for key, nodes in promoting.items():
+        has_gradient = any(kind.requires_grad for kind in ir.tensors_in(ir.mark(key[0]).type))
+        is_cast_anyway = any(fixed.get(other) == HIGH for other in readers.get(key, ()))
+        if is_cast_anyway or (has_gradient and len(nodes) > 1):
+            readers.setdefault(key, set()).update(map(variables.find, nodes))
+        elif has_gradient:
+            found[key] = costs.cast(key[0]) // 2
+    return found
 
 
 def _saved_for_backward(

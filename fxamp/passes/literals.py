@@ -85,6 +85,12 @@ def _problem(value: float, op: str, low: torch.dtype) -> str:
 Fit = Literal["normal", "small", "beyond"]
 
 
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers that a sparse tensor stores."""
+    tensor = tensor.detach()
+    return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.values()
+
+
 def fit_in(tensor: Any, low: torch.dtype) -> Fit:
     """How a parameter or buffer fits into `low`: "beyond" where a finite number overflows, "small" where those of
     ordinary size are no normal numbers.
@@ -98,7 +104,7 @@ def fit_in(tensor: Any, low: torch.dtype) -> Fit:
     if isinstance(tensor, FakeTensor) or tensor.numel() == 0:
         return "normal"
     with torch.no_grad():
-        values = tensor.detach()
+        values = tensor.detach() if tensor.layout == torch.strided else _stored(tensor)
         largest = float(values.abs().max())
         if not math.isfinite(largest):
             values = torch.where(values.isfinite(), values, 0)

@@ -103,6 +103,9 @@ def _node(row: Row, built: Report, lists: OpLists) -> Iterator[str]:
     place += [f"in module {row.module} ({row.module_class})"] if row.module else []
     if place:
         yield "  " + ", ".join(place)
+    if row.written_out:
+        yield f"  written out in the model as {row.written_out}: one kernel that computes in float32 takes their place"
+        yield f"  (a row for {row.op} in lists=, an override, or level='strict' leaves them as they are)"
     yield f"why {row.runs_in}:"
     width = max(len(link.name) for link in chain)
     for link in chain:

@@ -27,6 +27,7 @@ class Row:
         module, module_class: path and class of the innermost module whose forward made the node.
         inputs: names of the nodes it reads, each once.
         requires_grad: whether backward passes through its value.
+        written_out: the ops that the model writes it out with, where it writes more than the one.
     """
 
     graph: int
@@ -46,6 +47,7 @@ class Row:
     module_class: str
     inputs: tuple[str, ...]
     requires_grad: bool
+    written_out: str = ""
 
     @property
     def line(self) -> str:
@@ -94,6 +96,7 @@ def row_of(node: fx.Node, number: int = 0) -> Row:
         module_class=module_class,
         inputs=tuple(given.name for given in node.all_input_nodes),
         requires_grad=any(found.requires_grad for found in types),
+        written_out=node.meta.get(ir.WRITTEN_OUT, ""),
     )
 
 

@@ -384,6 +384,47 @@ def test_a_checkpoint_inside_forward_recomputes_its_nodes(use_reentrant):
     assert int(model.norm.num_batches_tracked) == 2  # the norm stands outside of the region
 
 
+class OneOp(nn.Module):
+    """A checkpoint around a single op, and a buffer that is written after it and read again."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("count", torch.ones(8))
+        self.op = op
+
+    def forward(self, x):
+        op = {"linear": self.second, "gelu": F.gelu}[self.op]
+        h = self.norm(self.first(x)) + self.count
+        y = checkpoint(op, h, use_reentrant=False)
+        self.count.add_(1)
+        return self.last(y) + self.count[:4] + self.norm.running_mean.mean()
+
+
+@pytest.mark.parametrize("denied", [(), ("first",), ("last",), ("**",)])
+@pytest.mark.parametrize("op", ["linear", "gelu"])
+def test_a_checkpoint_around_one_op_moves_nothing_across_a_write(op, denied):
+    torch.manual_seed(0)
+    model = OneOp(op)
+    twin = copy.deepcopy(model)
+    converted = fxamp.convert(twin, dtype=LOW, overrides=dict.fromkeys(denied, "deny"))
+    for _ in range(2):
+        x = torch.randn(6, 8)
+        expected, result = model(x), converted(x)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0 if denied == ("**",) else 0.1)
+        for out, net in ((expected, model), (result, twin)):
+            net.zero_grad()
+            out.square().sum().backward()
+        for plain, mixed in zip(model.parameters(), twin.parameters(), strict=True):
+            if plain.grad is None:
+                assert mixed.grad is None
+                continue
+            size = plain.grad.norm() + 1
+            assert (plain.grad - mixed.grad).norm() <= (0 if denied == ("**",) else 0.03) * size
+        assert torch.equal(model.count, twin.count)
+
+
 def test_a_checkpointed_model_compiles_in_one_graph():
     torch.manual_seed(0)
     model = Block(use_reentrant=False).eval()

@@ -8,6 +8,7 @@ import torch
 
 from fxamp import ir
 from fxamp.lists import OpLists
+from fxamp.passes.absorb import can_promote
 from fxamp.passes.alias import find_aliases
 from fxamp.passes.colour import fix_written_storages
 from fxamp.passes.costs import Costs
@@ -77,10 +78,31 @@ def groups_of(graph):
     return group
 
 
+def is_high_anyway(group, ruling):
+    """Nodes that are float32 under every colouring."""
+    fixed = {node for node, verdict in ruling.fixed.items() if verdict.precision == "high"}
+    fixed |= {n for n in ruling.participants - ruling.born - ruling.fixed.keys() if not ir.holds_float32(n)}
+    return {node for node, whole in group.items() if whole & fixed}
+
+
+def reads_as_it_is(node, value, high):
+    """Whether a float32 node takes a low value into its kernel, beside operands that are float32 anyway."""
+    others = [given for given in node.all_input_nodes if given is not value]
+    return node in high and not ir.mutated(node) and can_promote(node, value) and high.issuperset(others)
+
+
+def cost_of_cast(value, readers, inside, costs):
+    """One cast serves all; where every reader casts inside, only gradients are cast."""
+    has_gradient = any(found.requires_grad for found in ir.tensors_in(ir.mark(value).type))
+    if readers or (has_gradient and inside > 1):
+        return costs.cast(value)
+    return costs.cast(value) // 2 if has_gradient else 0
+
+
 def price(setting, ruling, precision):
     """Cost of a colouring under the rules of DESIGN 4 and 5, None where it breaks one."""
     graph, costs, total = setting.graph, Costs.of(setting.graph), 0
-    aliases, wanted = find_aliases(graph), {}
+    aliases, wanted, high = find_aliases(graph), {}, is_high_anyway(groups_of(graph), ruling)
     for node in graph.nodes:
         for read in float_reads(node, setting.policy.lists, setting.policy.output_mode):
             if read.mode == "with" and node not in ruling.participants:
@@ -90,7 +112,8 @@ def price(setting, ruling, precision):
                 if want == "high" and precision[read.value] == "low":
                     return None
             if read.mode != "any" and want != precision[read.value]:
-                wanted[(read.value, aliases.epoch(read.value, node))] = costs.cast(read.value)
+                counts = wanted.setdefault((read.value, aliases.epoch(read.value, node)), [0, 0])
+                counts[reads_as_it_is(node, read.value, high)] += 1
         if node in ruling.participants and node not in ruling.fixed and precision[node] == "high":
             total += costs.high(node)
         if node in ruling.participants and node not in ruling.born and not ir.holds_float32(node):
@@ -99,7 +122,7 @@ def price(setting, ruling, precision):
     for kept in costs.kept(graph):
         sides = {precision[node] for node in kept.keepers if node in ruling.participants}
         total += kept.elements * sum({"high": 4, "low": 2}[side] for side in sides)
-    return total + sum(wanted.values())
+    return total + sum(cost_of_cast(value, *counts, costs) for (value, _), counts in wanted.items())
 
 
 def cheapest(setting, ruling):

@@ -1,0 +1,65 @@
+"""torch.compile around a converted model: the graph of a call is made before Dynamo looks for it.
+
+Dynamo cannot trace a capture. It can run a function while it compiles (`torch._dynamo.comptime`), with what it knows of
+the call by then: sizes, dtypes and devices. A graph is made with that, on the real model; what Dynamo traces next
+finds it. Where its guards see that the model has changed, Dynamo compiles again, and comes through here again.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxamp.engine import engine_of
+from fxamp.errors import CaptureError
+
+log = logging.getLogger("fxamp")
+
+
+def make_ready(context: Any) -> None:
+    """Make the graph for a call of `self` with `args` and `kwargs`, locals of the frame that Dynamo traces.
+
+    Where symbolic capture cannot follow the call, Dynamo's graph breaks here, or its error says why where it must not
+    break. Arguments that Dynamo does not hold as plain values are left to what is traced next.
+    """
+    module, args, kwargs = (_tracked(context, name) for name in ("self", "args", "kwargs"))
+    engine = engine_of(getattr(module, "value", None))
+    if engine is None or engine.options.capture == "dynamo":
+        return
+    try:
+        args, kwargs = pytree.tree_map(_sample, (args.as_proxy(), kwargs.as_proxy()))
+        engine.current(module.value).capture(module.value, args, kwargs)
+    except CaptureError as error:
+        context.graph_break(f"fxamp has no graph for this call of {type(module.value).__qualname__}: {error}")
+    except NotImplementedError as error:  # an argument that has no place in Dynamo's graph
+        log.debug("no graph was made for torch.compile: %s", error)
+
+
+def watch(module: nn.Module) -> bool:
+    """Read which modules a model has, so that Dynamo's guards see when one is exchanged.
+
+    Hooks that are added after the first call are not seen: `torch._dynamo.config.skip_nnmodule_hook_guards`.
+    """
+    return all(child is None or (id(child) != 0 and watch(child)) for child in module._modules.values())
+
+
+def _tracked(context: Any, name: str) -> Any:
+    return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+
+
+def _sample(leaf: Any) -> Any:
+    """A tensor, or a number, such as the one that the call is compiled for; sizes that may vary have one of them."""
+    if not isinstance(leaf, fx.Proxy):
+        return leaf
+    known = leaf.node.meta["example_value"]
+    if not isinstance(known, torch.Tensor):
+        return _hint(known)
+    sizes, strides = map(_hint, known.shape), map(_hint, known.stride())
+    made = torch.empty_strided(tuple(sizes), tuple(strides), dtype=known.dtype, device=known.device).zero_()
+    return made.requires_grad_(known.requires_grad)
+
+
+def _hint(number: Any) -> Any:
+    return number.node.hint if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) else number

@@ -1,0 +1,150 @@
+"""torch.compile around a converted model: no graph need be there before, and none is used where it no longer holds."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp.engine import engine_of
+
+X = torch.randn(4, 8)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Sequential(nn.Dropout(0.5), nn.Linear(16, 4))
+        self.gain = 1.0
+
+    def forward(self, x, mask=None, *, scales=None):
+        y = torch.relu(self.norm(self.first(x)))
+        if mask is not None:
+            y = y * mask
+        if scales:
+            y = y * scales["all"] + scales["some"][0]
+        return self.head(y) * self.gain
+
+
+class Chooses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y if y.sum() > 0 else -y
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def both(net=None, **options):
+    """A converted model that has no graph yet, and the same compiled into one graph."""
+    converted = fxamp.convert(net or Net(), torch.bfloat16, **options)
+    return converted, torch.compile(converted, fullgraph=True, backend="aot_eager")
+
+
+def test_both_modes_in_one_graph_each_with_no_call_before():
+    converted, compiled = both()
+    compiled(X).sum().backward()
+    assert converted.first.weight.grad is not None
+    assert converted.norm.num_batches_tracked == 1
+    converted.eval()
+    assert torch.equal(compiled(X), converted(X))
+    converted.train()
+    assert compiled(X).shape == (4, 4)
+    assert converted.norm.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_sizes_that_vary(dynamic):
+    converted = fxamp.convert(Net().eval(), torch.bfloat16)
+    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (4, 5, 6, 7):
+        x = torch.randn(rows, 8)
+        assert torch.equal(compiled(x), converted(x))
+    assert len(engine_of(converted).graphs()) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((X, torch.rand(4, 16)), {}),
+        ((X,), {"mask": torch.rand(4, 16)}),
+        ((), {"x": X, "scales": {"all": 2.0, "some": [torch.rand(4, 16)]}}),
+        ((X.t().contiguous().t(), None), {"scales": None}),
+    ],
+)
+def test_every_way_to_call(args, kwargs):
+    converted, compiled = both(Net().eval())
+    assert torch.equal(compiled(*args, **kwargs), converted(*args, **kwargs))
+
+
+def test_inside_a_larger_compiled_function():
+    converted = fxamp.convert(Net().eval(), torch.bfloat16)
+
+    def step(x):
+        return converted(x * 2) + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(X), step(X))
+
+
+def test_making_a_graph_draws_no_random_number_and_moves_no_buffer():
+    converted, compiled = both()
+    twin = fxamp.convert(Net(), torch.bfloat16)
+    twin.load_state_dict(converted.state_dict())
+    torch.manual_seed(3)
+    expected = twin(X)
+    torch.manual_seed(3)
+    assert torch.equal(compiled(X), expected)
+    assert torch.equal(converted.norm.running_mean, twin.norm.running_mean)
+
+
+def test_a_number_that_changes_is_seen():
+    converted, compiled = both(Net().eval())
+    for gain in (1.0, 3.0, 7.0, 3.0):
+        converted.gain = gain
+        assert torch.equal(compiled(X), converted(X))
+
+
+@pytest.mark.parametrize("kind", [nn.ReLU, nn.Tanh])
+def test_a_module_that_is_added_or_exchanged_is_seen(kind):
+    converted, compiled = both(Net().eval())
+    before = compiled(X)
+    converted.head.append(kind())
+    assert torch.equal(compiled(X), converted(X))
+    assert not torch.equal(compiled(X), before)
+    converted.head[1] = nn.Linear(16, 4)
+    assert torch.equal(compiled(X), converted(X))
+
+
+def test_a_call_that_no_graph_can_hold_is_named_and_breaks_where_it_may():
+    converted, compiled = both(Chooses())
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"no graph for this call of Chooses: .*test_compiling\.py"):
+        compiled(X)
+    torch._dynamo.reset()
+    compiled = torch.compile(converted, backend="aot_eager")
+    torch.testing.assert_close(compiled(X), converted(X), rtol=0, atol=0)
+
+
+def test_strict_export_needs_no_graph_before():
+    converted = fxamp.convert(Net().eval(), torch.bfloat16)
+    program = torch.export.export(converted, (X,), strict=True)
+    assert torch.equal(program.module()(X), converted(X))
+
+
+def test_blocks_that_are_converted_by_themselves():
+    converted, compiled = both(nn.Sequential(Net(), nn.Linear(4, 8), Net()).eval(), boundaries=[Net])
+    assert torch.equal(compiled(X), converted(X))
+
+
+def test_o2():
+    net = Net().eval()
+    converted, compiled = both(net, opt_level="O2")
+    assert torch.equal(compiled(X), converted(X))
