@@ -11,7 +11,7 @@ from fxamp.instruments import audit, profile
 from fxamp.numerics.bisect import find_deny
 from fxamp.numerics.compare import compare
 from fxamp.review.plan import load_plan
-from fxamp.review.plan_diff import diff_plans, diff_text
+from fxamp.review.plan_diff import diff_fields, diff_plans, diff_text
 from fxamp.targets import load_batches, load_name, load_target
 
 OK, LIMIT = 0, 1
@@ -23,7 +23,8 @@ def run_diff(chosen: argparse.Namespace) -> int:
     old, new = load_plan(chosen.old), load_plan(chosen.new)
     changes, text = diff_plans(old, new), diff_text(old, new)
     if chosen.json:
-        print(json.dumps({"equal": not text, "changes": [vars(change) for change in changes]}, indent=2))
+        nodes = [vars(change) for change in changes]
+        print(json.dumps({"equal": not text, "fields": diff_fields(old, new), "changes": nodes}, indent=2))
     else:
         print(text or "the plans are equal")
     return LIMIT if text else OK

@@ -19,6 +19,8 @@ def write_whole(path: Path, content: str | bytes, what: str) -> Path:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())  # before the name: a full disk shows here, and a power cut leaves no empty file
         os.chmod(name, 0o644)
         os.replace(name, path)
     except OSError as error:

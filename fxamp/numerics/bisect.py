@@ -77,7 +77,7 @@ def find_deny(
         max_runs: graphs that may be rewritten and run.
 
     Raises:
-        OptionError: a tolerance or a number of runs that is not positive.
+        OptionError: a tolerance or a number of runs that is not positive, or outputs that are finite in neither run.
     """
     if tolerance <= 0 or max_runs < 1:
         raise OptionError(f"tolerance={tolerance!r}, max_runs={max_runs!r}: both must be positive.")
@@ -87,7 +87,10 @@ def find_deny(
         return DenySet((), compare(model, converted, inputs, loss_fn).output, tolerance, 0, True)
     with Progress("bisect", max_runs, progress) as bar:
         search = _Search(model, call_of(converted, inputs), loss_fn, tolerance, max_runs, bar.step)
-        rows = sorted(compare(model, converted, inputs, loss_fn).rows, key=lambda row: -row.introduced)
+        compared = compare(model, converted, inputs, loss_fn)
+        if compared.not_finite == 1.0:
+            raise OptionError("no output is finite, in float32 either: there is no error to search by. See find_nan.")
+        rows = sorted(compared.rows, key=lambda row: -row.introduced)
         low = [row.name for row in rows if row.precision == "low" and row.colour != "clear"]
         return search.smallest(list(dict.fromkeys(low)))  # a name denies the nodes of that name in every graph
 

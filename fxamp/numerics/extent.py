@@ -2,8 +2,11 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import torch
+
+from fxamp.errors import OptionError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +28,11 @@ class Extent:
     def is_finite(self) -> bool:
         return not (self.nans or self.infs)
 
+    @property
+    def is_mask(self) -> bool:
+        """Zeros and infinities, as an additive mask has them."""
+        return bool(self.infs) and not self.nans and self.low in (0.0, None) and self.high in (0.0, None)
+
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         span = "nothing finite" if self.low is None else f"[{self.low:.4g}, {self.high:.4g}]"
@@ -45,6 +53,17 @@ def extent_of(tensor: torch.Tensor) -> Extent:
     infs = values.numel() - int(finite.sum()) - nans
     low, high = (float(kept.min()), float(kept.max())) if kept.numel() else (None, None)
     return Extent(tensor.dtype, tuple(tensor.shape), low, high, nans, infs)
+
+
+def check_finite(tensors: Iterable[torch.Tensor], what: str) -> None:
+    """Refuse data whose ranges mean nothing; an additive mask may hold -inf.
+
+    Raises:
+        OptionError: a NaN, or a positive infinity; `what` names what holds it.
+    """
+    for tensor in tensors:
+        if bool((tensor.isnan() | tensor.isposinf()).any()):
+            raise OptionError(f"{what} NaN or infinite inputs ({extent_of(tensor)}): ranges of such data mean nothing.")
 
 
 def extent_of_all(tensors: list[torch.Tensor]) -> Extent:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.numerics.extent import Extent, extent_of, extent_of_all
@@ -110,7 +112,9 @@ def watch_flow(
 
 def _watch_backward(call: Call, flow: CallFlow, loss: torch.Tensor) -> None:
     flow.loss = extent_of(loss)
-    wanted = [parameter for parameter in call.model.parameters() if parameter.requires_grad]
+    inputs = pytree.tree_leaves((call.args, call.kwargs, call.inputs))
+    tensors = (*call.model.parameters(), *(given for given in inputs if isinstance(given, torch.Tensor)))
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
     if loss.requires_grad and wanted:
         torch.autograd.grad(loss, wanted, allow_unused=True)
 
@@ -156,7 +160,7 @@ class Watcher:
         self.is_written = any(not ir.is_weight(written) for node in nodes for written in ir.mutated(node))
         self.unprobed = _unprobed(nodes) if self.is_written else frozenset()
         self.with_gradients = with_gradients
-        self.writer_of: dict[int, str] = {}
+        self.writer_of: dict[StorageWeakRef, str] = {}
         self.readers = {node.name: [user.name for user in node.users] for node in nodes}
 
     def see(self, node: fx.Node, value: Any) -> Any:
@@ -237,8 +241,9 @@ def nonzero(tensor: torch.Tensor) -> int:
     return int(tensor.count_nonzero())
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    """What tells whose memory it is; an address would not: the next value may get a freed one's."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 class _Probe(torch.autograd.Function):

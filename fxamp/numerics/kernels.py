@@ -26,7 +26,8 @@ _PRODUCT = re.compile(
 _AROUND = re.compile(
     r"splitkreduce|splitkv_combine|reduce_1block|nchwtonhwc|nhwctonchw|converttensor|scaletensor|scalepackedtensor"
     r"|computeoffsets|computebooffsets|im2col|col2im|vol2col|dot_do_o|convert_dq|generatewinogradtiles|flip_filter"
-    r"|transpose_readwrite|elementwise_kernel|elemwise|prepare_|compute_gemm_pointers|triton_(poi|per|red)_"
+    r"|transpose_readwrite|elementwise_kernel|elemwise|prepare_|compute_gemm_pointers|triton_(poi|per|red|for|spl|unk)_"
+    r"|epilogue::impl::globalkernel|flashattnbwd(pre|post)process|flashattnfwdcombine"
 )
 """Kernels that only move or reduce values beside a product; a GEMM's own type may name an "elementwise" epilogue."""
 _TENSOR_CORE = re.compile(

@@ -1,24 +1,23 @@
 """Name the op that overflowed: the first node whose output or gradient is not finite, and what would mend it."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxamp import ir
-from fxamp.engine import Engine, engine_of
-from fxamp.numerics.extent import extent_of
-from fxamp.numerics.flow import CallFlow, CallWatcher, watch_flow
-from fxamp.numerics.mending import first_ring, mending, node_of
+from fxamp.engine import engine_of
+from fxamp.numerics.flow import CallFlow, watch_flow
+from fxamp.numerics.mending import mending, node_of
 from fxamp.numerics.origin import Origin, origin_of, vanished_origin
-from fxamp.numerics.run import Call, Part, Runner, call_of, floats_in, in_float32, run_part
+from fxamp.numerics.run import Call, call_of, in_float32
 from fxamp.unconverted import check_left
-from fxamp.variant import Variant
 
 Loss = Callable[[Any], torch.Tensor]
+FROM_OUTSIDE = ("input", "parameter", "between graphs")
+"""Phases of what came in not finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +33,7 @@ class BadNode:
         overrides: the deny entries with which the run is finite; empty where none was found.
         is_bad_in_float32: whether the fp32 run is not finite either: then it is not a matter of precision.
         error: what then stopped the run, "" where nothing did.
+        unknown: why it was not tried whether float32 is finite and `overrides` mend it; "" where it was.
     """
 
     name: str
@@ -49,6 +49,7 @@ class BadNode:
     is_bad_in_float32: bool
     graph: int = 0
     error: str = ""
+    unknown: str = ""
 
     def __str__(self) -> str:
         where = {"forward": "its output", "backward": "the gradient it passes back"}.get(self.phase, self.phase)
@@ -72,6 +73,9 @@ class BadNode:
             return "it was made by code between two of Dynamo's graphs, which runs as it is written: look there"
         if self.phase == "parameter":
             return "the parameter itself is not finite: an earlier step wrote it, see fxamp.LossScaler"
+        if self.unknown:
+            likely = f"convert(..., overrides={self.overrides}) may mend it" if self.overrides else "it runs in float32"
+            return f"{likely}; another run was not tried: {self.unknown}"
         if self.is_bad_in_float32:
             return "the float32 run is not finite here either: it is not a matter of precision, look at the line"
         if self.overrides:
@@ -101,25 +105,27 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
         return None
     call = call_of(converted, inputs)
     flow = watch_flow(call, loss_fn)
-    if not flow.has_bad_values:
-        origin = origin_of(flow)
-    else:
-        exact = watch_flow(call, loss_fn, in_float32(call), as_float32=True)
-        origin = origin_of(flow, exact) or vanished_origin(flow, exact)
-    return None if origin is None else describe(call, flow, origin, loss_fn)
+    if flow.is_finite and not flow.has_bad_values:
+        return None
+    exact = watch_flow(call, loss_fn, in_float32(call), as_float32=True)
+    origin = origin_of(flow, exact) or vanished_origin(flow, exact)
+    return None if origin is None else describe(call, flow, origin, loss_fn, exact)
 
 
-def describe(call: Call, flow: CallFlow, origin: Origin, loss_fn: Loss | None) -> BadNode:
-    """All about an origin, with the deny that mends it; runs the call a few times more."""
-    from_outside = origin.phase in ("input", "parameter", "between graphs")
-    fp32 = None if from_outside else watch_flow(call, loss_fn, in_float32(call), as_float32=True)
-    is_bad = fp32 is not None and not fp32.is_finite
+def describe(call: Call, flow: CallFlow, origin: Origin, loss_fn: Loss | None, exact: CallFlow) -> BadNode:
+    """All about an origin, with the deny that mends it; runs the call a few times more.
+
+    Args:
+        exact: the same call in fp32.
+    """
+    from_outside = origin.phase in FROM_OUTSIDE
+    is_bad = not from_outside and not exact.is_finite
     mended = () if from_outside or is_bad else mending(call, flow, origin, loss_fn)
-    error = "" if flow.error is None else f"{type(flow.error).__name__}: {flow.error}".partition("\n")[0]
-    return dataclasses.replace(_bad_node(origin, mended, is_bad), error=error)
+    return bad_node(origin, mended, is_bad, flow)
 
 
-def _bad_node(origin: Origin, denied: tuple[str, ...], is_bad_in_float32: bool) -> BadNode:
+def bad_node(origin: Origin, denied: tuple[str, ...], is_bad_in_float32: bool, flow: CallFlow) -> BadNode:
+    """What is known of an origin without another run."""
     node, reads = node_of(origin), origin.flow.reads
     mark = ir.mark(node)
     read = [given.name for given in node.all_input_nodes]
@@ -137,103 +143,5 @@ def _bad_node(origin: Origin, denied: tuple[str, ...], is_bad_in_float32: bool) 
         overrides=dict.fromkeys(denied, "deny"),
         is_bad_in_float32=is_bad_in_float32,
         graph=origin.flow.part.graph,
+        error="" if flow.error is None else f"{type(flow.error).__name__}: {flow.error}".partition("\n")[0],
     )
-
-
-# ------------------------------------------------------------------------------------------------- in training
-
-
-class NanWatch:
-    """What `watch_nan` gives: `.found` is the first bad node, None for as long as all is finite."""
-
-    def __init__(self) -> None:
-        self.flows: list[CallFlow] = []
-
-    @property
-    def found(self) -> BadNode | None:
-        """The first bad node of all calls so far, forward before backward, with the deny that is likely to mend it."""
-        origin = next((origin for flow in self.flows if (origin := origin_of(flow)) is not None), None)
-        return None if origin is None else _bad_node(origin, first_ring(node_of(origin)), False)
-
-
-@contextlib.contextmanager
-def watch_nan(converted: nn.Module, raises: bool = True) -> Iterator[NanWatch]:
-    """Watch every call of a converted model, forward and backward; slow, so for the steps that go wrong.
-
-        with fxamp.watch_nan(model):
-            scaler.scale(criterion(model(x), y)).backward()     # raises FloatingPointError naming the op
-
-    The deny it names is the likely one, not tried; `find_nan` with the same inputs tries it.
-
-    Args:
-        raises: raise on leaving the block; else look at `.found`.
-
-    Raises:
-        FloatingPointError: on leaving, where a value or gradient was not finite.
-        OptionError: the model was not converted.
-    """
-    engine = engine_of(converted)
-    if engine is None:
-        check_left(converted, "watch_nan watches nothing")
-        yield NanWatch()
-        return
-    watch, workshop = NanWatch(), engine.workshop
-    changed: list[tuple[Variant, Any]] = []
-
-    def watched(variant: Variant) -> Variant:
-        changed.append((variant, variant.compiled))
-        variant.compiled = dataclasses.replace(variant.compiled, run=_watching(watch, engine, variant))
-        return variant
-
-    for variant in engine.all_variants():
-        watched(variant)
-    engine.workshop = dataclasses.replace(workshop, build=lambda *given: watched(workshop.build(*given)))
-    if engine.dynamo is not None:
-        engine.dynamo.watch = _watching_graphs(watch, engine, converted)
-    try:
-        yield watch
-    finally:
-        engine.workshop = workshop
-        if engine.dynamo is not None:
-            engine.dynamo.watch = None
-        for variant, compiled in changed:
-            variant.compiled = compiled
-    if raises and (found := watch.found) is not None:
-        raise FloatingPointError(str(found))
-
-
-def _watching(watch: NanWatch, engine: Engine, variant: Variant) -> Callable[..., Any]:
-    """The forward of a graph that is a whole call."""
-
-    def run(module: nn.Module, *inputs: Any) -> Any:
-        watcher = CallWatcher(with_gradients=torch.is_grad_enabled())
-        return _watched_part(watch, watcher, engine, variant, module, 0, inputs)
-
-    return run
-
-
-def _watching_graphs(watch: NanWatch, engine: Engine, model: nn.Module) -> Callable[..., Any]:
-    """What runs Dynamo's graphs: those of one call belong together."""
-    calls: dict[int, CallWatcher] = {}
-
-    def run(variant: Variant, inputs: Any) -> Any:
-        watcher = calls.setdefault(engine.dynamo.calls, CallWatcher(with_gradients=torch.is_grad_enabled()))
-        return _watched_part(watch, watcher, engine, variant, model, len(watcher.flow.parts), inputs)
-
-    return run
-
-
-def _watched_part(
-    watch: NanWatch,
-    watcher: CallWatcher,
-    engine: Engine,
-    variant: Variant,
-    module: nn.Module,
-    number: int,
-    inputs: Any,
-) -> Any:
-    graph = next((place for place, known in enumerate(engine.all_variants()) if known is variant), 0)
-    if watcher.flow not in watch.flows:
-        watch.flows.append(watcher.flow)
-        watcher.flow.inputs = [extent_of(tensor) for tensor in floats_in(list(inputs))]
-    return run_part(Runner(module, Part(number, graph, variant), watcher.see, watcher.edge), inputs)

@@ -119,13 +119,8 @@ def _is_new(flow: Flow, node: fx.Node) -> bool:
     reads = [read for given in node.all_input_nodes if (read := flow.reads.get((given.name, node.name))) is not None]
     if own.nans:
         return not any(read.nans for read in reads) or _deviates(flow, node)
-    explains = [read for read in reads if read.infs and not (ir.mark(node).op in _ATTENTION and _is_mask(read))]
+    explains = [read for read in reads if read.infs and not (ir.mark(node).op in _ATTENTION and read.is_mask)]
     return not explains or _deviates(flow, node)
-
-
-def _is_mask(extent: Extent) -> bool:
-    """Zeros and infinities, as an additive mask has them."""
-    return not extent.nans and extent.low in (0.0, None) and extent.high in (0.0, None)
 
 
 def _deviates(flow: Flow, node: fx.Node) -> bool:

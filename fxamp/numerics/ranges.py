@@ -16,6 +16,7 @@ from fxamp import ir
 from fxamp.dtypes import dtype_name
 from fxamp.engine import Engine
 from fxamp.errors import OptionError
+from fxamp.numerics.extent import check_finite
 from fxamp.numerics.histogram import LOWEST, Histogram
 from fxamp.numerics.progress import watched
 from fxamp.numerics.run import Call, Part, Rewriter, call_of, floats_in, in_float32, loss_of, run, state_kept
@@ -180,7 +181,7 @@ def profile_converted(
     fp32: tuple[Engine, Rewriter] | None = None
     for batch in watched(batches, "profile", progress):
         inputs, criterion = split_batch(batch, loss_fn)
-        _check_finite(inputs, count)
+        check_finite(floats_in(inputs), f"batch {count} holds")
         call = call_of(converted, inputs)
         if fp32 is None or fp32[0] is not call.engine:
             fp32 = call.engine, in_float32(call)
@@ -214,12 +215,6 @@ def _arguments(loss_fn: LossFn) -> int:
         return 2
     needed = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
     return len(needed)
-
-
-def _check_finite(inputs: Any, number: int) -> None:
-    for tensor in floats_in(inputs):
-        if not bool(torch.isfinite(tensor).all()):
-            raise OptionError(f"batch {number} holds NaN or infinite inputs: ranges of such data mean nothing.")
 
 
 def _measure(call: Call, fp32: Rewriter, criterion: Any, nodes: dict[str, NodeRange], number: int) -> None:
@@ -282,27 +277,33 @@ def _record(nodes: dict[str, NodeRange], node: fx.Node) -> NodeRange:
 
 def ranges_table(ranges: Ranges) -> str:
     """A line for each node, those that low precision would hurt first."""
-    low, name = ranges.low, dtype_name(ranges.low)
-    bad = ranges.deny()
+    bad, has_gradients = ranges.deny(), any(node.gradients.total for node in ranges.nodes.values())
     rows = [
         (
             *(node.name, node.op, node.source.rpartition("/")[2], f"{node.values.largest:.3g}"),
             *(f"{node.values.share_flushed(dtype):.2%}" for dtype in _LOW_DTYPES),
             *(f"{node.values.share_overflown(dtype):.2%}" for dtype in _LOW_DTYPES),
-            f"{node.gradients.largest:.3g}",
-            *(f"{node.gradients.share_flushed(dtype):.2%}" for dtype in _LOW_DTYPES),
+            *(_gradient_cells(node.gradients) if has_gradients else ()),
             bad.get(node.name, ""),
         )
         for node in sorted(ranges.nodes.values(), key=lambda node: (node.name not in bad, -node.values.largest))
     ]
     headers = (
         *("node", "op", "line", "largest", "to 0 in fp16", "in bf16", "to inf in fp16", "in bf16"),
-        *("largest grad", "to 0 in fp16", "in bf16", f"evidence for deny in {name}"),
+        *(("largest grad", "to 0 in fp16", "in bf16") if has_gradients else ()),
+        f"evidence for deny in {dtype_name(ranges.low)}",
     )
     scale = ranges.loss_scale
     tail = f"{ranges.batches} batches"
     if scale is not None:
-        lost = ranges.gradients.share_flushed(low)
-        kept = ranges.gradients.share_flushed(low, scale)
+        lost = ranges.gradients.share_flushed(ranges.low)
+        kept = ranges.gradients.share_flushed(ranges.low, scale)
         tail += f"; loss scale {scale:g}: gradients lost {lost:.2%} without it, {kept:.2%} with it"
     return tabulate(rows, headers=headers, disable_numparse=True) + "\n" + tail
+
+
+def _gradient_cells(gradients: Histogram) -> tuple[str, ...]:
+    """Empty where none came through the node."""
+    if not gradients.total:
+        return ("",) * (1 + len(_LOW_DTYPES))
+    return f"{gradients.largest:.3g}", *(f"{gradients.share_flushed(dtype):.2%}" for dtype in _LOW_DTYPES)

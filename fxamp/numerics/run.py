@@ -64,7 +64,7 @@ class Call:
     def graph_of(self, variant: Variant) -> int:
         """The number of a graph in the model's report: the one of the same text, in order."""
         if self.dynamo is None:
-            return next(n for n, known in enumerate(self.engine.all_variants()) if known is variant)
+            return next((n for n, known in enumerate(self.engine.all_variants()) if known is variant), 0)
         titles = [known.before for known in self.engine.all_variants()]
         position = next(n for n, known in enumerate(self.dynamo.variants) if known is variant)
         before = [known.before for known in self.dynamo.variants[:position]].count(variant.before)
@@ -91,12 +91,17 @@ def call_of(converted: nn.Module, inputs: Any) -> Call:
     args, kwargs = arguments(inputs)
     variant = _symbolic(converted, engine, args, kwargs)
     if variant is None:
-        if engine not in _looking:
-            _looking[engine] = copy.deepcopy(engine.dynamo)
-        return Call(converted, engine, args, kwargs, converted, dynamo=_looking[engine])
+        return Call(converted, engine, args, kwargs, converted, dynamo=looking_dynamo(engine))
     flat = pytree.tree_leaves((args, kwargs), is_leaf=lambda value: value is None)
     taken = [value for value, (kind, _) in zip(flat, variant.captured.spec.leaves, strict=True) if kind != "constant"]
     return Call(converted, engine, args, kwargs, converted, variant, tuple(taken))
+
+
+def looking_dynamo(engine: Engine) -> Any:
+    """A model's forward through Dynamo, apart from the one that trains."""
+    if engine not in _looking:
+        _looking[engine] = copy.deepcopy(engine.dynamo)
+    return _looking[engine]
 
 
 def _symbolic(converted: nn.Module, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
@@ -257,10 +262,9 @@ def state_kept(*models: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            with torch.no_grad():
-                for value, before in saved:
-                    if not torch.equal(value, before):
-                        value.copy_(before)
+            for value, before in saved:
+                if not torch.equal(value, before):  # by .data: a backward that saved the buffer may still come
+                    value.data.copy_(before)
 
 
 def floats_in(value: Any) -> list[torch.Tensor]:

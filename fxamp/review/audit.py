@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from fxamp.numerics.extent import Extent
+from fxamp.numerics.extent import Extent, check_finite
 from fxamp.numerics.flow import watch_flow
-from fxamp.numerics.run import call_of, in_float32
+from fxamp.numerics.run import call_of, floats_in, in_float32
 from fxamp.review.gemms import Gemm
 from fxamp.review.regions import regions_of
 from fxamp.review.report import Report, build_report
@@ -98,8 +98,13 @@ _ORDER = ("error", "warning", "note")
 
 
 def audit_converted(converted: nn.Module, inputs: Any) -> Audit:
-    """The findings of a model that has been converted for the purpose; it is run once in fp32 on `inputs`."""
+    """The findings of a model that has been converted for the purpose; it is run once in fp32 on `inputs`.
+
+    Raises:
+        OptionError: the inputs hold NaN, or infinities that are no mask's.
+    """
     call = call_of(converted, inputs)
+    check_finite(floats_in((call.args, call.kwargs)), "audit was given")
     fp32 = in_float32(call)
     watched = watch_flow(call, None, fp32, as_float32=True)
     if watched.error is not None:

@@ -2,9 +2,6 @@
 
 import contextlib
 import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +11,14 @@ from fxamp.errors import OptionError
 from fxamp.review.code import texts
 from fxamp.review.diff import unified_diff
 from fxamp.review.dot import as_dot, draw
+from fxamp.review.folder import replaced_together
 from fxamp.review.html import as_html, missing_jinja
 from fxamp.review.report import report, require_engine
 
 log = logging.getLogger("fxamp")
 
-_OPTIONAL = ("report.html", "graph.svg")
-"""Written where jinja2 or Graphviz is there; else those of an earlier dump would tell of other graphs."""
+FILES = ("before.txt", "after.txt", "graph.diff", "report.json", "report.html", "graph.dot", "graph.svg")
+"""Of a dump; report.html is written where jinja2 is there, graph.svg where Graphviz is."""
 
 
 def dump(converted: nn.Module, directory: str | Path) -> Path:
@@ -29,8 +27,8 @@ def dump(converted: nn.Module, directory: str | Path) -> Path:
         fxamp.dump(model, "dump"); webbrowser.open("dump/report.html")
         # patch before.txt graph.diff   gives after.txt
 
-    Files are complete or not there: they are written beside the folder and moved into it. An existing folder
-    keeps its other files. report.html needs jinja2 (`pip install fxamp[review]`); without it a warning.
+    The files are one dump's at any moment, complete or not there: what goes wrong leaves those of the last dump. An
+    existing folder keeps its other files. report.html needs jinja2 (`pip install fxamp[review]`); without it a warning.
 
     Returns:
         The folder.
@@ -41,7 +39,7 @@ def dump(converted: nn.Module, directory: str | Path) -> Path:
     target, built = Path(directory), report(converted)
     variants = [] if built.left else require_engine(converted).graphs()
     before, after = texts(variants)
-    with _complete_or_not(target) as folder:
+    with _told_of(target), replaced_together(target, FILES) as folder:
         _write(folder / "before.txt", before)
         _write(folder / "after.txt", after)
         _write(folder / "graph.diff", unified_diff(before, after))
@@ -60,34 +58,17 @@ def _write(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _complete_or_not(target: Path) -> Iterator[Path]:
-    """A fresh folder beside `target`, whose files are moved to `target` if the block succeeds.
+def _told_of(target: Path) -> Iterator[None]:
+    """What the disk refuses, in words.
 
     Raises:
         OptionError: the folder or a file in it cannot be written.
     """
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as made:
-            folder = Path(made) / "files"
-            folder.mkdir()
-            yield folder
-            _move(folder, target)
+        yield
     except OSError as error:
         reason = error.strerror or str(error)
         raise OptionError(
             f"the dump cannot be written to {str(target)!r}: {reason}. Give a folder that can be written, "
             "with room for a few megabytes; nothing was left half-written."
         ) from error
-
-
-def _move(folder: Path, target: Path) -> None:
-    if not target.exists():
-        shutil.move(folder, target)
-        return
-    target.mkdir(exist_ok=True)
-    for name in _OPTIONAL:
-        if not (folder / name).exists():
-            (target / name).unlink(missing_ok=True)
-    for file in folder.iterdir():
-        os.replace(file, target / file.name)

@@ -48,13 +48,18 @@ def _pairs(old: Plan, new: Plan) -> list[tuple[str, str]]:
     return [(title, title) for title in {**old.graphs, **new.graphs}]
 
 
+def diff_fields(old: Plan, new: Plan) -> dict[str, tuple[str | int, str | int]]:
+    """What the plans say of themselves and differ in: name -> (old, new)."""
+    both = {
+        field: (getattr(old, field), getattr(new, field))
+        for field in ("model", "low_dtype", "opt_level", "level", "casts", "weight_casts")
+    }
+    return {field: (was, now) for field, (was, now) in both.items() if was != now}
+
+
 def diff_text(old: Plan, new: Plan) -> str:
     """The two plans' differences for a reader; "" where there are none."""
-    lines = [
-        f"{field}: {getattr(old, field)} -> {getattr(new, field)}"
-        for field in ("model", "low_dtype", "opt_level", "level", "casts", "weight_casts")
-        if getattr(old, field) != getattr(new, field)
-    ]
+    lines = [f"{field}: {was} -> {now}" for field, (was, now) in diff_fields(old, new).items()]
     changes = diff_plans(old, new)
     for title in dict.fromkeys(change.graph for change in changes):
         lines.append(f"graph {title}:")

@@ -226,3 +226,11 @@ def test_of_a_wrapper_the_converted_model_inside_is_named():
     ):
         with pytest.raises(OptionError, match=r"this Sequential was not converted, the model inside it was.*model\.0"):
             look()
+
+
+def test_a_search_without_a_finite_output_is_refused():
+    model = nn.Linear(8, 8)
+    x = torch.full((4, 8), math.nan)
+    converted = fxamp.convert(model, torch.float16, (x,))
+    with pytest.raises(OptionError, match=r"no output is finite, in float32 either.*find_nan"):
+        fxamp.find_deny(model, converted, (x,), 1e-3, progress=False)

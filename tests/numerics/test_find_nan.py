@@ -9,10 +9,11 @@ from fxamp import ir
 from fxamp.counting.zoo import MODELS
 from fxamp.errors import OptionError
 from fxamp.numerics.extent import extent_of
-from fxamp.numerics.flow import watch_flow
-from fxamp.numerics.nan import find_nan, watch_nan
+from fxamp.numerics.flow import Flow, Watcher, watch_flow
+from fxamp.numerics.nan import find_nan
 from fxamp.numerics.origin import origin_of
-from fxamp.numerics.run import call_of
+from fxamp.numerics.run import Part, call_of
+from fxamp.numerics.watch import watch_nan
 
 FP16, BF16 = torch.float16, torch.bfloat16
 X = torch.linspace(0.5, 1.5, 32).reshape(4, 8)
@@ -234,6 +235,26 @@ def test_in_place_writes_are_followed():
 
     found = find_nan(fxamp.convert(Net(smooth), FP16, (X,)), (X,), loss_fn=lambda output: output.sum())
     assert (found.op, found.phase) == ("sqrt", "backward")
+
+
+def test_a_value_in_the_memory_of_a_freed_one_was_not_written_by_its_writer():
+    """Two values at one address, one after the other; the first was written in place."""
+    call = call_of(fxamp.convert(Net(lambda m, x: m.a((x.clone().mul_(2.0) + 1.0).sin())), FP16, (X,), pad_to=0), (X,))
+    clone, written, add, sin = (
+        next(node for node in call.variant.graph.nodes if node.name == name) for name in ("clone", "mul_", "add", "sin")
+    )
+    watcher = Watcher(Flow(Part(0, 0, call.variant)), with_gradients=False)
+    memory = bytearray(128)
+    first = torch.frombuffer(memory, dtype=torch.float32)
+    watcher.see(clone, first)
+    watcher.see(written, first)
+    watcher.edge(clone, add, first)
+    assert watcher.flow.writers == {("clone", "add"): "mul_"}
+    del first
+    second = torch.frombuffer(memory, dtype=torch.float32)
+    watcher.see(add, second)
+    watcher.edge(add, sin, second)
+    assert watcher.flow.writers == {("clone", "add"): "mul_"}
 
 
 def test_a_finite_run_finds_nothing_and_leaves_no_mark():

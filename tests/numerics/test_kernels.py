@@ -26,6 +26,8 @@ def test_on_a_cpu_it_says_what_it_would_need():
 # ampere_bf16_s16816gemm, ampere_bf16_s1688gemm: karpathy/nanochat pull request 105;
 # cutlass_75_tensorop_bf16_s1688gemm: NVIDIA/cutlass issue 2286; s1688tf32gemm: NVIDIA/cutlass issue 999;
 # sm90_xmma_fprop_implicit_gemm ... __5x_cudnn: pytorch/kineto issue 1041;
+# epilogue::impl::globalKernel: apex's pyprof; FlashAttn{FwdCombine,BwdPreprocess,BwdPostprocessConvertdQ}: hopper/ of
+# Dao-AILab/flash-attention; triton_for: the tests of torch's Inductor, test_kernel_names;
 # sm90_xmma_gemm ... __5x_cublas: NVIDIA/TensorRT-LLM issue 1541; nvjet_sm90_hss: GindaChen/nsys-ai pull request 582.
 TENSOR_CORE = """
 volta_fp16_s884gemm_fp16_128x64_ldg8_f2f_tn
@@ -65,6 +67,15 @@ void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<
 void flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<256, 64, 64, 4, false, false, cutlass::bfloat16_t>>(P)
 void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<MainloopSm100TmaUmmaWarpSpecialized<4>>>(Params)
 void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816gemm<LinearCombinationGenericElementwise>>(Params)
+ampere_fp16_s16816gemm_fp16_256x128_ldg8_f2f_stages_64x3_tn
+sm80_xmma_gemm_f16f16_f16f32_f32_nn_n_tilesize64x64x64_stage3_warpsize2x2x1_tensor16x8x16_kernel
+sm89_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize64x128x64_stage4_warpsize2x2x1_tensor16x8x32_kernel
+sm75_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc_tilesize128x128x32_stage1_warpsize2x2x1_g1_tensor16x8x8_kernel
+void cutlass__5x_cudnn::Kernel<cutlass_tensorop_f16_s16816dgrad_optimized_f16_256x128_32x3_nhwc_align8>(Params)
+cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x1x1_kernel0_0
+cudnn_generated_oss_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0
+cudnn_generated_fort_native_sdpa_sm80_flash_fprop_f16_knob_11_128x64x64_4x1x1_kernel0_0
+void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnBwdSm90<flash::CollectiveMainloopBwdSm90<2>>>>(Params)
 """.split("\n")[1:-1]
 PLAIN = """
 ampere_sgemm_128x64_tn
@@ -88,6 +99,10 @@ sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x64x8_stage3_warpsize2x2x1_ffma
 void precomputed_convolve_sgemm<float, 1024, 5, 5, 4, 3, 3, 1, false>(int, int, int, float const*, int)
 void gemv2N_kernel<int, int, float, float, float, float, 128, 16, 4, 4, 1, false>(cublasGemvParams)
 void cutlass::Kernel<cutlass::gemm::kernel::Gemm<MmaPipelined<float, OpClassSimt>>>(Params)
+volta_sgemm_32x32_sliced1x4_tn
+void conv2d_c1_k1_nhwc_kernel_specialized<__half, __half, __half, float, 3, 1, 8, 3>(Params)
+void gemmk1_kernel<int, float, 256, 5, true, false, false, false>(cublasGemmk1Params<float>)
+void wgrad_alg0_engine<float, 128, 6, 7, 3, 3, 5, false, 512>(int, int, int, float const*)
 """.split("\n")[1:-1]
 OTHER = """
 void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::Half>, std::array<char*, 3ul>>
@@ -113,6 +128,16 @@ void cudnn::ops::scaleTensor_kernel<float>(cudnnTensorStruct, float*, float)
 void cudnn::bn_fw_tr_1C11_kernel_NCHW<__half2, float, 512, true, 1, true>(cudnnTensorStruct)
 void at::native::multi_tensor_apply_kernel<at::native::TensorListMetadata<2>, at::native::CopyFunctor<c10::Half>>
 void cunn_SoftMaxForward<8, c10::Half, float, c10::Half, at::native::SoftMaxForwardEpilogue>(c10::Half*)
+void cublasLt::epilogue::impl::globalKernel<8, 32, float, __half, __half, true, true, 1>(int, cublasLtEpilogue_t)
+void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<cute::tuple<cute::C<64>>, cutlass::bfloat16_t>>(Params)
+void cutlass::device_kernel<flash::FlashAttnBwdPostprocessConvertdQ<cute::tuple<cute::C<64>>, cutlass::half_t>>(Params)
+void cutlass::device_kernel<flash::FlashAttnFwdCombine<cute::tuple<cute::C<64>>, cutlass::bfloat16_t>>(Params)
+void cudnn::fusion::compute_dot_do_o_specialized<true, 128, 128>(AttentionParams)
+void cudnn::fusion::convert_dq_to_16bits<true, 128>(Params)
+triton_for_fused_convolution_1
+triton_unk_fused_mm_addmm_2
+void at::native::(anonymous namespace)::CatArrayBatchedCopy_aligned16_contig<OpaqueType<2u>, unsigned int, 4, 64, 64>
+ncclDevKernel_AllReduce_Sum_f16_RING_LL(ncclDevKernelArgsStorage<4096ul>)
 """.split("\n")[1:-1]
 KINDS = [
     *((name, "tensor core gemm") for name in TENSOR_CORE),

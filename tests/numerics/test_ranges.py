@@ -186,6 +186,7 @@ def test_the_table_puts_what_hurts_first():
     [
         ([], None, "profile got no batches"),
         ([X.clone().fill_(math.nan)], None, "batch 0 holds NaN or infinite inputs"),
+        ([X, X.clone().fill_(math.inf)], None, r"batch 1 holds .*\(float32 \[4, 8\] nothing finite, 32 inf\)"),
         ([X], lambda output: output.sum() * math.inf, r"the loss of batch 0 is .*inf"),
         ([X], lambda output: output, "not a scalar tensor"),
         ([X], lambda output, target: output.sum(), r"a batch must be \(inputs, targets\), not Tensor"),
@@ -194,3 +195,37 @@ def test_the_table_puts_what_hurts_first():
 def test_batches_that_mean_nothing_are_named(batches, loss_fn, said):
     with pytest.raises(OptionError, match=said):
         profile(nn.Linear(8, 8), batches, loss_fn, progress=False)
+
+
+def test_gradients_that_were_not_measured_are_not_told_as_zeros():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    head = str(profile(model, [X], progress=False)).splitlines()[0]
+    assert "largest" in head and "grad" not in head
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen, self.trained = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.trained(self.frozen(x).tanh())
+
+    lines = str(profile(Twice(), [X], lambda output: output.sum(), progress=False)).splitlines()
+    start = lines[0].index("largest grad")
+    cells = {line.split()[0]: line[start:].strip() for line in lines[2:-1]}
+    assert cells["tanh"] == "" and cells["linear_1"] == "1               0.00%           0.00%"
+
+
+def test_a_mask_of_minus_infinity_among_the_inputs_is_no_bad_data():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x, mask):
+            return torch.softmax(self.a(x) @ x.t() + mask, -1)
+
+    mask = torch.full((4, 4), -math.inf).triu(1)
+    ranges = profile(Attention(), [(X, mask)], progress=False)
+    assert ranges.nodes["softmax"].values.largest == 1.0
+    assert fxamp.audit(Attention(), (X, mask)) is not None

@@ -8,6 +8,7 @@ import torch
 from review_cases import Two
 
 from fxamp.cli import main
+from fxamp.errors import OptionError
 from fxamp.instruments import audit
 
 X = torch.linspace(0.5, 1.5, 32).reshape(4, 8)
@@ -138,3 +139,9 @@ def test_audit_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert "audited.py:9: error: literal: mul: the literal 1000000.0" in capsys.readouterr().out
     assert main(["audit", "audited.py:make", "--fail-on", "never", "--sarif"]) == 0
     assert json.loads(capsys.readouterr().out)["version"] == "2.1.0"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_inputs_that_are_not_finite_are_named(number):
+    with pytest.raises(OptionError, match=r"audit was given NaN or infinite inputs \(float32 \[4, 8\] \[0.5, "):
+        audit(Two(lambda m, x: m.a(x)), (X.clone().index_fill_(0, torch.tensor([3]), number),))

@@ -97,9 +97,19 @@ def test_diff_on_the_command_line(tmp_path, capsys):
     assert main(["diff", old, new]) == 1
     assert "head:linear#0: low -> float32" in capsys.readouterr().out
     assert main(["diff", old, new, "--json"]) == 1
-    assert {"before": "low", "after": "high", "node": "head:linear#0"}.items() <= json.loads(capsys.readouterr().out)[
-        "changes"
-    ][0].items()
+    told = json.loads(capsys.readouterr().out)
+    assert {"before": "low", "after": "high", "node": "head:linear#0"}.items() <= told["changes"][0].items()
+    assert not told["equal"] and told["fields"]["weight_casts"][0] > told["fields"]["weight_casts"][1]
+
+
+def test_a_difference_in_the_totals_alone_is_told_as_data_too(tmp_path, capsys):
+    """`equal` is false and no node has changed: CI must see what has."""
+    path = report(convert()).save_plan(tmp_path / "old.json")
+    content = json.loads(path.read_text())
+    (tmp_path / "new.json").write_text(json.dumps({**content, "casts": content["casts"] + 1}))
+    assert main(["diff", str(path), str(tmp_path / "new.json"), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"equal": False, "fields": {"casts": [content["casts"], content["casts"] + 1]}, "changes": []}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,193 @@
+"""One call of a training step, kept until the step is over, so that it can be run again when it went wrong."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fxamp import ir
+from fxamp.numerics.flow import CallFlow, watch_flow
+from fxamp.numerics.mending import first_ring, node_of
+from fxamp.numerics.nan import BadNode, bad_node, describe
+from fxamp.numerics.origin import Origin, origin_of, vanished_origin
+from fxamp.numerics.run import Call, floats_in, in_float32, state_kept
+
+log = logging.getLogger("fxamp")
+
+
+class Replay:
+    """What a call began with, and the gradients that came back to its outputs.
+
+    Nothing of the user's autograd graph is held: inputs are kept detached, and share their memory.
+
+    Args:
+        call: with its inputs; nothing has run yet.
+        flow: what is watched of it.
+    """
+
+    def __init__(self, call: Call, flow: CallFlow) -> None:
+        self.call = dataclasses.replace(
+            call, args=_kept(call.args), kwargs=_kept(call.kwargs), inputs=_kept(call.inputs)
+        )
+        self.flow = flow
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.has_no_gradient = False
+        self.is_kept = True
+        self.weights = [(weight, _version(weight)) for weight in call.weights.parameters()]
+        self.given = [(given, _version(given)) for given in _tensors(self.call)]
+        self.buffers = [(buffer, buffer.detach().clone()) for buffer in call.weights.buffers()]
+        self.flags = [(module, module.training) for module in call.weights.modules()]
+        self.random = torch.get_rng_state(), {device: torch.cuda.get_rng_state(device) for device in _devices(call)}
+
+    def watch_outputs(self, output: Any) -> None:
+        """Note the gradients that come back to what the call gave."""
+        outputs = floats_in(output)
+        self.has_no_gradient = not any(tensor.requires_grad for tensor in outputs)
+        for place, tensor in enumerate(outputs):
+            if tensor.requires_grad and not any(tensor is earlier for earlier in outputs[:place]):
+                tensor.register_hook(self._noting(place))  # type: ignore[no-untyped-call]
+
+    def _noting(self, place: int) -> Callable[[torch.Tensor], None]:
+        def note(gradient: torch.Tensor) -> None:
+            if self.is_kept:
+                known, gradient = self.gradients.get(place), gradient.detach()
+                self.gradients[place] = gradient if known is None else known + gradient
+
+        return note
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing can come of it any more: it has no backward, or the weights are those of another step."""
+        return self.has_no_gradient or self._are_written()
+
+    def release(self) -> None:
+        """Keep the watch, and let go of what another run would need."""
+        self.is_kept = False
+        self.call = dataclasses.replace(self.call, args=(), kwargs={}, inputs=())
+        self.given, self.buffers = [], []
+        self.gradients.clear()
+
+    def told(self, origin: Origin) -> BadNode:
+        """All about an origin: the call is run again in fp32, and with the deny entries that may mend it."""
+        unknown = self._missing(origin.phase)
+        if not unknown:
+            try:
+                found = self._described(origin)
+            except Exception as error:  # the diagnosis matters more than what could be added to it
+                log.debug("the call could not be run again", exc_info=True)
+                text = str(error).partition("\n")[0]
+                unknown = f"the call could not be run again ({type(error).__name__}: {text})"
+            else:
+                if found is not None:
+                    return found
+                unknown = "run again, the call is finite: was it a derivative of a derivative, or a race?"
+        node = node_of(origin)
+        denied = first_ring(node) if ir.mark(node).precision == "low" else ()
+        return dataclasses.replace(bad_node(origin, denied, False, self.flow), unknown=unknown)
+
+    def _described(self, origin: Origin) -> BadNode | None:
+        """None where it does not happen again: what another run would say is then no answer."""
+        loss_fn = self._hand_back if self.gradients else None
+        with self._as_it_was():
+            if first_bad(watch_flow(self.call, loss_fn)) is None:
+                return None
+            exact = watch_flow(self.call, loss_fn, in_float32(self.call), as_float32=True)
+            origin = first_bad(self.flow, exact) or origin
+            return describe(self.call, self.flow, origin, loss_fn, exact)
+
+    def _missing(self, phase: str) -> str:
+        """Why the call cannot be run again as it ran, "" where it can."""
+        reasons = {
+            "many calls have gone by since": not self.is_kept,
+            "the weights have been written since": self._are_written(),
+            "its inputs have been written since": any(_version(given) != before for given, before in self.given),
+            "no gradient came back through the tensors that it returned": (
+                phase in ("backward", "sum of gradients") and not self.gradients
+            ),
+        }
+        found = next((reason for reason, is_so in reasons.items() if is_so), "")
+        return found and f"{found}; find_nan with the same weights and inputs tries it"
+
+    def _are_written(self) -> bool:
+        return any(_version(weight) != before for weight, before in self.weights)
+
+    @contextlib.contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """Buffers, random numbers and training flags of the call; afterwards those of now."""
+        now = [(module, module.training) for module, _ in self.flags]
+        state, of_devices = self.random
+        with (
+            state_kept(self.call.weights),
+            torch.inference_mode(False),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
+            for buffer, before in self.buffers:
+                buffer.data.copy_(before)
+            torch.set_rng_state(state)
+            for device, of_device in of_devices.items():
+                torch.cuda.set_rng_state(of_device, device)
+            _set_flags(self.flags)
+            try:
+                yield
+            finally:
+                _set_flags(now)
+
+    def _hand_back(self, output: Any) -> torch.Tensor:
+        """Stands for the loss: its backward gives the outputs the gradients that they got."""
+        outputs = floats_in(output)
+        handed = [(outputs[place], gradient) for place, gradient in self.gradients.items()]
+        return _HandBack.apply([gradient for _, gradient in handed], *(tensor for tensor, _ in handed))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def first_bad(flow: CallFlow, exact: CallFlow | None = None) -> Origin | None:
+    """Who began; in a call that was stopped, where nothing reached the outputs, of all that is bad."""
+    found = origin_of(flow, exact)
+    return found or (None if flow.error is None else vanished_origin(flow, exact or CallFlow()))
+
+
+class _HandBack(torch.autograd.Function):
+    """A zero, whose backward gives these gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.handed = [gradient.to(output.dtype) for gradient, output in zip(gradients, outputs, strict=True)]
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return None, *ctx.handed
+
+
+def _kept(values: Any) -> Any:
+    """The same, detached from what made them."""
+
+    def detached(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+            return value
+        return value.detach().requires_grad_(value.requires_grad)
+
+    return pytree.tree_map(detached, values)
+
+
+def _tensors(call: Call) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves((call.args, call.kwargs, call.inputs))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Of its numbers: how often they were written."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _devices(call: Call) -> list[int]:
+    return sorted({weight.device.index or 0 for weight in call.weights.parameters() if weight.is_cuda})
+
+
+def _set_flags(flags: list[tuple[torch.nn.Module, bool]]) -> None:
+    for module, is_training in flags:
+        module.training = is_training

@@ -1,0 +1,195 @@
+"""Name the op that overflowed while a model trains: every call is watched, and run again where it went wrong."""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fxamp.engine import Engine, engine_of
+from fxamp.numerics.extent import extent_of
+from fxamp.numerics.flow import CallWatcher
+from fxamp.numerics.nan import BadNode
+from fxamp.numerics.replay import Replay, first_bad
+from fxamp.numerics.run import Call, Part, Runner, floats_in, looking_dynamo, run_part
+from fxamp.unconverted import check_left
+from fxamp.variant import Variant
+
+KEPT = 64
+"""Calls without an optimizer step between them that are kept to be run again: micro-batches, or calls for no step."""
+
+
+class NanWatch:
+    """What `watch_nan` gives: `.found` is the first bad node, None for as long as all is finite."""
+
+    def __init__(self) -> None:
+        self.calls: list[Replay] = []
+        self.error: Exception | None = None
+        self._found: BadNode | None = None
+
+    @property
+    def found(self) -> BadNode | None:
+        """The first bad node of all calls so far, forward before backward; and, where the call could be run again,
+        whether float32 is finite there, and the deny that mends it."""
+        if self._found is None:
+            self._found = self._told()
+        if self._found is not None:
+            self.calls.clear()
+        return self._found
+
+    def _told(self) -> BadNode | None:
+        for call in self.calls:
+            origin = first_bad(call.flow)
+            if origin is not None:
+                return call.told(origin)
+        return None
+
+    def begin(self, call: Call) -> "CallWatcher":
+        """What watches a new call."""
+        watcher = CallWatcher(with_gradients=torch.is_grad_enabled())
+        if self.found is None:  # asked while the state of the last call is still there
+            self.calls = [earlier for earlier in self.calls if not earlier.is_over]
+            for earlier in self.calls[-KEPT : 1 - KEPT]:
+                earlier.release()
+            watcher.flow.inputs = [extent_of(tensor) for tensor in floats_in((call.args, call.kwargs))]
+            self.calls.append(Replay(call, watcher.flow))
+        return watcher
+
+    def end(self, watcher: CallWatcher, output: Any) -> None:
+        """The call has given `output`."""
+        for call in self.calls:
+            if call.flow is watcher.flow:
+                call.watch_outputs(output)
+
+    def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """The weights are about to be written: what can be told is told now, and the step is over."""
+        own = {id(weight) for weight in model.parameters()}
+        if any(id(weight) in own for group in optimizer.param_groups for weight in group["params"]):
+            _ = self.found
+            self.calls.clear()
+
+    def stop(self, watcher: CallWatcher, error: Exception) -> None:
+        """A call was stopped, perhaps by what is not finite, such as an index made of it."""
+        if watcher.flow.has_bad_values:
+            watcher.flow.error = self.error = error
+
+
+@contextlib.contextmanager
+def watch_nan(converted: nn.Module, raises: bool = True) -> Iterator[NanWatch]:
+    """Watch every call of a converted model, forward and backward; slow, so for the steps that go wrong.
+
+        with fxamp.watch_nan(model):
+            scaler.scale(criterion(model(x), y)).backward()     # raises FloatingPointError naming the op
+
+    Of the step that is under way it keeps what each call began with (references to its inputs, a copy of the buffers)
+    and the gradients that its outputs got, and runs the call again where it went wrong: in fp32, to say whether
+    precision is the reason, and with the deny entries that may mend it. No random number is drawn, no buffer changed.
+
+    Args:
+        raises: raise on leaving the block, or in the place of the error that a bad value led to; else look at `.found`.
+
+    Raises:
+        FloatingPointError: on leaving, where a value or gradient was not finite.
+        OptionError: the model was not converted.
+    """
+    engine = engine_of(converted)
+    if engine is None:
+        check_left(converted, "watch_nan watches nothing")
+        yield NanWatch()
+        return
+    watch = NanWatch()
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: watch.before_step(converted, optimizer))
+    try:
+        with _watched_by(watch, engine):
+            yield watch
+        _ = watch.found  # told while what the call began with is still there
+    except Exception as error:
+        if raises and error is watch.error and watch.found is not None:
+            raise FloatingPointError(str(watch.found)) from error
+        raise
+    finally:
+        hook.remove()
+    if raises and watch.found is not None:
+        raise FloatingPointError(str(watch.found))
+
+
+@contextlib.contextmanager
+def _watched_by(watch: NanWatch, engine: Engine) -> Iterator[None]:
+    """Every graph of the model, those that are yet to be made included, is run node by node."""
+    workshop, dynamo = engine.workshop, engine.dynamo
+    changed: list[tuple[Variant, Any]] = []
+
+    def watched(variant: Variant) -> Variant:
+        changed.append((variant, variant.compiled))
+        variant.compiled = dataclasses.replace(variant.compiled, run=_watching(watch, engine, variant))
+        return variant
+
+    for variant in engine.all_variants():
+        watched(variant)
+    engine.workshop = dataclasses.replace(workshop, build=lambda *given: watched(workshop.build(*given)))
+    if dynamo is not None:
+        engine.dynamo = _WatchedDynamo(watch, engine, dynamo)
+    try:
+        yield
+    finally:
+        engine.workshop, engine.dynamo = workshop, dynamo
+        for variant, compiled in changed:
+            variant.compiled = compiled
+
+
+def _watching(watch: NanWatch, engine: Engine, variant: Variant) -> Callable[..., Any]:
+    """The forward of a graph that is a whole call."""
+
+    def run(module: nn.Module, *inputs: Any) -> Any:
+        watcher = watch.begin(Call(module, engine, inputs, {}, module, variant, inputs))
+        with _errors_noted(watch, watcher):
+            result = _watched_part(watcher, engine, variant, module, inputs)
+        watch.end(watcher, result)
+        return result
+
+    return run
+
+
+class _WatchedDynamo:
+    """Stands in the place of a model's forward through Dynamo, whose graphs of one call belong together."""
+
+    def __init__(self, watch: NanWatch, engine: Engine, dynamo: Any) -> None:
+        self.watch = watch
+        self.engine = engine
+        self.dynamo = dynamo
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dynamo, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.dynamo, memo)
+
+    def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        watcher = self.watch.begin(Call(module, self.engine, args, kwargs, module, dynamo=looking_dynamo(self.engine)))
+        self.dynamo.watch = lambda variant, inputs: _watched_part(watcher, self.engine, variant, module, inputs)
+        try:
+            with _errors_noted(self.watch, watcher):
+                result = self.dynamo(base, module, args, kwargs)
+        finally:
+            self.dynamo.watch = None
+        self.watch.end(watcher, result)
+        return result
+
+
+@contextlib.contextmanager
+def _errors_noted(watch: NanWatch, watcher: CallWatcher) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        watch.stop(watcher, error)
+        raise
+
+
+def _watched_part(watcher: CallWatcher, engine: Engine, variant: Variant, module: nn.Module, inputs: Any) -> Any:
+    graph = next((place for place, known in enumerate(engine.all_variants()) if known is variant), 0)
+    part = Part(len(watcher.flow.parts), graph, variant)
+    return run_part(Runner(module, part, watcher.see, watcher.edge), inputs)
