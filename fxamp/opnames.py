@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 ALIASES = {
-    "_get_data_attr": "detach",
     "__abs__": "abs",
     "__add__": "add",
     "__and__": "bitwise_and",
@@ -77,6 +76,7 @@ ALIASES = {
     "_adaptive_avg_pool3d": "adaptive_avg_pool3d",
     "_convolution": "convolution",
     "_embedding_bag": "embedding_bag",
+    "_get_data_attr": "detach",
     "_log_softmax": "log_softmax",
     "_max_pool1d": "max_pool1d",
     "_max_pool2d": "max_pool2d",

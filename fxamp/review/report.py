@@ -57,15 +57,19 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 
 def casts_inside(rows: Sequence[Row], device: str) -> int:
-    """Conversions that an op makes of a low operand because it is asked for a float32 result (`dtype=`).
+    """Conversions that an op makes by itself: of a low operand where it is asked for a float32 result (`dtype=`), and
+    around an RMS norm of low values.
 
     They are no nodes of the graph, and no kernels on CUDA; elsewhere torch makes softmax and log_softmax with
-    `dtype=` of a conversion and a kernel, and in bfloat16 on CUDA too.
+    `dtype=` of a conversion and a kernel (in bfloat16 on CUDA too), and an RMS norm of float32 kernels between two
+    conversions.
     """
     dtypes = {(row.graph, row.name): row.dtype for row in rows}
     fused = ("float16", "float32") if device == "cuda" else ("float32",)
     asked = [row for row in rows if row.op in ("softmax", "log_softmax") and row.dtype == "float32" and not row.role]
-    return sum(dtypes.get((row.graph, row.inputs[0])) not in fused for row in asked)
+    of_softmax = sum(dtypes.get((row.graph, row.inputs[0])) not in fused for row in asked)
+    norms = [row for row in rows if row.op == "rms_norm" and row.precision == "low"]
+    return of_softmax + (0 if device == "cuda" else 2 * len(norms))
 
 
 # ------------------------------------------------------------------------------------------------- the report
@@ -113,7 +117,7 @@ class Report:
         casts_to_low, casts_to_high: activation casts in one forward of every graph.
         weight_casts: parameters and buffers cast in one forward of every graph; of a frozen model, in the first.
         user_casts: conversions between the precisions that the user's code makes; not counted in `casts`.
-        casts_inside: conversions that softmax and log_softmax make themselves; see `casts_inside` of this module.
+        casts_inside: conversions that softmax, log_softmax and rms_norm make themselves; see `casts_inside` of this module.
         cast_bytes, weight_cast_bytes: read and written by them, None where shapes are not known.
         rows: one per node of the rewritten graphs.
         regions: connected float32 parts, largest first.
