@@ -64,7 +64,7 @@ def test_counts(tmp_path):
     row = {way: dataclasses.asdict(Counts(launches=cost, casts=cost, nbytes=cost)) for way, cost in costs.items()}
     record(tmp_path, "count", {"gpt2_small": row})
     text = region(tmp_path, "count")
-    assert "| against autocast, 1 models | O1 balanced | O2 | half, the limit |" in text
+    assert "| against autocast, 1 models | O1 balanced | O2 | pure half |" in text
     assert "| kernel launches | 0.750 | 1.050 | 0.250 |" in text
     assert "Worse than autocast, O2: gpt2_small cast launches 1.050, gpt2_small kernel launches 1.050" in text
     assert "`tools/count` (CPU with" in text and "python 3." in text

@@ -89,7 +89,7 @@ def count(data: Any) -> str:
         rows.append(["bytes moved, transformers", *shares])
     headers = [
         f"against autocast, {len(table)} models",
-        *(f"{way}, the limit" if way == "half" else way for way in ways),
+        *("pure half" if way == "half" else way for way in ways),
     ]
     worse = []
     for way in ways:
