@@ -117,7 +117,7 @@ class Report:
         casts_to_low, casts_to_high: activation casts in one forward of every graph.
         weight_casts: parameters and buffers cast in one forward of every graph; of a frozen model, in the first.
         user_casts: conversions between the precisions that the user's code makes; not counted in `casts`.
-        casts_inside: conversions that softmax, log_softmax and rms_norm make themselves; see the function `casts_inside`.
+        casts_inside: conversions that softmax, log_softmax and rms_norm make themselves; see `casts_inside` above.
         cast_bytes, weight_cast_bytes: read and written by them, None where shapes are not known.
         rows: one per node of the rewritten graphs.
         regions: connected float32 parts, largest first.
