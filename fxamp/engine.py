@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -176,8 +177,13 @@ class Engine:
 
     def capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """Make, or find, the variant for one call; nothing is run on the real inputs. One thread at a time."""
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # compiling.py has tried
+        capture: Any = self._capture
+        if "torch._dynamo" in sys.modules:  # which would trace a trace, called inside of a compiled function
+            capture = torch._dynamo.disable(capture)  # type: ignore[no-untyped-call]
         with _capturing:  # a trace patches torch's modules for its length
-            return self._capture(module, args, kwargs)
+            return capture(module, args, kwargs)  # type: ignore[no-any-return]
 
     def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         key, inputs = call_key(args, kwargs)

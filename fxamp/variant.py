@@ -49,6 +49,10 @@ class Variant:
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
 
+    def __post_init__(self) -> None:
+        cells = [cell for cell in self.captured.state if cell.is_plain]
+        self.plain = [(cell.path or "", cell.name, cell.frozen[1]) for cell in cells]  # tuples, for Dynamo
+
     @property
     def graph(self) -> fx.Graph:
         return self.captured.graph
@@ -56,8 +60,9 @@ class Variant:
     def holds(self, module: nn.Module, inputs: list[Any]) -> bool:
         """Whether the graph is what the model's forward would do now. Dynamo and torch.jit.trace come through here."""
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            plain = [cell for cell in self.captured.state if cell.is_plain]
-            return self.fits(module, inputs) and all(_attribute(module, cell) == cell.frozen[1] for cell in plain)
+            return self.fits(module, inputs) and all(
+                _attribute(module, *place) == value for *place, value in self.plain
+            )
         is_as_before = self._is_for(inputs) and self._state(module).holds()
         return is_as_before and (self.weights is None or self.weights(module))
 
@@ -100,7 +105,7 @@ def _training(module: nn.Module, path: str) -> bool:
     return bool(module.training)
 
 
-def _attribute(module: nn.Module, cell: Cell) -> Any:
-    for name in cell.path.split(".") if cell.path else ():
-        module = module._modules[name]  # type: ignore[assignment]
-    return getattr(module, cell.name, None)
+def _attribute(module: nn.Module, path: str, name: str) -> Any:
+    for part in path.split(".") if path else ():
+        module = module._modules[part]  # type: ignore[assignment]
+    return getattr(module, name, None)
