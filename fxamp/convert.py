@@ -43,6 +43,7 @@ from fxamp.passes.colour import ColourNodes
 from fxamp.passes.fuse import FuseWrittenOut
 from fxamp.passes.keep import KeepWeights, forget_copies
 from fxamp.passes.literals import Fit, fit_in
+from fxamp.passes.losses import ReadLogitsLow
 from fxamp.passes.normalise import Normalise
 from fxamp.passes.pack import PackWeights
 from fxamp.passes.pad import PadGemms
@@ -291,6 +292,7 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
         ColourNodes(policy, fit_of),  # decides, changes nothing
         InsertCasts(policy, options.output_dtype),  # does what was decided
         Absorb(policy.low),  # kernels take casts inside; before padding hides what a cast feeds
+        ReadLogitsLow(policy.low, policy.device),  # so does the loss; the padding must see that nothing needs its cast
         *_padding(captured, fakes, options),  # behind the casts: a cast moves the model's own sizes
         *(() if fuses_casts else (PackWeights(),)),  # last: it groups the weight casts that are left
     )

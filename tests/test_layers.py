@@ -20,7 +20,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fakes": NAMES | {"ir"},
     "data": GROUND,
     "whole": GROUND,
-    "passes": GRAPH | {"runtime"},
+    "capability": set(),
+    "passes": GRAPH | {"capability", "runtime"},
     "runtime": GROUND,
     "capture": GRAPH | {"recompute"},
     "codegen": GRAPH | {"recompute"},
@@ -36,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rebuild": GRAPH | {"engine", "variant", "views"},
     "numerics": GRAPH | {"engine", "capture", "codegen", "rebuild", "runtime", "unconverted", "variant", "whole"},
     "review": GRAPH
-    | {"engine", "capture", "data", "rebuild", "numerics", "storage", "unconverted", "variant", "whole"},
+    | {"capability", "engine", "capture", "data", "rebuild", "numerics", "storage", "unconverted", "variant", "whole"},
 }
 # Rooms that put things together may import anything below them.
 ABOVE = {

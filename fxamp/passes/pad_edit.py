@@ -1,7 +1,5 @@
 """Write a plan and its flow into the graph: pads, slices, and the arguments that follow from them."""
 
-import dataclasses
-import math
 import operator
 from typing import Any
 
@@ -17,6 +15,7 @@ from fxamp.passes.alias import Aliases
 from fxamp.passes.cast import grad_regions
 from fxamp.passes.gemm_types import shape_of
 from fxamp.passes.gemms import OPS
+from fxamp.passes.pad_arguments import argument_at, grow_type, keep_scale, put, put_at
 from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, reads_as_it_is
 from fxamp.passes.padding_values import PER_ELEMENT, Kept, is_parameter
 from fxamp.passes.recurrent_gemms import Recurrent
@@ -65,7 +64,7 @@ class PadEditor:
                 self._slice_reads(node)
             if node in self.flow.paddings:
                 padding = self.flow.paddings[node]
-                _grow(node, {padding.dim: padding.extra * padding.blocks})
+                grow_type(node, {padding.dim: padding.extra * padding.blocks})
         for node in dict.fromkeys(self.replaced):
             if not node.users:
                 self.graph.erase_node(node)
@@ -84,11 +83,11 @@ class PadEditor:
                 source = self._sliced(operand.value, node)
             is_bias = operand.position == 2 or operand.keyword == "bias"
             fill = self._lowest(node) if is_bias and node in self.flow.masked else 0.0
-            _put(node, operand, self._padded(source, wants, node, fill))
+            put(node, operand, self._padded(source, wants, node, fill))
         if node in self.flow.masked and ir.argument_of(node, 2, "bias") is None:
             self._add_masking_bias(planned)
         if ir.mark(node).op == "scaled_dot_product_attention":
-            _keep_scale(planned)
+            keep_scale(planned)
         if isinstance(planned.gemm, Recurrent):
             self._grow_recurrent(planned.gemm, planned.extras)
 
@@ -96,15 +95,15 @@ class PadEditor:
         """Its weights grow block by block; with a projection its first states grow each by its own size."""
         node = gemm.node
         for at, dims in gemm.growths(extras).items():
-            weight = _at(node, at)
-            _put_at(node, at, self._grown(weight, dims, node))
+            weight = argument_at(node, at)
+            put_at(node, at, self._grown(weight, dims, node))
         if gemm.projected:
             for number, extra in enumerate(gemm.first_states(extras)):
-                state = _at(node, (gemm.states, number))
-                _put_at(node, (gemm.states, number), self._padded(state, {2: extra} if extra else {}, node))
+                state = argument_at(node, (gemm.states, number))
+                put_at(node, (gemm.states, number), self._padded(state, {2: extra} if extra else {}, node))
         for number, kind in enumerate(ir.mark(node).type if ir.is_tuple(node) else ()):  # type: ignore[arg-type]
             extra, blocks = gemm.result(number, extras)
-            _grow(node, {len(kind.shape) - 1: extra * blocks}, number)
+            grow_type(node, {len(kind.shape) - 1: extra * blocks}, number)
 
     def _lowest(self, node: fx.Node) -> float:
         kind = ir.mark(node).type
@@ -137,7 +136,7 @@ class PadEditor:
             at = (operand.position, operand.keyword)
             dims = {place.dim: how.padding.extra for place in how.pads if (place.position, place.keyword) == at}
             if dims:
-                _put(node, operand, self._padded(operand.value, dims, node))
+                put(node, operand, self._padded(operand.value, dims, node))
         if how.grown is not None:
             self._grow_size(node, how.grown, how.padding.extra)
         if how.with_stats:
@@ -214,7 +213,7 @@ class PadEditor:
             grown = "parameter" if is_parameter(value) else "value"
             why = f"the {grown} {value.name} is padded for {reader.name}"
             self._describe(made, value, ir.mark(value).type, "pad", "pad", why)
-            _grow(made, dims)
+            grow_type(made, dims)
             self.made[key] = made
         return self.made[key]
 
@@ -232,7 +231,7 @@ class PadEditor:
         with self.graph.inserting_before(reader):
             made = self.graph.call_method("new_zeros", (value.args[0], tuple(sizes)))
         made.meta.update(value.meta)
-        _grow(made, dims)
+        grow_type(made, dims)
         self.replaced.append(value)
         return made
 
@@ -246,13 +245,15 @@ class PadEditor:
                 made = self.graph.call_function(grown, (weight, dims))
             why = f"the parameter {weight.name} is padded for {reader.name}"
             self._describe(made, weight, ir.mark(weight).type, "pad", "pad", why)
-            _grow(made, {dim: blocks * extra for dim, (blocks, extra) in enumerate(dims)})
+            grow_type(made, {dim: blocks * extra for dim, (blocks, extra) in enumerate(dims)})
             self.made[key] = made
         return self.made[key]
 
     def _sliced(self, value: fx.Node, reader: fx.Node) -> fx.Node:
         """The model's own part of a padded value."""
         key = ("slice", value, *self._moment(value, reader))
+        if key not in self.made and reader.op == "output" and self._is_padded_cast(value):
+            self.made[key] = self._cast_of_slice(value, reader)
         if key not in self.made:
             padding = self.flow.paddings[value]
             rank = len(shape_of(value) or ())
@@ -269,9 +270,24 @@ class PadEditor:
                     made = self.graph.call_function(operator.getitem, (value, part))
             why = self.flow.refused.get((value, reader), "nothing behind it reads the padding")
             self._describe(made, value, ir.mark(value).type, "slice", "slice", f"{reader.name}: {why}")
-            _grow(made, {padding.dim: -padding.extra * padding.blocks})
+            grow_type(made, {padding.dim: -padding.extra * padding.blocks})
             self.made[key] = made
         return self.made[key]
+
+    def _is_padded_cast(self, value: fx.Node) -> bool:
+        return ir.mark(value).role == "cast" and value.all_input_nodes[0] in self.flow.paddings
+
+    def _cast_of_slice(self, value: fx.Node, reader: fx.Node) -> fx.Node:
+        """A cast of the low slice: 6 bytes an element, where a dense slice of the float32 values moves 8."""
+        source = value.all_input_nodes[0]
+        part = self._sliced(source, reader)
+        with self.graph.inserting_before(reader):
+            made = self.graph.node_copy(value, lambda given: part if given is source else given)
+        padding = self.flow.paddings[value]
+        made.meta[ir.MARK] = ir.mark(value)
+        grow_type(made, {padding.dim: -padding.extra})
+        self.replaced.append(value)
+        return made
 
     def _is_read_dense(self, value: fx.Node) -> bool:
         sliced = [user for user in value.users if (value, user) in self.flow.refused]
@@ -292,57 +308,3 @@ def _sizes_of_zeros(node: fx.Node) -> list[Any]:
     """The sizes that new_zeros() is given, in one tuple or one by one."""
     first = node.args[1] if len(node.args) == 2 else None
     return list(first) if isinstance(first, (tuple, list)) else list(node.args[1:])
-
-
-def _keep_scale(planned: Planned) -> None:
-    """Attention divides by the root of the head size, which must stay the model's."""
-    node = planned.gemm.node
-    size = next((dim.size for dim, _ in planned.dims if dim.name == "K"), None)
-    if size is not None and node.kwargs.get("scale") is None:
-        node.kwargs = {**node.kwargs, "scale": 1 / math.sqrt(size)}
-
-
-def _grow(node: fx.Node, dims: dict[int, int], number: int | None = None) -> None:
-    """Note that dimensions of a node's value, or of one value of its tuple, are longer."""
-    given = ir.mark(node).type
-    kind = given if number is None else given[number]  # type: ignore[index]
-    assert isinstance(kind, TensorType) and kind.shape is not None
-    shape = list(kind.shape)
-    for dim, extra in dims.items():
-        shape[dim] += extra
-    longer = dataclasses.replace(kind, shape=tuple(shape))
-    if number is not None:
-        assert isinstance(given, tuple)
-        ir.set_mark(node, type=(*given[:number], longer, *given[number + 1 :]))
-    else:
-        ir.set_mark(node, type=longer)
-
-
-def _at(node: fx.Node, at: tuple[int, int | None]) -> fx.Node:
-    """An argument, or one of those in a list of them."""
-    argument: Any = node.args[at[0]]
-    found = argument if at[1] is None else argument[at[1]]
-    assert isinstance(found, fx.Node)
-    return found
-
-
-def _put_at(node: fx.Node, at: tuple[int, int | None], value: fx.Node) -> None:
-    args: list[Any] = list(node.args)
-    if at[1] is None:
-        args[at[0]] = value
-    else:
-        parts = list(args[at[0]])
-        parts[at[1]] = value
-        args[at[0]] = type(args[at[0]])(parts)
-    node.args = tuple(args)
-
-
-def _put(node: fx.Node, operand: ir.Operand, value: fx.Node) -> None:
-    """Replace one argument of a node, and no other that is the same value."""
-    put = lambda given: value if given is operand.value else given  # noqa: E731
-    if operand.keyword:
-        node.kwargs = {**node.kwargs, operand.keyword: fx.node.map_arg(node.kwargs[operand.keyword], put)}
-    else:
-        args = list(node.args)
-        args[operand.position] = fx.node.map_arg(args[operand.position], put)
-        node.args = tuple(args)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fxamp.dtypes import dtype_name
+from fxamp.capability import conversions_inside
+from fxamp.dtypes import NAMES, dtype_name
 from fxamp.engine import Engine, engine_of
 from fxamp.lists import EnvironmentChange
 from fxamp.review.advice import advice_of, low_already, outside_of, unread_parameters
@@ -65,11 +66,13 @@ def casts_inside(rows: Sequence[Row], device: str) -> int:
     conversions.
     """
     dtypes = {(row.graph, row.name): row.dtype for row in rows}
-    fused = ("float16", "float32") if device == "cuda" else ("float32",)
-    asked = [row for row in rows if row.op in ("softmax", "log_softmax") and row.dtype == "float32" and not row.role]
-    of_softmax = sum(dtypes.get((row.graph, row.inputs[0])) not in fused for row in asked)
-    norms = [row for row in rows if row.op == "rms_norm" and row.precision == "low"]
-    return of_softmax + (0 if device == "cuda" else 2 * len(norms))
+    total = 0
+    for row in rows:
+        low = NAMES.get(dtypes.get((row.graph, row.inputs[0]), "")) if row.inputs else None
+        asked = row.op in ("softmax", "log_softmax") and row.dtype == "float32" and not row.role
+        if low is not None and (asked or (row.op == "rms_norm" and row.precision == "low")):
+            total += conversions_inside(row.op, low, device)
+    return total
 
 
 # ------------------------------------------------------------------------------------------------- the report
