@@ -71,14 +71,29 @@ def eager_call(compile_inner: Callable[[fx.Graph], Callable[..., Any]]) -> Call:
 
     def make_call(graph: fx.Graph, name: str, region: Region, inner: fx.Graph, inputs: list[fx.Node]) -> fx.Node:
         run = compile_inner(inner)
+        held = [position for position, given in enumerate(inputs) if _is_held(given)]
 
         def checkpointed(module: Any, *values: Any) -> Any:
-            return checkpoint(run, module, *values, **region.options)
+            state = {position: values[position] for position in held}
+
+            def recomputed(module: Any, *passed: Any) -> Any:
+                rest = iter(passed)
+                return run(module, *(state[at] if at in state else next(rest) for at in range(len(values))))
+
+            passed = [value for position, value in enumerate(values) if position not in state]
+            return checkpoint(recomputed, module, *passed, **region.options)
 
         checkpointed.__name__ = checkpointed.__qualname__ = name
         return graph.call_function(checkpointed, (_Self(), *inputs))  # type: ignore[arg-type]
 
     return make_call
+
+
+def _is_held(given: fx.Node) -> bool:
+    """Whether the user's function holds a value, as a module does its buffers, and is not passed it: torch's checkpoint
+    saves what it is passed, and refuses in backward what was written since.
+    """
+    return ir.mark(given).op == "buffer"
 
 
 def compiler_call(holder: fx.GraphModule) -> Call:

@@ -260,10 +260,14 @@ class SymbolicTracer(fx.Tracer):
     @contextlib.contextmanager
     def _checkpointed(self, region: Region) -> Iterator[None]:
         """Nodes made inside are recomputed in backward; a region inside a region is part of it."""
+        self._follow_grad_mode()  # what the user's code left or entered before the region stays before it
         was, self._region = self._region, self._region or region
+        mode = torch.is_grad_enabled()
         try:
             yield
             self._follow_grad_mode()
+            if torch.is_grad_enabled() != mode:
+                raise CaptureError(f"{user_line()}: a checkpointed function leaves the gradient mode changed")
         finally:
             self._region = was
 

@@ -22,6 +22,17 @@ def lints(graph: fx.Graph) -> None:
         raise InvariantError(f"the graph is malformed: {error}") from error
 
 
+def regions_keep_grad_mode(graph: fx.Graph) -> None:
+    """A checkpointed region leaves the gradient mode as it found it: a switch alone would reach what is around it."""
+    switches: dict[object, list[str]] = {}
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled and ir.REGION in node.meta:
+            switches.setdefault(node.meta[ir.REGION], []).append(node.name)
+    for names in switches.values():
+        if len(names) % 2:
+            raise InvariantError(f"a checkpointed region switches gradients with {names} and does not switch them back")
+
+
 def every_node_coloured(graph: fx.Graph) -> None:
     """Every node has a colour, a precision and a reason."""
     for node in graph.nodes:
@@ -184,4 +195,4 @@ def _compare_types(node: fx.Node, value: object) -> None:
             )
 
 
-ALWAYS: tuple[Callable[[fx.Graph], None], ...] = (lints,)
+ALWAYS: tuple[Callable[[fx.Graph], None], ...] = (lints, regions_keep_grad_mode)

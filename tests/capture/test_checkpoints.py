@@ -1,4 +1,4 @@
-"""Checkpointed regions of Dynamo's graphs: computed again with the same random numbers, in low precision."""
+"""Checkpointed regions: computed again with the same random numbers, in low precision, with every gradient."""
 
 import copy
 import functools
@@ -137,3 +137,128 @@ def test_one_region_of_one_op_between_writes():
     for _ in range(2):
         assert torch.equal(converted(X), model(X))
     assert torch.equal(model.count, twin.count)
+
+
+class Modes(nn.Module):
+    """Gradients switched off before, inside, after and around a checkpointed region."""
+
+    def __init__(self, where, reentrant=False):
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.where, self.reentrant = where, reentrant
+
+    def scale(self, x):
+        with torch.no_grad():
+            return torch.cos(x.mean(0))
+
+    def inner(self, x, scale):
+        y = torch.tanh(self.block(x))
+        return y * (scale if "inside" not in self.where else self.scale(y))
+
+    def forward(self, x):
+        x = self.first(x)
+        scale = self.scale(x) if "before" in self.where else 2.0
+        if "around" in self.where:
+            with torch.no_grad():
+                y = checkpoint(self.inner, x, scale, use_reentrant=self.reentrant)
+        else:
+            y = checkpoint(self.inner, x, scale, use_reentrant=self.reentrant)
+        return self.last(y if "after" not in self.where else y * self.scale(y)) + self.last(x)
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["before", "inside", "after", "around", "before inside after", "before after around"])
+def test_regions_without_gradients_beside_a_checkpoint_keep_every_gradient(where, reentrant, capture):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Modes(where, reentrant)
+    result = model(X)
+    result.square().sum().backward()
+    expected = [weight.grad for weight in model.parameters()]
+    model.zero_grad()
+    for low in (False, True):
+        options = {} if low else {"overrides": {"**": "deny"}}
+        twin = copy.deepcopy(model)
+        converted = fxamp.convert(twin, LOW, capture=capture, **options)
+        found = converted(X)
+        found.square().sum().backward()
+        for exact, weight in zip(expected, twin.parameters(), strict=True):
+            assert (exact is None) == (weight.grad is None)
+            if exact is not None:
+                assert (weight.grad - exact).norm() <= (0.05 if low else 1e-6) * exact.norm()
+
+
+def test_a_mode_that_a_checkpointed_function_leaves_changed_is_refused():
+    class Leaves(nn.Linear):
+        def forward(self, x):
+            def function(x):
+                torch.set_grad_enabled(False)
+                return x * 2
+
+            return checkpoint(function, super().forward(x), use_reentrant=False)
+
+    try:
+        with pytest.raises(fxamp.errors.CaptureError, match="leaves the gradient mode changed"):
+            fxamp.convert(Leaves(8, 8), LOW, example_inputs=(X,), capture="symbolic")
+    finally:
+        torch.set_grad_enabled(True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_decoders_that_turn_gradients_off_for_positions_train_all_their_weights(kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8,
+        "num_key_value_heads": 2, "intermediate_size": 32, "pad_token_id": 0, "use_cache": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.gradient_checkpointing_enable()
+    model.train()
+    tokens = torch.randint(1, 32, (2, 6), generator=torch.Generator().manual_seed(0))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
+    converted = fxamp.convert(model, LOW)
+    converted(input_ids=tokens, labels=tokens).loss.backward()
+    for name, weight in converted.named_parameters():
+        assert weight.grad is not None, name
+        assert (weight.grad - expected[name]).norm() <= 0.1 * expected[name].norm(), name
+
+
+class Stateful(nn.Module):
+    """A region that writes buffers, or reads one that is written later."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.norm = nn.BatchNorm1d(8) if write == "norm" else nn.Identity()
+        self.register_buffer("count", torch.ones(()))
+        self.write = write
+
+    def inner(self, x):
+        if self.write == "inside":
+            self.count.add_(1)
+        return torch.tanh(self.norm(x)) * (self.count + 1)
+
+    def forward(self, x):
+        y = checkpoint(self.inner, self.first(x), use_reentrant=False)
+        if self.write == "afterwards":
+            self.count.add_(1)
+        return self.last(y)
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+@pytest.mark.parametrize("write", ["norm", "inside", "afterwards"])
+def test_buffers_that_are_written_do_not_stop_the_recomputation(write, capture):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Stateful(write)
+    twin = copy.deepcopy(model)
+    converted = fxamp.convert(twin, LOW, capture=capture, overrides={"**": "deny"})
+    for _ in range(2):
+        expected, found = gradients(model, model), gradients(converted, twin)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(dict(twin.named_buffers()), dict(model.named_buffers()), rtol=1e-6, atol=1e-6)

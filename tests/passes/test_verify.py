@@ -18,6 +18,7 @@ from fxamp.passes.verify import (
     lints,
     operands_agree,
     outputs_have,
+    regions_keep_grad_mode,
     types_hold,
     writes_land,
 )
@@ -65,6 +66,23 @@ def test_lints():
     output.append(linear)
     with pytest.raises(InvariantError, match="malformed"):
         lints(setting.graph)
+
+
+def test_regions_keep_grad_mode():
+    def quiet(x, w):
+        with torch.no_grad():
+            y = x * 2
+        return F.linear(y, w)
+
+    setting = rewritten(quiet)
+    switches = [node for node in setting.graph.nodes if node.target is torch._C._set_grad_enabled]
+    assert len(switches) == 2
+    for node in switches:
+        node.meta[ir.REGION] = "region"
+    regions_keep_grad_mode(setting.graph)
+    del switches[0].meta[ir.REGION]
+    with pytest.raises(InvariantError, match=f"switches gradients with .*{switches[1].name}"):
+        regions_keep_grad_mode(setting.graph)
 
 
 def test_every_node_coloured():
