@@ -21,6 +21,8 @@ MARK = "fxamp"
 WEIGHT = "fxamp_weight"
 # Set by a capture on a conversion whose dtype was read from another value.
 RELATIVE = "fxamp_relative"
+# Set on a value that the model converts back to the dtype of another one, which in float32 is no conversion.
+CONVERTED_BACK = "fxamp_converted_back"
 # Set by a capture on a conversion to float32 that torch.autocast would make, see fxamp.capture.promotion.
 PROMOTED = "fxamp_promoted"
 WEIGHT_PATH = "fxamp_weight_path"

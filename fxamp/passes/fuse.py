@@ -134,6 +134,10 @@ def _rms_norm(node: fx.Node) -> Found | None:
             eps = _root_mean_square(root, x, inner, "sqrt" if ir.mark(scaled).op == "div" else "rsqrt")
             if eps is None or not _is_float32(x) or not _fits(x, shape[0]) or not _closed(node, inner):
                 continue
+            if inner & {weight, x} or (value is not x and not _is_converted_back(scaled, node)):
+                continue
+            if rest is not scaled and not _is_converted_back(node):
+                continue
             return Found(node, frozenset(inner), (x, weight), F.rms_norm, (x, (shape[0],), weight, eps))
     return None
 
@@ -154,8 +158,8 @@ def _root_mean_square(node: fx.Node, x: fx.Node, members: set[fx.Node], root: st
     assert isinstance(square, fx.Node)
     members |= {node, total, nodes[0]}
     if ir.mark(square).op in ("pow", "square", "mul"):
-        members.add(square)
         base = square.args[0]
+        members.update(terms_below(square, {base} if isinstance(base, fx.Node) else ()))
         is_square = isinstance(base, fx.Node) and polynomial(square, {base: (1, 0)}) == {(2, 0): 1.0}
         if is_square and _through_conversions(base, members) is x:
             return numbers[0]
@@ -193,6 +197,11 @@ def _through_conversions(node: Any, members: set[fx.Node]) -> Any:
         members.add(node)
         node = node.args[0]
     return node
+
+
+def _is_converted_back(*values: fx.Node) -> bool:
+    """Whether what the user converted to float32 does not stay so: `y.to(x.dtype)` of one of these."""
+    return any(ir.CONVERTED_BACK in value.meta for value in values)
 
 
 # -------------------------------------------------------------------------------------------------- gelu

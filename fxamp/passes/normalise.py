@@ -84,6 +84,7 @@ def _drop_relative_conversion(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     if own.dtype is None or not _is_relative(node) or not _stays_on_device(node):
         return False
+    node.args[0].meta[ir.CONVERTED_BACK] = True
     node.replace_all_uses_with(node.args[0])
     graph.erase_node(node)
     return True

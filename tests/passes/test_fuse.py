@@ -151,6 +151,26 @@ def checkpoints_a_part(x, w):
     return w * (x * root)
 
 
+def a_factor_without_gradient(x, w):
+    with torch.no_grad():
+        y = x * 1.0
+    return w * (x * torch.rsqrt((x * y).mean(-1, keepdim=True) + 1e-5))
+
+
+def stays_float32(x, w):
+    x = x.float()
+    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+
+def becomes_float32(x, w):
+    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)).float()
+
+
+def own_weight(x, w):
+    scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return scaled * scaled * w
+
+
 def gelu_with_a_part_read(x, w):
     inner = torch.tanh(C * (x + 0.044715 * x**3))
     return 0.5 * x * (1 + inner) + inner * w
@@ -168,6 +188,9 @@ LEFT = {
     "no weight": lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5),
     "a mean in float64": lambda x, w: w * (x * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5).float()),
     "no gradient": stops_gradient,
+    "a factor without gradient": a_factor_without_gradient,
+    "float32 that stays": stays_float32,
+    "float32 before the weight": becomes_float32,
     "a part that is read": reads_a_part,
     "a part in a checkpoint": checkpoints_a_part,
     "another constant": lambda x, w: 0.5 * x * (1 + torch.tanh(0.79 * (x + 0.044715 * x**3))),
@@ -182,6 +205,15 @@ def test_what_is_something_else_is_left_as_written(name):
     net, model = converted(LEFT[name])
     assert not {"rms_norm", "gelu"} & {*ops(model)}
     for exact, found in zip(results(net, net), results(net, model), strict=True):
+        assert (found - exact).norm() <= 0.02 * (exact.norm() + 0.1)
+
+
+def test_a_norm_is_not_its_own_weight():
+    """Of one dimension everything has the weight's shape."""
+    torch.manual_seed(0)
+    net, x = Net(own_weight), X[0]
+    model = fxamp.convert(net, LOW, example_inputs=(x,), capture="symbolic")
+    for exact, found in zip(results(net, net, x), results(net, model, x), strict=True):
         assert (found - exact).norm() <= 0.02 * (exact.norm() + 0.1)
 
 
