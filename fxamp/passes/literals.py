@@ -97,8 +97,10 @@ def fit_in(tensor: Any, low: torch.dtype) -> Fit:
 
     The size is the root mean square of the non-zero elements: a weight of N(0, 0.02) has single elements near 0
     that may round to a subnormal without harm, a layer scale of 1e-6 has nothing else. Infinities (a mask's) are
-    exact. Fake and meta tensors hold no numbers and are taken to be normal.
+    exact. Fake and meta tensors hold no numbers and are taken to be normal. Of a vmapped weight all are looked at.
     """
+    while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta or not tensor.is_floating_point():
         return "normal"
     if isinstance(tensor, FakeTensor) or tensor.numel() == 0:

@@ -99,7 +99,8 @@ class _PackedCast(torch.autograd.Function):
     1. A weight without a gradient (unused, or unused in this backward) gets None, not zeros: nothing decays it.
     2. A copy of a frozen weight does not require a gradient, so none is computed for it.
     3. Of the gradient of a copy that grew, the weight's own part comes back.
-    4. Sparse and expanded gradients, and gradients that will be differentiated, take plain `.to`.
+    4. Sparse and expanded gradients, gradients that will be differentiated, and batches of gradients
+       (`is_grads_batched`) take plain `.to`.
     """
 
     @staticmethod
@@ -118,7 +119,8 @@ class _PackedCast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         is_differentiated = torch.is_grad_enabled()
-        if ctx.pads is None and not is_differentiated:
+        is_plain = not is_differentiated and not _are_batched(grads)
+        if ctx.pads is None and is_plain:
             usual = [grad for grad in grads if grad is not None and grad.is_contiguous()]
             if len(usual) == len(grads):
                 return None, None, *_copies(usual, ctx.dtype)
@@ -131,7 +133,7 @@ class _PackedCast(torch.autograd.Function):
         for position, grad in enumerate(grads):
             if grad is None or grad.dtype == ctx.dtype:
                 continue
-            if not is_differentiated and (grad.is_contiguous() or _is_dense(grad)):
+            if is_plain and (grad.is_contiguous() or _is_dense(grad)):
                 together.append(position)
             else:
                 back[position] = grad.to(ctx.dtype)
@@ -140,6 +142,12 @@ class _PackedCast(torch.autograd.Function):
             for position, copy in zip(together, copies, strict=True):
                 back[position] = copy
         return None, None, *back
+
+
+def _are_batched(grads: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether these are gradients for many gradients of the results at once; then each of them is."""
+    first = next((grad for grad in grads if grad is not None), None)
+    return first is not None and torch._C._functorch.is_legacy_batchedtensor(first)
 
 
 def _own_gradient(

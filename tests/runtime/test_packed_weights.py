@@ -290,6 +290,50 @@ def test_vmap_over_models_and_per_sample_gradients(nets, x):
     assert found["first.weight"].shape == (3, 6, 4) and found["first.weight"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("pad", ["auto", "always"])
+def test_batches_of_gradients(pad, x):
+    torch.manual_seed(0)
+    model = fxamp.convert(Net(), torch.bfloat16, example_inputs=(x,), pad=pad)
+    parameters = [weight for name, weight in model.named_parameters() if "spare" not in name]
+    out = model(x).sum(0)
+    one_by_one = [torch.autograd.grad(value, parameters, retain_graph=True) for value in out]
+    batch = torch.eye(len(out))
+    found = torch.autograd.grad(out, parameters, batch, is_grads_batched=True)
+    for number, expected in enumerate(one_by_one):
+        torch.testing.assert_close([each[number] for each in found], [*expected], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_called_first", [False, True])
+@pytest.mark.parametrize("in_dims", [(0, None), (0, 0)])
+def test_an_ensemble_of_models_with_norms(in_dims, is_called_first):
+    """The numbers of a norm's weight decide whether it may be low."""
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)) for _ in range(3)]
+    x = torch.randn(3, 5, 4)
+    model = fxamp.convert(copy.deepcopy(nets[0]), torch.bfloat16, example_inputs=(x[0],))
+    if is_called_first:
+        model(x[0])
+    stacked, _ = stack_module_state(nets)
+    run = vmap(lambda state, x: functional_call(model, state, (x,)), in_dims)
+    for _ in range(2):
+        found = run(stacked, x if in_dims[1] == 0 else x[0])
+        for number, net in enumerate(nets):
+            expected = net(x[number if in_dims[1] == 0 else 0])
+            assert (found[number] - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_an_ensemble_whose_norms_low_would_destroy():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    x = torch.randn(5, 4)
+    model = fxamp.convert(copy.deepcopy(net), torch.float16, example_inputs=(x,))
+    assert model(x).isfinite().all()
+    state = {name: torch.stack([value, value]).detach() for name, value in net.named_parameters()}
+    state["1.weight"] *= 1e6
+    found = vmap(lambda state: functional_call(model, state, (x,)))(state)
+    assert found.isfinite().all() and found.abs().max() > 1e5
+
+
 def test_jvp_of_the_model(nets, x):
     for net in nets:
         assert torch.func.jvp(lambda t: net(t), (x,), (torch.ones_like(x),))[1].shape == (3, 6)  # noqa: B023
