@@ -16,10 +16,12 @@ from fxamp.capture.captured import Captured
 from fxamp.capture.checkpoints import open_checkpoints
 from fxamp.capture.inputs import flatten_call
 from fxamp.capture.locations import is_foreign
+from fxamp.capture.source_names import names_of_dtypes
 from fxamp.errors import CaptureError
 
 _STORED_AS = re.compile(r"\._(parameters|buffers)\['")
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n([^\n]*)')
 _TO = re.compile(r"\.to\(([^()]*)\)")
 _ENTER, _EXIT = "_enter_autocast", "_exit_autocast"
 
@@ -97,8 +99,12 @@ def _is_relative_conversion(node: fx.Node) -> bool:
     """
     if node.op != "call_method" or node.target != "to":
         return False
-    given = [argument.strip() for argument in _TO.findall(node.meta.get("stack_trace") or "")]
-    return bool(given) and all(argument.endswith("dtype") for argument in given)
+    given = [
+        (argument.strip(), file, int(line))
+        for file, line, code in _FRAME.findall(node.meta.get("stack_trace") or "")
+        for argument in _TO.findall(code)
+    ]
+    return bool(given) and all(text.endswith("dtype") or text in names_of_dtypes(*place) for text, *place in given)
 
 
 def _source_line(node: fx.Node) -> str:

@@ -200,3 +200,57 @@ def test_source_lines_are_the_users():
     converted(X)
     lines = {row.source for row in fxamp.report(converted).rows if row.op == "linear"}
     assert all("test_dynamo.py:" in line for line in lines)
+
+
+def _kept_name(x, other):
+    kind = x.dtype
+    return (x.float() * 2).to(kind)
+
+
+def _own_dtype(x, other):
+    kind = torch.float32
+    return (x * 2).to(kind)
+
+
+def _bound_twice(x, other):
+    kind = x.dtype
+    kind = torch.float32
+    return (x * 2).to(kind)
+
+
+def _argument(x, kind):
+    y = (x * 2).to(kind)
+    kind = x.dtype
+    return y
+
+
+def _inner(x, other):
+    kind = torch.float32
+
+    def function(y):
+        kind = y.dtype
+        return (y.float() * 2).to(kind)
+
+    return function(x).to(kind)
+
+
+@pytest.mark.parametrize(
+    ("function", "precision"),
+    [(_kept_name, "low"), (_own_dtype, "high"), (_bound_twice, "high"), (_argument, "high"), (_inner, "high")],
+)
+def test_a_conversion_to_a_name_is_relative_where_the_name_is_a_dtype_that_was_read(function, precision):
+    """`.to(torch.float32)` is the user's word and stays; `.to(kind)` of what was read from a value is not."""
+    torch._dynamo.reset()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.last(function(self.first(x), torch.float32))
+
+    model = fxamp.convert(Model(), torch.bfloat16, capture="dynamo")
+    model(torch.randn(2, 8))
+    rows = [row for row in fxamp.report(model).rows if row.op == "linear"]
+    assert [row.precision for row in rows] == ["low", precision]
