@@ -18,6 +18,8 @@ from fxamp.numerics.run import Call, floats_in, in_float32, state_kept
 
 log = logging.getLogger("fxamp")
 
+_BACKWARD = ("backward", "sum of gradients")
+
 
 class Replay:
     """What a call began with, and the gradients that came back to its outputs.
@@ -91,7 +93,8 @@ class Replay:
 
     def _described(self, origin: Origin) -> BadNode | None:
         """None where it does not happen again: what another run would say is then no answer."""
-        loss_fn = self._hand_back if self.gradients else None
+        is_made_backwards = origin.phase in _BACKWARD  # else the gradients are those of outputs gone wrong
+        loss_fn = self._hand_back if self.gradients and is_made_backwards else None
         with self._as_it_was():
             if first_bad(watch_flow(self.call, loss_fn)) is None:
                 return None
@@ -106,7 +109,7 @@ class Replay:
             "the weights have been written since": self._are_written(),
             "its inputs have been written since": any(_version(given) != before for given, before in self.given),
             "no gradient came back through the tensors that it returned": (
-                phase in ("backward", "sum of gradients") and not self.gradients
+                phase in _BACKWARD and not self.gradients
             ),
         }
         found = next((reason for reason, is_so in reasons.items() if is_so), "")

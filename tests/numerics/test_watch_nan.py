@@ -54,6 +54,7 @@ def told(function, loss=torch.Tensor.mean, x=X, **more):
 
 CASES = {
     "overflow": (low_only, torch.Tensor.mean, False),
+    "overflow, a loss that spoils the gradients": (low_only, lambda y: y.square().mean() * 1e-12, False),
     "overflow, no backward": (low_only, None, False),
     "slope": (everywhere, torch.Tensor.mean, True),
     "log": (lambda m, x: (m.a(x) * 0.0).log(), torch.Tensor.mean, True),
