@@ -499,6 +499,25 @@ def test_an_exported_program_is_converted():
     assert set(converted.state_dict()) == set(model.state_dict())
 
 
+def test_an_exported_program_that_converts_is_converted():
+    """torch.export asserts the float32 of what is converted."""
+
+    class Converts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.last(self.first(x).float().exp().to(torch.float32))
+
+    torch.manual_seed(0)
+    model, x = Converts().eval(), torch.randn(4, 8)
+    converted = fxamp.convert(torch.export.export(model, (x,)), torch.bfloat16, example_inputs=(x,))
+    rows = [(row.op, row.precision) for row in fxamp.report(converted).rows if row.op in ("linear", "exp")]
+    assert rows == [("linear", "low"), ("exp", "high"), ("linear", "high")], "what is cast to float32 stays so"
+    torch.testing.assert_close(converted(x), model(x), rtol=0.02, atol=0.02)
+
+
 def test_graphs_are_shared_by_copies_and_states_are_not():
     converted = bf16(Net(), X)
     twin = copy.deepcopy(converted)

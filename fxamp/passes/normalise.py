@@ -23,6 +23,7 @@ class Normalise(Pass):
     3. A list of tensors passed whole (`cat(x.chunk(2))`) is passed item by item.
     4. Operands that torch knows by position stand there: `torch.add(input=x, other=y)` is `torch.add(x, y)`.
     5. A value that nobody reads is not computed, unless computing it does something else too.
+    6. What torch.export asserts of a tensor's dtype and strides before each conversion speaks of the fp32 run: it goes.
     """
 
     def apply(self, graph: fx.Graph) -> bool:
@@ -41,11 +42,13 @@ class Normalise(Pass):
 _ACTS = "drop rand bernoulli multinomial normal poisson uniform rrelu exponential geometric cauchy attention lstm gru \
 rnn fractional assert check autocast grad print backward sync barrier wait".split()
 
+_ASSERTS_METADATA = torch.ops.aten._assert_tensor_metadata.default
+
 
 def _drop_unread(graph: fx.Graph) -> bool:
     changed = False
     for node in reversed(list(graph.nodes)):
-        if not node.users and _only_computes(node):
+        if not node.users and (_only_computes(node) or node.target is _ASSERTS_METADATA):
             graph.erase_node(node)
             changed = True
     return changed
