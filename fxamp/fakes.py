@@ -46,7 +46,7 @@ class Fakes:
 
     def of(self, value: Any) -> Any:
         """The fake twin of a real tensor; anything else as it is."""
-        if not isinstance(value, torch.Tensor) or getattr(value, "fake_mode", None) is self._mode:
+        if not isinstance(value, torch.Tensor) or self.made(value):
             return value
         found = self._known.get(id(value))
         if found is None:
@@ -58,6 +58,10 @@ class Fakes:
                         twin = twin.detach().to(dtype).requires_grad_(value.requires_grad)
             self._known[id(value)] = found = (twin, value)
         return found[0]
+
+    def made(self, value: torch.Tensor) -> bool:
+        """Whether a tensor is one of these fakes, and not the user's own."""
+        return getattr(value, "fake_mode", None) is self._mode
 
     def _plain(self, value: torch.Tensor) -> FakeTensor:
         if is_sharded(value):  # stands for what the unit that owns it gathers

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fxamp
 from fxamp.counting import run
 from fxamp.counting import table as tables
 from fxamp.counting.counts import Counter, Counts, SavedTensors, count_step
-from fxamp.counting.run import count
+from fxamp.counting.run import MORE_WAYS, count
 from fxamp.counting.table import count_all, main, ratio, ratios_text, worse_than_autocast
 from fxamp.counting.zoo import MODELS, PUBLISHED, MissingPackageError, Step, from_torchvision, from_transformers
 from fxamp.errors import CaptureError
@@ -289,3 +290,37 @@ def test_a_way_that_fails_leaves_the_model_out_of_the_means_and_says_why(monkeyp
 def test_count_all_is_a_table():
     table = count_all(["ncf"], ["fp32"], BF16, "cpu", tiny=True)
     assert table["ncf"]["fp32"].launches > 0
+
+
+def test_a_loss_inside_the_converted_model_needs_no_casts_of_its_own(on_fake_cuda_with_loss_inside):
+    rows = on_fake_cuda_with_loss_inside
+    outside, inside, autocast = (rows["lstm_lm"][way] for way in ("O1 balanced", "O1 loss inside", "autocast"))
+    assert inside.casts == outside.casts - 2, "of the logits, and of their gradient"
+    assert inside.launches < outside.launches < autocast.launches
+    assert inside.nbytes < outside.nbytes
+
+
+@pytest.fixture(scope="module")
+def on_fake_cuda_with_loss_inside() -> dict:
+    script = """
+import json, torch
+from fxamp.counting.table import as_json, count_all
+ways = ("autocast", "O1 balanced", "O1 loss inside", "O2 loss inside")
+print(json.dumps(as_json(count_all(("lstm_lm",), ways, torch.float16, "cuda", tiny=True))))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return tables.from_json(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("way", MORE_WAYS)
+def test_the_loss_inside_is_the_same_loss(way):
+    torch.manual_seed(0)
+    step = MODELS["ncf"](True)
+    expected = step.loss_of(step.model(*step.inputs))
+    converted, loss = run._prepare(step, way, BF16, "cpu")
+    torch.testing.assert_close(loss(), expected, rtol=0.01, atol=0)
+    row = next(row for row in fxamp.report(converted).rows if "cross_entropy" in row.op)
+    assert row.precision == "high" and row.graph == 0

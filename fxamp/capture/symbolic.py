@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
@@ -396,7 +395,7 @@ class SymbolicTracer(fx.Tracer):
     # ------------------------------------------------------------------------------------------ constants
 
     def _constant(self, tensor: torch.Tensor) -> fx.Node:
-        if isinstance(tensor, FakeTensor):
+        if self.fakes.made(tensor):
             raise CaptureError(f"{user_line()}: a fake tensor of the capture leaked into the model")
         path = self._tensor_paths.get(id(tensor))
         if path is None:

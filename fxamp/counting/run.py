@@ -21,6 +21,8 @@ from fxamp.review.report import Report, report
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 WAYS = ("fp32", "autocast", "O1 strict", "O1 balanced", "O1 aggressive", "O2", "half")
+MORE_WAYS = ("O1 loss inside", "O2 loss inside")
+"""Level balanced, where the converted model computes the loss too, as autocast computes it in its region."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,8 @@ def count(
     Args:
         model: name of a zoo model (`PUBLISHED`, `MODELS`), or what makes a step: (tiny) -> Step, called with `device`
             as torch's default device.
-        way: one of `WAYS`; "half" has every parameter, buffer and input in `dtype`: the limit, not a competitor.
+        way: one of `WAYS` or `MORE_WAYS`; "half" has every parameter, buffer and input in `dtype`: the limit, not a
+            competitor.
         device: "cuda": fake tensors, nothing is computed; "cpu": it really runs.
         tiny: small sizes.
 
@@ -91,9 +94,23 @@ def _prepare(step: Step, way: str, dtype: torch.dtype, device: str) -> tuple[nn.
         halved, low = _halved(step.model, dtype), tree_map(lambda value: _in(value, dtype), call)
         return halved, lambda: step.loss_of(tree_map(lambda value: _in(value, torch.float32), _run(halved, low)))
     opt_level, _, level = way.partition(" ")
+    model, loss_of = step.model, step.loss_of
+    if way in MORE_WAYS:
+        model, loss_of, level = _WithLoss(step).train(), lambda result: result, ""
     with mock.patch(f"{convert.__module__}.lower_parameters", _lower) if device == "cuda" else contextlib.nullcontext():
-        converted = convert(step.model, dtype, example_inputs=call, opt_level=opt_level, level=level or "balanced")
-    return converted, lambda: step.loss_of(_run(converted, call))
+        converted = convert(model, dtype, example_inputs=call, opt_level=opt_level, level=level or "balanced")
+    return converted, lambda: loss_of(_run(converted, call))
+
+
+class _WithLoss(nn.Module):
+    """A model that gives its loss."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.model, self.loss_of = step.model, step.loss_of
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.loss_of(self.model(*args, **kwargs))
 
 
 def _run(model: nn.Module, call: Call) -> Any:

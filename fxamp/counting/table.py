@@ -13,7 +13,7 @@ from tabulate import tabulate
 
 from fxamp.counting import results
 from fxamp.counting.counts import Counts
-from fxamp.counting.run import WAYS, count
+from fxamp.counting.run import MORE_WAYS, WAYS, count
 from fxamp.counting.zoo import MODELS, PUBLISHED
 from fxamp.errors import FxampError
 from fxamp.numerics.progress import watched
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "models", nargs="*", metavar="model", help=f"of {', '.join(KNOWN)}; default: the {len(PUBLISHED)} published"
     )
-    parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated, of " + ", ".join(WAYS))
+    parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated, of " + ", ".join((*WAYS, *MORE_WAYS)))
     parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cuda: fake tensors; cpu: it runs")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; always so on the CPU")
@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     given = parser.parse_args(typed)
     unknown = [name for name in given.models if name not in KNOWN]
-    unknown += [way for way in given.ways.split(",") if way not in WAYS]
+    unknown += [way for way in given.ways.split(",") if way not in (*WAYS, *MORE_WAYS)]
     if unknown:
         parser.error(f"{unknown[0]!r} is neither a model nor a way")
     models, ways = given.models or list(PUBLISHED), given.ways.split(",")

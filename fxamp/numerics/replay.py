@@ -108,9 +108,7 @@ class Replay:
             "many calls have gone by since": not self.is_kept,
             "the weights have been written since": self._are_written(),
             "its inputs have been written since": any(_version(given) != before for given, before in self.given),
-            "no gradient came back through the tensors that it returned": (
-                phase in _BACKWARD and not self.gradients
-            ),
+            "no gradient came back through the tensors that it returned": (phase in _BACKWARD and not self.gradients),
         }
         found = next((reason for reason, is_so in reasons.items() if is_so), "")
         return found and f"{found}; find_nan with the same weights and inputs tries it"
