@@ -291,7 +291,7 @@ class PadEditor:
 
     def _is_read_dense(self, value: fx.Node) -> bool:
         sliced = [user for user in value.users if (value, user) in self.flow.refused]
-        return any(ir.mark(user).op not in _STRIDED for user in sliced)
+        return not all(ir.mark(user).op in _STRIDED or _asks(user) for user in sliced)
 
     def _moment(self, value: fx.Node, reader: fx.Node) -> tuple[int, int]:
         if value not in self.aliases.order or reader not in self.aliases.order:
@@ -302,6 +302,11 @@ class PadEditor:
         made.meta.update({key: of.meta[key] for key in ("source", "nn_module_stack") if key in of.meta})
         precision = ir.mark(of).precision if kind is not None else "none"
         made.meta[ir.MARK] = ir.Mark(op, kind, "clear", precision, Reason("pad", why, of.name), role, of.name)
+
+
+def _asks(reader: fx.Node) -> bool:
+    """Whether a reader reads no numbers: `x.shape` of a slice is what it is of its dense copy."""
+    return ir.mark(reader).op == "getattr" and reader.args[1] in ("device", "dtype", "ndim", "shape")
 
 
 def _sizes_of_zeros(node: fx.Node) -> list[Any]:

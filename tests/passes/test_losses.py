@@ -187,6 +187,14 @@ def test_a_padded_vocabulary_pays_no_copy_of_the_logits(low, bias, reads_low, mo
     torch.testing.assert_close(padded[:2], unpadded[:2], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("size", [lambda h: h.shape[-1], lambda h: h.size(-1), lambda h: CLASSES])
+def test_the_question_for_the_vocabularys_size_copies_no_logits(size, reads_low):
+    loss = lambda m, h, t: F.cross_entropy(h.reshape(-1, size(h)), t.reshape(-1))  # noqa: E731
+    _, _, losses = converted_step(Model(loss), torch.bfloat16, *example(2, 5), pad="always")
+    pads = [node for node in losses[0].graph.nodes if node.target is F.pad and ir.mark(node.args[0]).op == "linear"]
+    assert not pads and ir.mark(losses[0].args[0]).type.shape == (10, 16)
+
+
 @pytest.mark.parametrize("low", LOW)
 def test_a_result_beside_a_padded_loss_is_the_cast_of_a_slice(low):
     """Six bytes an element; a slice of the float32 logits, copied for the caller, would be eight more."""
