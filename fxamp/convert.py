@@ -45,6 +45,7 @@ from fxamp.passes.keep import KeepWeights, forget_copies
 from fxamp.passes.literals import Fit, fit_in
 from fxamp.passes.losses import ReadLogitsLow
 from fxamp.passes.normalise import Normalise
+from fxamp.passes.overrides import names_kept
 from fxamp.passes.pack import PackWeights
 from fxamp.passes.pad import PadGemms
 from fxamp.passes.pin import Decide, PinNodes
@@ -356,7 +357,7 @@ def policy_of(root: nn.Module, options: Options) -> Policy:
         lists=options.lists,
         level=options.level,
         overrides=options.overrides,
-        protected=tuple(getattr(root, "_keep_in_fp32_modules", None) or ()),
+        protected=names_kept(root, options.low),
         output_mode=output_mode,  # type: ignore[arg-type]
         everything_low=options.opt_level == "O3",
         device=next((t.device.type for t in (*root.parameters(), *root.buffers())), "cpu"),

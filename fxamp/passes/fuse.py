@@ -95,7 +95,7 @@ class FuseWrittenOut(Pass):
             (row is not None and row.origin != "default")
             or node.meta.get("autocast") == "off"
             or override_for(node, self.policy.overrides) is not None
-            or protected_part(node, self.policy.protected) is not None
+            or protected_part(node, self.policy) is not None
         )
 
 

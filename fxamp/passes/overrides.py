@@ -1,21 +1,31 @@
 """Colours that the user gives to module paths, globs and node names."""
 
 import fnmatch
+import functools
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import fx
 
+from fxamp import ir
 from fxamp.errors import OptionError, nearest
 from fxamp.ir import Colour
+from fxamp.passes.policy import Policy
 
 
 def module_paths(node: fx.Node) -> list[str]:
     """Dotted paths of the modules whose forward made the node, outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [str(entry[0]) for entry in stack.values() if isinstance(entry, tuple)]
+    paths = [str(path) for path, _ in _stack(node)]
     if node.op == "call_module" and str(node.target) not in paths:
         paths.append(str(node.target))
     return [path for path in paths if path]
+
+
+def _stack(node: fx.Node) -> list[tuple[Any, Any]]:
+    """(path, class) of the modules whose forward made the node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [entry for entry in stack.values() if isinstance(entry, tuple)]
 
 
 def override_for(node: fx.Node, overrides: Mapping[str, Colour]) -> str | None:
@@ -30,12 +40,40 @@ def override_for(node: fx.Node, overrides: Mapping[str, Colour]) -> str | None:
     return next((key for key in overrides if any(fnmatch.fnmatchcase(name, key) for name in names)), None)
 
 
-def protected_part(node: fx.Node, protected: tuple[str, ...]) -> str | None:
-    """The name in `_keep_in_fp32_modules` that the node's module path holds."""
-    if node.op in ("placeholder", "get_attr", "output") or not protected:
+def protected_part(node: fx.Node, policy: Policy) -> str | None:
+    """The name in `_keep_in_fp32_modules` that the node's module path, or that of a weight it reads, holds.
+
+    The model may say so, and a part of it of the modules below.
+    """
+    if node.op in ("placeholder", "get_attr", "output"):
         return None
-    parts = {part for path in module_paths(node) for part in path.split(".")}
-    return next((name for name in protected if name in parts), None)
+    owners = [(str(path), names) for path, kind in _stack(node) if (names := _names_of(kind, policy.low))]
+    if policy.protected:
+        owners.append(("", policy.protected))
+    paths = [*module_paths(node), *map(_weight_path, node.all_input_nodes)] if owners else []
+    for owner, names in owners:
+        below = [path.removeprefix(owner) for path in paths if path.startswith(f"{owner}." if owner else "")]
+        for name in names:
+            if any(f".{name}." in f".{path}." for path in below):
+                return name
+    return None
+
+
+def names_kept(model: Any, low: torch.dtype) -> tuple[str, ...]:
+    """The names of modules and parameters that a model, or a class of models, wants in float32.
+
+    Of transformers: `_keep_in_fp32_modules` speaks of float16 alone, `_keep_in_fp32_modules_strict` of both dtypes.
+    """
+    attributes = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if low == torch.float16 else [])]
+    given = [getattr(model, attribute, None) for attribute in attributes]
+    return tuple(str(name) for names in given if isinstance(names, Collection) for name in names)
+
+
+_names_of = functools.lru_cache(maxsize=4096)(names_kept)  # of classes
+
+
+def _weight_path(given: fx.Node) -> str:
+    return str(given.meta.get(ir.WEIGHT_PATH, given.target)) if ir.is_weight(given) else ""
 
 
 def check_overrides(

@@ -23,7 +23,7 @@ class Policy:
         lists: op colours, environment included.
         level: how far low precision spreads over infer nodes.
         overrides: module path, glob or node name -> colour.
-        protected: module name parts that the model's class keeps in fp32 (`_keep_in_fp32_modules`).
+        protected: parts of paths that the model keeps in fp32, see fxamp.passes.overrides.names_kept.
         output_mode: how the graph's outputs are read.
         everything_low: O3: no rule but the lists' deny is kept.
         device: type of the device the model runs on; some kernels are missing on the CPU.

@@ -66,7 +66,7 @@ def choose_colours(ruling: Ruling) -> None:
         if key is not None:
             ruling.colours[node] = policy.overrides[key]
             ruling.chosen[node] = Reason("override", f"overrides[{key!r}] = {ruling.colours[node]!r}")
-        elif part := protected_part(node, policy.protected):
+        elif part := protected_part(node, policy):
             ruling.colours[node] = "deny"
             ruling.chosen[node] = Reason("override", f"the model's _keep_in_fp32_modules names {part!r}")
         elif reduces_everything(node) and not _is_users_choice(policy, "einsum"):

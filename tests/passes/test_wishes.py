@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fxamp
 from fxamp import ir
 from fxamp.errors import OptionError
 from fxamp.lists import OpLists
@@ -279,6 +280,56 @@ def test_keep_in_fp32_modules_unless_overridden():
     assert_precision(stacked(protected=("head",)), {"linear": "low", "linear 1": "high override"})
     both = stacked(protected=("head",), overrides={"module.blocks.0.head": "allow"})
     assert_precision(both, {"linear 1": "low override", "linear 3": "high override"})
+
+
+class Keeps(nn.Module):
+    """As models of transformers say it: for float16 alone, and for both dtypes."""
+
+    _keep_in_fp32_modules = ("head",)
+    _keep_in_fp32_modules_strict = frozenset({"shift"})
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.shift = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.head(self.body(x)) + self.shift
+
+
+class Wraps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = Keeps(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+@pytest.mark.parametrize("model", [Keeps, Wraps])
+@pytest.mark.parametrize("low", [FP16, BF16])
+def test_what_a_model_of_transformers_keeps(low, model, capture):
+    torch._dynamo.reset()
+    converted = fxamp.convert(model(), low, example_inputs=(X,), capture=capture)
+    rows = {f"{row.module} {row.op}".strip(): row for row in fxamp.report(converted).rows}
+    inner = "inner" if model is Wraps else ""
+    assert rows[f"{inner}.body linear".removeprefix(".")].precision == "low"
+    head = rows[f"{inner}.head linear".removeprefix(".")]
+    assert head.precision == ("high" if low == FP16 else "low")
+    assert ("_keep_in_fp32_modules names 'head'" in head.reason) == (low == FP16)
+    assert "_keep_in_fp32_modules names 'shift'" in rows[f"{inner} add".strip()].reason
+    if model is Wraps:
+        assert rows["head linear"].precision == "low", "it is not the inner model's"
+
+
+def test_a_protected_model_in_a_compiled_one_stays_protected():
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), Keeps())
+    compiled = torch.compile(model, backend="fxamp", options={"dtype": FP16, "inner": "eager"})
+    with torch.no_grad():
+        model[1].head.weight.fill_(70000.0)  # past float16's range
+    assert compiled(X).isfinite().all() and not torch.equal(compiled(X), model(X))
 
 
 def test_an_override_that_matches_nothing_names_the_nearest():
