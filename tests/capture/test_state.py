@@ -239,6 +239,7 @@ CASES = {
 
 
 UNSEEN_BY_DYNAMO = ("a method", "a method of an object's class")
+UNSEEN_BEFORE_2_12 = ("a class that is a namespace", "an attribute of the class itself", "a table of the class itself")
 
 
 @pytest.fixture(autouse=True)
@@ -266,6 +267,8 @@ def agrees(model, converted, x=X):
 def test_a_change_is_seen(name, capture):
     if capture == "dynamo" and name in UNSEEN_BY_DYNAMO:
         pytest.skip("torch.compile's guards do not see it")
+    if capture == "dynamo" and name in UNSEEN_BEFORE_2_12 and torch.__version__ < "2.12":
+        pytest.skip("torch.compile's guards do not see a class's attribute before torch 2.12")
     torch.manual_seed(0)
     body, change = CASES[name]
     model = Net(body)

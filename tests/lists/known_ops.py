@@ -7,12 +7,13 @@ import types
 import unittest.mock
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 
 from fxamp.opnames import canonical_name
 
-of_listed_torch = pytest.mark.skipif(torch.__version__ < "2.13", reason="the lists name torch 2.13's ops")
+SINCE = {"rms_norm": "2.12", "const_data_ptr": "2.13"}
+"""What the lists name that the oldest torch lacks: a policy of autocast's, a method of Tensor."""
+ONLY_IN_LATER = {name for name, version in SINCE.items() if torch.__version__ < version}
 
 USERS_KERNELS = "jiterator"
 """Entries of op_db that are kernels written by a test, not ops of torch."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from known_ops import of_listed_torch, op_infos, op_of
+from known_ops import op_infos, op_of
 
 from fxamp.lists import OpLists
 
@@ -29,6 +29,13 @@ def grid_step_in_pixels(dtype: torch.dtype, width: int) -> float:
     return torch.finfo(dtype).eps / 2 / (2 / width)
 
 
+def draws_a_zero(dtype: torch.dtype) -> float:
+    return 2**20 / (torch.rand(2**20, dtype=dtype) == 0).sum().item()
+
+
+DRAWS_A_ZERO = 256 if torch.__version__ < "2.12" else 512
+"""Draws of a bfloat16 uniform for one that is 0."""
+
 FACTS = {
     ("exp", "11.09"): lambda: half(11.08).exp().isfinite() and half(11.1).exp().isinf(),
     ("exp2", "x = 16"): lambda: half(16).exp2().isinf() and half(15.99).exp2().isfinite(),
@@ -50,7 +57,7 @@ FACTS = {
     ("nextafter", "8192"): lambda: torch.finfo(HALF).eps / torch.finfo(torch.float32).eps == 8192,
     ("grid_sample", "width 2048"): lambda: grid_step_in_pixels(HALF, 2048) == 0.5,
     ("grid_sample", "width 256"): lambda: grid_step_in_pixels(BFLOAT, 256) == 0.5,
-    ("rand_like", "once in 512"): lambda: 256 < 2**20 / (torch.rand(2**20, dtype=BFLOAT) == 0).sum() < 1024,
+    ("rand_like", "once in 512"): lambda: DRAWS_A_ZERO / 2 < draws_a_zero(BFLOAT) < 2 * DRAWS_A_ZERO,
     ("erfc", "bounded by 2"): lambda: half(-9).erfc() == 2,
     ("softplus", "0.7"): lambda: 0 < F.softplus(torch.zeros(())).item() < 0.7,
     ("sqrt", "always in range"): lambda: half(6e-8, 65504).sqrt().ge(2e-4).all() and half(65504).sqrt() < 256,
@@ -63,7 +70,6 @@ def test_fact(op, stated):
     assert FACTS[op, stated]()
 
 
-@of_listed_torch
 def test_ops_said_to_have_no_low_kernel_have_none():
     stated = ("no low kernel", "without low kernels")
     infos = [info for info in op_infos() if any(text in LISTS.row(op_of(info)).reason for text in stated)]

@@ -242,6 +242,29 @@ def test_whoever_has_said_something_is_obeyed(said):
         assert torch.equal(model(X), net(X))
 
 
+def test_a_norm_that_the_model_keeps_in_float32_is_left():
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return NORMS["llama"](x, self.weight)
+
+    class Keeps(nn.Module):
+        _keep_in_fp32_modules = ("norm",)
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(8, 8), Norm(), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.last(self.norm(self.first(x)))
+
+    assert "rms_norm" not in ops(fxamp.convert(Keeps(), LOW, example_inputs=(X,)))
+    assert "rms_norm" in ops(fxamp.convert(Keeps(), torch.bfloat16, example_inputs=(X,)))
+
+
 def without_autocast(x, w):
     with torch.autocast("cpu", enabled=False):
         return NORMS["llama"](x, w)

@@ -199,8 +199,8 @@ def test_types_hold_catches_a_wrong_dtype_and_a_graph_that_cannot_run():
     with pytest.raises(InvariantError, match=r"linear \(linear, .*gives torch.bfloat16, but torch.float16 is recorded"):
         holds(setting)(setting.graph)
 
-    setting = rewritten(torch.bmm, X[None], W[None])
-    node_of(setting, "bmm").update_arg(0, node_of(setting, "input"))
+    setting = rewritten(lambda x, w: torch.bmm(x, w[None]), X[None], W)
+    node_of(setting, "bmm").update_arg(1, node_of(setting, "input", 1))
     with pytest.raises(InvariantError, match=r"bmm .*fails in the rewritten graph"):
         holds(setting)(setting.graph)
 

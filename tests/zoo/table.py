@@ -14,7 +14,6 @@ from fxamp.counting import results
 from tests.zoo import hugging_face, measure
 from tests.zoo.test_zoo import HAND_WRITTEN
 
-ERRORS = ("outputs", "gradients", "evaluated", "buffers")
 HEADER = "model, capture, nodes, casts, low GEMMs, autocast's, outputs, gradients, eval, buffers, s".split(", ")
 
 
@@ -23,7 +22,7 @@ def line(row: measure.Row, seconds: float) -> list[str]:
     shares = [f"{run.low}/{run.gemms}" for run in (row.ours, row.auto)]
     return [
         row.name, row.capture, str(row.nodes), str(row.casts), *shares,
-        *(_errors(row, what) for what in ERRORS), f"{seconds:.1f}",
+        *(_errors(row, what) for what in measure.ERRORS), f"{seconds:.1f}",
     ]  # fmt: skip
 
 
@@ -34,7 +33,7 @@ def _errors(row: measure.Row, what: str) -> str:
 
 def facts(row: measure.Row) -> dict[str, object]:
     """The same as numbers: distances from fp32 (ours, autocast's), shares of low GEMMs."""
-    errors = {what: [row.error(row.ours, what), row.error(row.auto, what)] for what in ERRORS}
+    errors = {what: [row.error(row.ours, what), row.error(row.auto, what)] for what in measure.ERRORS}
     return {
         "name": row.name,
         "errors": errors,
