@@ -19,7 +19,7 @@ def names_of_dtypes(file: str, line: int) -> frozenset[str]:
     function = _innermost_function(file, line)
     if function is None:
         return frozenset()
-    arguments = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+    arguments = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
     bound: dict[str, bool] = dict.fromkeys(arguments, False)
     for name, value in _bindings(function):
         bound[name] = bound.get(name, True) and isinstance(value, ast.Attribute) and value.attr == "dtype"

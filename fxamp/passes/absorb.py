@@ -10,6 +10,7 @@ from torch import fx
 from fxamp import ir
 from fxamp.ir import Reason, TensorType
 from fxamp.passes.base import Pass
+from fxamp.passes.reads import only_converts
 from fxamp.passes.verify import casts_minimal, operands_agree
 
 Exactness = Literal["exact", "one rounding"]
@@ -122,9 +123,7 @@ class Absorb(Pass):
 
     def _is_users_up(self, node: fx.Node) -> bool:
         """`x.float()` in the user's code, of a value that is low."""
-        is_conversion = node.op == "call_method" and node.target in ("float", "to") and ir.mark(node).role == ""
-        reads_low = bool(node.args) and _dtype_of(node.args[0]) == self.low
-        return is_conversion and reads_low and _dtype_of(node) == torch.float32
+        return only_converts(node, torch.float32) and _dtype_of(node.args[0]) == self.low
 
 
 def _is_cast(node: fx.Node, dtype: torch.dtype) -> bool:

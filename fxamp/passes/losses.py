@@ -14,6 +14,7 @@ from fxamp.ir import Reason, TensorType
 from fxamp.passes.alias import Aliases, find_aliases
 from fxamp.passes.base import Pass
 from fxamp.passes.cast import grad_regions
+from fxamp.passes.reads import only_converts
 from fxamp.passes.verify import casts_minimal, operands_agree
 from fxamp.runtime import low_loss
 
@@ -98,12 +99,8 @@ class ReadLogitsLow(Pass):
 
     def _is_conversion_up(self, node: fx.Node) -> bool:
         """A cast, ours or `x.float()` of the user's, whose argument is low."""
-        is_users = node.op == "call_method" and node.target in ("float", "to") and ir.mark(node).role == ""
-        return (
-            (is_users or ir.mark(node).role == "cast")
-            and _dtype_of(node.args[0]) == self.low
-            and _dtype_of(node) == torch.float32
-        )
+        is_cast = ir.mark(node).role == "cast" or only_converts(node, torch.float32)
+        return is_cast and _dtype_of(node.args[0]) == self.low and _dtype_of(node) == torch.float32
 
 
 def _is_loss(node: fx.Node) -> bool:

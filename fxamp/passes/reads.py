@@ -86,6 +86,16 @@ def asked_dtype(node: fx.Node) -> torch.dtype | None:
     return named[0] if named else None
 
 
+def only_converts(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether the user's call converts to `dtype` and does nothing else: no other device, no memory format."""
+    if node.op != "call_method" or ir.mark(node).role:
+        return False
+    asked = (*node.args[1:], *node.kwargs.values())
+    return (node.target == "float" and not asked and dtype == torch.float32) or (
+        node.target == "to" and len(asked) == 1 and asked[0] == dtype
+    )
+
+
 def converts_to(node: fx.Node) -> torch.dtype | None:
     """The dtype a conversion node's result has; None for what gives no tensor."""
     return next((found.dtype for found in ir.tensors_in(ir.mark(node).type)), None)

@@ -224,6 +224,12 @@ def _argument(x, kind):
     return y
 
 
+def _of_a_lambda(x, other):
+    kind = x.dtype
+    function = lambda y, kind: (y * 2).to(kind)  # noqa: E731
+    return function(x.to(kind), torch.float32)
+
+
 def _inner(x, other):
     kind = torch.float32
 
@@ -236,7 +242,14 @@ def _inner(x, other):
 
 @pytest.mark.parametrize(
     ("function", "precision"),
-    [(_kept_name, "low"), (_own_dtype, "high"), (_bound_twice, "high"), (_argument, "high"), (_inner, "high")],
+    [
+        (_kept_name, "low"),
+        (_own_dtype, "high"),
+        (_bound_twice, "high"),
+        (_argument, "high"),
+        (_of_a_lambda, "high"),
+        (_inner, "high"),
+    ],
 )
 def test_a_conversion_to_a_name_is_relative_where_the_name_is_a_dtype_that_was_read(function, precision):
     """`.to(torch.float32)` is the user's word and stays; `.to(kind)` of what was read from a value is not."""
