@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from torch import nn
 
 from fxamp import ir
 from fxamp.lists import OpLists
@@ -22,8 +23,10 @@ from tests.language import (
     OPS,
     Program,
     assert_colours,
+    assert_precision,
     captured,
     count_casts,
+    decided,
     parse,
     policy,
     run_steps,
@@ -166,6 +169,28 @@ def test_the_colouring_is_the_cheapest_of_all(kind, steps):
             compared += 1
         run_steps((CAST,), setting)
     assert compared > 60
+
+
+def kernels_that_cast_inside(m, x):
+    """`wide * y` reads a low y as it is, and casts its gradient; the cast that `exp` needs serves relu as well."""
+    value, wide = m(x), x.exp()
+    return wide * value.relu() + value.exp()
+
+
+def two_kernels_that_cast_inside(m, x):
+    """Several would each cast the gradient, so one cast serves them: of the short value, not of the long one."""
+    long, wide = torch.cat([m(x)] * 8), torch.cat([x] * 8).exp()
+    return wide * long + (wide + long)
+
+
+def test_a_gradient_that_is_cast_inside_has_its_price():
+    setting = decided(kernels_that_cast_inside, torch.rand(8, 8), module=nn.Linear(8, 8))
+    assert_precision(setting, {"relu": "high cut", "mul": "high"})
+
+
+def test_casts_of_several_gradients_are_priced_as_one_cast_of_the_value():
+    setting = decided(two_kernels_that_cast_inside, torch.rand(1024, 1024), module=nn.Linear(1024, 1024))
+    assert_precision(setting, {"cat": "high cut", "mul": "high"})
 
 
 # ------------------------------------------------------------------------------------------------ grappler
