@@ -33,6 +33,7 @@ class BadNode:
         overrides: the deny entries with which the run is finite; empty where none was found.
         is_bad_in_float32: whether the fp32 run is not finite either: then it is not a matter of precision.
         error: what then stopped the run, "" where nothing did.
+        has_infinite_inputs: whether the call was given infinities other than those of a mask.
         unknown: why it was not tried whether float32 is finite and `overrides` mend it; "" where it was.
     """
 
@@ -50,6 +51,7 @@ class BadNode:
     graph: int = 0
     error: str = ""
     unknown: str = ""
+    has_infinite_inputs: bool = False
 
     def __str__(self) -> str:
         where = {"forward": "its output", "backward": "the gradient it passes back"}.get(self.phase, self.phase)
@@ -77,7 +79,8 @@ class BadNode:
             likely = f"convert(..., overrides={self.overrides}) may mend it" if self.overrides else "it runs in float32"
             return f"{likely}; another run was not tried: {self.unknown}"
         if self.is_bad_in_float32:
-            return "the float32 run is not finite here either: it is not a matter of precision, look at the line"
+            where = "the infinities among the call's inputs" if self.has_infinite_inputs else "the line"
+            return f"the float32 run is not finite here either: it is not a matter of precision, look at {where}"
         if self.overrides:
             return f"convert(..., overrides={self.overrides}) makes the run finite"
         if self.phase != "forward":
@@ -144,4 +147,5 @@ def bad_node(origin: Origin, denied: tuple[str, ...], is_bad_in_float32: bool, f
         is_bad_in_float32=is_bad_in_float32,
         graph=origin.flow.part.graph,
         error="" if flow.error is None else f"{type(flow.error).__name__}: {flow.error}".partition("\n")[0],
+        has_infinite_inputs=any(extent.infs and not extent.is_mask for extent in flow.inputs),
     )

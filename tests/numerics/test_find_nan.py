@@ -369,3 +369,15 @@ def test_what_a_mask_explains_and_what_it_does_not():
     found = find_nan(converted, (X,))
     assert (found.name, found.phase) == (node.name, "forward"), str(found)
     assert origin_of(watch_flow(call, None)).node == node.name, "without the fp32 run too, as in training"
+
+
+@pytest.mark.parametrize("value, is_named", [(float("inf"), True), (1e30, False)])
+def test_infinities_of_the_data_are_named(value, is_named):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), torch.randn(4, 8)
+    x[1, 2] = value
+    with torch.no_grad():
+        model[1].weight.mul_(1.0 if is_named else 1e30)
+    found = fxamp.find_nan(fxamp.convert(model, torch.bfloat16, example_inputs=(x,)), (x,))
+    assert found.is_bad_in_float32 and found.has_infinite_inputs == is_named
+    assert ("look at the infinities among the call's inputs" in str(found)) == is_named
