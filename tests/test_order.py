@@ -591,3 +591,29 @@ def test_weights_that_are_cached_for_a_while_are_computed_once():
         torch.testing.assert_close(net(X), converted(X), rtol=0, atol=0)
         assert torch.equal(net[0].parametrizations.weight[0]._u, twin[0].parametrizations.weight[0]._u)
     assert result.dtype == torch.float32
+
+
+def test_calls_whose_dictionaries_have_other_keys_or_another_order_are_other_calls():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, parts, **more):
+            given = {**parts, **more}
+            return self.first(given["a"]) - self.second(given.get("b", given["a"])) + len(given.get("c", ()))
+
+    torch.manual_seed(0)
+    model = Parts()
+    a, b = torch.randn(2, 4), torch.randn(2, 4)
+    converted = bf16(copy.deepcopy(model), {"a": a, "b": b})
+    calls = [
+        (({"a": a, "b": b},), {}),
+        (({"b": b, "a": a},), {}),
+        (({"a": a, "c": b},), {}),
+        (({"a": a},), {"b": b}),
+        (({"a": a},), {"c": b}),
+    ]
+    for _ in range(2):
+        for args, kwargs in calls:
+            torch.testing.assert_close(converted(*args, **kwargs), model(*args, **kwargs), rtol=0.02, atol=0.02)
