@@ -28,7 +28,7 @@ def root_of(node: fx.Node) -> fx.Node:
 
 def takes_part(node: fx.Node) -> bool:
     """Whether it takes one weight out of a packed cast."""
-    return bool(ir.mark(node).role) and node.target is operator.getitem
+    return bool(ir.mark(node).role) and node.target is operator.getitem and isinstance(node.args[1], int)
 
 
 def position(part: fx.Node) -> int:

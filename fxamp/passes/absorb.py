@@ -220,5 +220,5 @@ def _read_as_it_is(reader: fx.Node, cast: fx.Node) -> None:
 
 def _erase_unused(graph: fx.Graph, casts: list[fx.Node]) -> None:
     for cast in casts:
-        if not cast.users and ir.mark(cast).role == "cast":
+        if not cast.users and (ir.mark(cast).role == "cast" or only_converts(cast, torch.float32)):
             graph.erase_node(cast)

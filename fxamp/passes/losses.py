@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from fxamp import ir
 from fxamp.capability import conversions_inside
+from fxamp.dtypes import dtype_name
 from fxamp.ir import Reason, TensorType
 from fxamp.passes.alias import Aliases, find_aliases
 from fxamp.passes.base import Pass
@@ -69,7 +70,9 @@ class ReadLogitsLow(Pass):
         modes = tuple((at, name, "any" if (at, name) == (0, "") else mode) for at, name, mode in ir.mark(loss).modes)
         loss.args = (twin, *loss.args[1:])
         loss.target = low_loss.cross_entropy
-        ir.set_mark(loss, modes=modes)
+        reason = ir.mark(loss).reason
+        text = f"{reason.text}; its log-softmax reads {dtype_name(self.low)} and computes in float32"
+        ir.set_mark(loss, modes=modes, reason=dataclasses.replace(reason, text=text))
         for node in reversed(path):
             if not node.users:
                 graph.erase_node(node)

@@ -55,15 +55,21 @@ def place_of(row: Row, rows: Mapping[str, Row]) -> Place:
 
 
 def _without_casts(row: Row, rows: Mapping[str, Row]) -> Row:
-    """The model's own node that a cast or pad stands for."""
+    """The model's own node that a cast or pad stands for, or that the user converts to float32: a kernel may take that
+    conversion inside, and then it is no node of the plan."""
     seen = set()
-    while row.role and row.name not in seen:
+    while (row.role or is_widening(row)) and row.name not in seen:
         seen.add(row.name)
         given = rows.get(row.reason_node or "") or next((rows[name] for name in row.inputs if name in rows), None)
         if given is None:
             break
         row = given
     return row
+
+
+def is_widening(row: Row) -> bool:
+    """Whether a row is `x.float()`, or a `.to(...)` that gives float32: nothing is decided about its precision."""
+    return row.op in ("float", "to") and row.dtype == "float32" and not row.role
 
 
 def _read(row: Row, module: str) -> str:

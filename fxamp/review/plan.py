@@ -25,7 +25,7 @@ from torch import fx
 
 from fxamp.errors import OptionError
 from fxamp.ir import Reason
-from fxamp.review.match import Item, Place, match, place_of
+from fxamp.review.match import Item, Place, is_widening, match, place_of
 from fxamp.review.rows import Row, rows_of
 from fxamp.review.words import plural
 from fxamp.whole import write_whole
@@ -75,7 +75,7 @@ class Plan:
         found, unclear, chosen = self._nearest_graph(new, title)
         wanted = self.graphs.get(chosen, {})
         sure = {name: wanted[key] for name, key in found.items()}
-        floats = {row.name for row in rows if "float32" in row.dtype}
+        floats = {row.name for row in rows if "float32" in row.dtype and not is_widening(row)}
         return sure, [*self._lost(wanted, found, unclear), *_added(keys, found, floats)]
 
     def _nearest_graph(self, new: list[Item], title: str) -> tuple[dict[str, str], dict[str, int], str]:

@@ -234,3 +234,24 @@ def test_a_search_without_a_finite_output_is_refused():
     converted = fxamp.convert(model, torch.float16, (x,))
     with pytest.raises(OptionError, match=r"no output is finite, in float32 either.*find_nan"):
         fxamp.find_deny(model, converted, (x,), 1e-3, progress=False)
+
+
+def test_a_padded_model_whose_result_is_a_slice():
+    """The slice is the padding's own node, and takes nothing out of a packed cast."""
+    torch.manual_seed(0)
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(8, 13)
+
+        def forward(self, x, target):
+            logits = self.head(x)
+            return nn.functional.cross_entropy(logits, target), logits
+
+    call = torch.randn(6, 8), torch.arange(6)
+    model = Words()
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=call, pad="always")
+    found = fxamp.compare(model, converted, call, lambda result: result[0])
+    assert 0 < found.output < 0.02 and {"linear", "cross_entropy"} <= {row.op for row in found.rows}
+    assert fxamp.find_nan(converted, call, lambda result: result[0]) is None

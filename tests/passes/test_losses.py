@@ -178,6 +178,19 @@ def test_where_the_kernel_casts_by_itself_nothing_changes():
     assert fxamp.report(model).casts == 2, "the input's, and one for the loss and the result together"
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_plan_is_replayed_without_a_word(form, reads_low, tmp_path, recwarn):
+    """Its conversions are gone from the plan, and still in the model."""
+    loss, batch = FORMS[form]
+    model, given = Model(loss), example(*batch)
+    saved = fxamp.report(fxamp.convert(model, torch.bfloat16, example_inputs=given))
+    saved.save_plan(tmp_path / "plan.json")
+    again = fxamp.convert(copy.deepcopy(model), torch.bfloat16, example_inputs=given, plan=tmp_path / "plan.json")
+    assert not [str(warning.message) for warning in recwarn if "plan" in str(warning.message)]
+    precisions = [[(row.op, row.precision) for row in report.rows] for report in (saved, fxamp.report(again))]
+    assert precisions[0] == precisions[1]
+
+
 @pytest.mark.parametrize("low", LOW)
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_padded_vocabulary_pays_no_copy_of_the_logits(low, bias, reads_low, monkeypatch):
