@@ -96,11 +96,27 @@ class DynamoForward:
         self._compiled: Any = None
         self._seen: weakref.ref[nn.Module] | None = None  # Dynamo's caches keep this object, not the model
         self._nested: list[str] = []
+        self._outside: Any = None
+
+    def stay_outside(self, name: str) -> None:
+        """Let a Dynamo that traces the model from outside break its graph here: it would trace through, into what the
+        user wrote, and run that in float32. (It is imported by then.)
+        """
+        if self._outside is None:
+            reason = (
+                f"fxamp leaves {name} to Dynamo itself; torch.compile(model, backend='fxamp') makes one graph of it"
+            )
+            self._outside = torch.compiler.disable(self._call, reason=reason)  # type: ignore[no-untyped-call]
 
     def __reduce__(self) -> Any:
         return DynamoForward, (self.options, self.rewrite)
 
     def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling() and self._outside is not None:
+            return self._outside(base, module, args, kwargs)
+        return self._call(base, module, args, kwargs)
+
+    def _call(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _is_watched() and not self.variants:  # Dynamo would give up, and not come back
             with plain_inside(module, nested(module)):
                 return base.forward(module, *args, **kwargs)

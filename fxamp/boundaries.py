@@ -34,6 +34,9 @@ class AsWritten:
     variants: tuple[Variant, ...] = ()
     weights: frozenset[str] = frozenset()
 
+    def stay_outside(self, name: str) -> None:
+        """Nothing: a compiler may trace what is written, and finds the blocks."""
+
     def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return base.forward(module, *args, **kwargs)
 

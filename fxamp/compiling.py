@@ -26,13 +26,18 @@ def make_ready(context: Any) -> None:
     """
     module, args, kwargs = (_tracked(context, name) for name in ("self", "args", "kwargs"))
     engine = engine_of(getattr(module, "value", None))
-    if engine is None or engine.options.capture == "dynamo":
+    if engine is None:
+        return
+    name = type(module.value).__qualname__
+    if engine.dynamo is not None:
+        engine.dynamo.stay_outside(name)
+    if engine.options.capture == "dynamo":
         return
     try:
         args, kwargs = pytree.tree_map(_sample, (args.as_proxy(), kwargs.as_proxy()))
         engine.current(module.value).capture(module.value, args, kwargs)
     except CaptureError as error:
-        context.graph_break(f"fxamp has no graph for this call of {type(module.value).__qualname__}: {error}")
+        context.graph_break(f"fxamp has no graph for this call of {name}: {error}")
     except NotImplementedError as error:  # an argument that has no place in Dynamo's graph
         log.debug("no graph was made for torch.compile: %s", error)
 

@@ -1,5 +1,7 @@
 """torch.compile around a converted model: no graph need be there before, and none is used where it no longer holds."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -148,3 +150,30 @@ def test_o2():
     net = Net().eval()
     converted, compiled = both(net, opt_level="O2")
     assert torch.equal(compiled(X), converted(X))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("is_called_first", [False, True])
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_model_that_dynamo_captured_stays_converted(is_inside, is_called_first, backend):
+    """A compiler around it must not trace through, into what the user wrote."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    twin = copy.deepcopy(model)
+    converted = fxamp.convert(twin, torch.bfloat16, capture="dynamo")
+    if is_called_first:
+        converted(X)
+    whole = nn.Sequential(converted, nn.Tanh()) if is_inside else converted
+    compiled = torch.compile(whole, backend=backend)
+    for _ in range(2):
+        found = compiled(X)
+        found.sum().backward()
+    assert torch.equal(found, whole(X))
+    assert not torch.equal(converted(X), model(X)), "it runs in bfloat16, compiled or not"
+    assert all(weight.grad is not None for weight in twin.parameters())
+
+
+def test_a_model_that_dynamo_captured_is_no_part_of_a_full_graph():
+    converted = fxamp.convert(nn.Linear(8, 4), torch.bfloat16, capture="dynamo")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"fxamp leaves Linear to Dynamo itself.*backend='fxamp'"):
+        torch.compile(converted, backend="eager", fullgraph=True)(X)
