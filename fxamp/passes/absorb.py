@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import fx
@@ -10,7 +10,7 @@ from torch import fx
 from fxamp import ir
 from fxamp.ir import Reason, TensorType
 from fxamp.passes.base import Pass
-from fxamp.passes.reads import only_converts
+from fxamp.passes.reads import dtype_of, only_converts
 from fxamp.passes.verify import casts_minimal, operands_agree
 
 Exactness = Literal["exact", "one rounding"]
@@ -116,23 +116,18 @@ class Absorb(Pass):
         return True
 
     def _is_up(self, node: fx.Node) -> bool:
-        return _is_cast(node, torch.float32) and _dtype_of(node.args[0]) == self.low
+        return _is_cast(node, torch.float32) and dtype_of(node.args[0]) == self.low
 
     def _is_down(self, node: fx.Node) -> bool:
-        return _is_cast(node, self.low) and _dtype_of(node.args[0]) == torch.float32
+        return _is_cast(node, self.low) and dtype_of(node.args[0]) == torch.float32
 
     def _is_users_up(self, node: fx.Node) -> bool:
         """`x.float()` in the user's code, of a value that is low."""
-        return only_converts(node, torch.float32) and _dtype_of(node.args[0]) == self.low
+        return only_converts(node, torch.float32) and dtype_of(node.args[0]) == self.low
 
 
 def _is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
     return node.target == "to" and ir.mark(node).role == "cast" and node.args[1] == dtype
-
-
-def _dtype_of(value: Any) -> torch.dtype | None:
-    kind = ir.mark(value).type if isinstance(value, fx.Node) else None
-    return kind.dtype if isinstance(kind, TensorType) else None
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -11,11 +11,11 @@ from torch.nn import functional
 from fxamp import ir
 from fxamp.capability import conversions_inside
 from fxamp.dtypes import dtype_name
-from fxamp.ir import Reason, TensorType
+from fxamp.ir import Reason
 from fxamp.passes.alias import Aliases, find_aliases
 from fxamp.passes.base import Pass
 from fxamp.passes.cast import grad_regions
-from fxamp.passes.reads import only_converts
+from fxamp.passes.reads import dtype_of, only_converts
 from fxamp.passes.verify import casts_minimal, operands_agree
 from fxamp.runtime import low_loss
 
@@ -33,8 +33,9 @@ class ReadLogitsLow(Pass):
 
     The cast, and the cast of the gradient, are each a pass over the largest tensors that language models have.
 
-    1. The values and their gradients are the same; a gradient that reaches the logits by another way as well would be
-       added in low precision, so then nothing changes.
+    1. The values and their gradients are the same; where the graph sends the logits another gradient as well, the two
+       would be added in low precision, so then nothing changes. (One that the caller sends through logits that the
+       model returns is added so, as under autocast.)
     2. Only where the device's log_softmax reads the low dtype by itself; elsewhere torch casts all the same.
     3. What stands between the cast and the loss moves numbers only; nothing there is written in place, and all of it
        is in one gradient mode and one checkpointed region.
@@ -103,7 +104,7 @@ class ReadLogitsLow(Pass):
     def _is_conversion_up(self, node: fx.Node) -> bool:
         """A cast, ours or `x.float()` of the user's, whose argument is low."""
         is_cast = ir.mark(node).role == "cast" or only_converts(node, torch.float32)
-        return is_cast and _dtype_of(node.args[0]) == self.low and _dtype_of(node) == torch.float32
+        return is_cast and dtype_of(node.args[0]) == self.low and dtype_of(node) == torch.float32
 
 
 def _is_loss(node: fx.Node) -> bool:
@@ -111,7 +112,7 @@ def _is_loss(node: fx.Node) -> bool:
     if node.target is not functional.cross_entropy or not node.args:
         return False
     target = ir.argument_of(node, 1, "target")
-    indices = _dtype_of(target)
+    indices = dtype_of(target)
     return (
         ir.mark(node).precision == "high"
         and indices is not None
@@ -131,8 +132,3 @@ def _carries_no_gradient(reader: fx.Node) -> bool:
     if reader.op == "output" or not any(found.requires_grad for found in ir.tensors_in(ir.mark(reader).type)):
         return True
     return ir.mark(reader).op in _MOVES and all(map(_carries_no_gradient, reader.users))
-
-
-def _dtype_of(value: object) -> torch.dtype | None:
-    kind = ir.mark(value).type if isinstance(value, fx.Node) else None
-    return kind.dtype if isinstance(kind, TensorType) else None

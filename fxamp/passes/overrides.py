@@ -1,7 +1,6 @@
 """Colours that the user gives to module paths, globs and node names."""
 
 import fnmatch
-import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -47,7 +46,7 @@ def protected_part(node: fx.Node, policy: Policy) -> str | None:
     """
     if node.op in ("placeholder", "get_attr", "output"):
         return None
-    owners = [(str(path), names) for path, kind in _stack(node) if (names := _names_of(kind, policy.low))]
+    owners = [(str(path), names) for path, kind in _stack(node) if (names := names_kept(kind, policy.low))]
     if policy.protected:
         owners.append(("", policy.protected))
     paths = [*module_paths(node), *map(_weight_path, node.all_input_nodes)] if owners else []
@@ -66,10 +65,8 @@ def names_kept(model: Any, low: torch.dtype) -> tuple[str, ...]:
     """
     attributes = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if low == torch.float16 else [])]
     given = [getattr(model, attribute, None) for attribute in attributes]
-    return tuple(str(name) for names in given if isinstance(names, Collection) for name in names)
-
-
-_names_of = functools.lru_cache(maxsize=4096)(names_kept)  # of classes
+    listed = [(names,) if isinstance(names, str) else names for names in given]
+    return tuple(str(name) for names in listed if isinstance(names, Collection) for name in names)
 
 
 def _weight_path(given: fx.Node) -> str:

@@ -86,6 +86,12 @@ def asked_dtype(node: fx.Node) -> torch.dtype | None:
     return named[0] if named else None
 
 
+def dtype_of(value: object) -> torch.dtype | None:
+    """The dtype of a node's one tensor, None for anything else."""
+    kind = ir.mark(value).type if isinstance(value, fx.Node) else None
+    return kind.dtype if isinstance(kind, ir.TensorType) else None
+
+
 def only_converts(node: fx.Node, dtype: torch.dtype) -> bool:
     """Whether the user's call converts to `dtype` and does nothing else: no other device, no memory format."""
     if node.op != "call_method" or ir.mark(node).role:
