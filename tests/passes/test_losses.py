@@ -147,6 +147,7 @@ KEPT = {
     "another memory format": lambda m, h, t: F.cross_entropy(
         h.to(torch.float32, memory_format=torch.preserve_format), t
     ),
+    "a memory format": lambda m, h, t: F.cross_entropy(h.float(memory_format=torch.preserve_format), t),
     "another device, perhaps": lambda m, h, t: F.cross_entropy(h.to(t.device, torch.float32), t),
     "label smoothing": lambda m, h, t: F.cross_entropy(h, t, label_smoothing=0.1),
     "shares as a target": lambda m, h, t: F.cross_entropy(h, F.one_hot(t, CLASSES).float()),

@@ -323,6 +323,20 @@ def test_what_a_model_of_transformers_keeps(low, model, capture):
         assert rows["head linear"].precision == "low", "it is not the inner model's"
 
 
+def test_names_are_looked_for_below_the_model_that_says_them():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = Keeps()
+
+        def forward(self, x):
+            return self.head(x)
+
+    converted = fxamp.convert(Outer(), FP16, example_inputs=(X,))
+    found = {row.module: row.precision for row in fxamp.report(converted).rows if row.op == "linear"}
+    assert found == {"head.body": "low", "head.head": "high"}
+
+
 def test_a_protected_model_in_a_compiled_one_stays_protected():
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(8, 8), Keeps())
