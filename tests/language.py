@@ -235,6 +235,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
     "softmax": lambda a: torch.softmax(a, -1),
+    "norm": lambda a: torch.nn.functional.layer_norm(a, (8,)),
     "add": torch.add,
     "mul": torch.mul,
     "sub": torch.sub,

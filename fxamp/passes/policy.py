@@ -37,3 +37,8 @@ class Policy:
     output_mode: Mode = "high"
     everything_low: bool = False
     device: str = "cpu"
+
+    def is_users_choice(self, op: str) -> bool:
+        """Whether the lists say of an op what the user, not the package, put there."""
+        row = self.lists.row(op)
+        return row is not None and row.origin != "default"

@@ -4,7 +4,8 @@
    come before the lists.
 2. An infer node downstream of a deny node with no allow node between is high; so is one that reaches a
    domain-sensitive argument (log, rsqrt, a denominator) through infer and clear nodes only.
-3. The level says which of the remaining infer nodes may be low at all ("eligible").
+3. The level says which of the remaining infer nodes may be low at all ("eligible"); in bfloat16, 'balanced' keeps
+   residual streams high.
 4. Values that low precision would destroy are high: literals out of range and what they taint, exact integers,
    squares.
 What is left is free, and the cut decides.
@@ -26,6 +27,7 @@ from fxamp.passes.policy import LEVELS, Level, Policy
 from fxamp.passes.reads import Read, asked_dtype, converts_to, is_conversion
 from fxamp.passes.ruling import Ruling, Verdict, start_ruling
 from fxamp.passes.spread import mark_born, protect_domains, spread_deny
+from fxamp.passes.streams import protect_streams
 from fxamp.passes.values import fix_destroyed_values, mark_integers, reduces_everything, spread_taint
 
 __all__ = ["LEVELS", "Level", "Policy", "Ruling", "Verdict", "apply_rules", "check_overrides"]
@@ -50,6 +52,7 @@ def apply_rules(graph: fx.Graph, policy: Policy, fit_of: Callable[[fx.Node], Fit
     if not policy.everything_low:
         spread_deny(ruling)
         protect_domains(ruling)
+        protect_streams(ruling)
         mark_born(ruling)
     return ruling
 
@@ -69,7 +72,7 @@ def choose_colours(ruling: Ruling) -> None:
         elif part := protected_part(node, policy):
             ruling.colours[node] = "deny"
             ruling.chosen[node] = Reason("override", f"the model's _keep_in_fp32_modules names {part!r}")
-        elif reduces_everything(node) and not _is_users_choice(policy, "einsum"):
+        elif reduces_everything(node) and not policy.is_users_choice("einsum"):
             ruling.colours[node] = "deny"
 
 
@@ -77,14 +80,9 @@ def _list_colour(policy: Policy, op: str) -> Colour:
     if op in ("input", "parameter", "buffer", "output"):
         return "clear"
     colour: Colour = policy.lists.colour(op)
-    if policy.level == "strict" and op in TRAITS["strict_deny"] and not _is_users_choice(policy, op):
+    if policy.level == "strict" and op in TRAITS["strict_deny"] and not policy.is_users_choice(op):
         return "deny"
     return colour
-
-
-def _is_users_choice(policy: Policy, op: str) -> bool:
-    row = policy.lists.row(op)
-    return row is not None and row.origin != "default"
 
 
 # -------------------------------------------------------------------------------------------- fixed by colour

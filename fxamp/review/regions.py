@@ -15,6 +15,7 @@ _CAUSES = (
     "square",
     "integers",
     "taint",
+    "stream",
 )
 """Kinds of reason that start a float32 region, the others follow from them; most telling first."""
 

@@ -198,6 +198,7 @@ _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
     "user region": _user_region,
     "override": _overridden,
     "not low-born": _level,
+    "stream": _level,
     "not between": _override_only,
     "input": _input,
     "parameter": _parameter,

@@ -18,7 +18,7 @@ LAUNCH_BYTES = 4 << 20
 """What a kernel launch is worth in bytes moved: the colouring counts it so, see fxamp/passes/costs.py."""
 MAX_MOVES = 12
 """Moves that `suggest` tries."""
-_MOVABLE = ("list", "unlisted", "not low-born", "user region", "override")
+_MOVABLE = ("list", "unlisted", "not low-born", "stream", "user region", "override")
 """Kinds of reason that a move may set aside; literals, squares and integers are facts about the numbers."""
 _WIDER = {"strict": "balanced", "balanced": "aggressive"}
 WORTH = 0.01

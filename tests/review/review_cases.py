@@ -101,6 +101,7 @@ class Case:
     culprit: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     model: type[Two] = Two
+    dtype: torch.dtype = FP16
 
 
 WITHOUT_EXP = OpLists.default().with_environment({"FXAMP_DENYLIST_REMOVE": "exp"})
@@ -147,6 +148,15 @@ CASES = (
         "high",
         ("square",),
         "256",
+    ),
+    Case(
+        *("stream", lambda m, x: m.b(x + m.a(x) + m.b(x) * 0.5), "add_1", "high", ("stream",), "bfloat16"),
+        dtype=torch.bfloat16,
+    ),
+    Case(
+        *("begins a stream", lambda m, x: m.b((m.a(x) + m.kept) + m.b(x) + m.kept.relu() * m.a(x)), "add", "high"),
+        *(("stream", "stream"), "begins"),
+        dtype=torch.bfloat16,
     ),
     Case("user cast", lambda m, x: m.b(m.a(x).float()), "linear_1", "high", ("user cast", "user cast"), "float_1"),
     Case("user region", switched_off, "linear_1", "high", ("user region",), "autocast off"),

@@ -8,6 +8,7 @@ import torch
 from review_cases import CASES, FP16, Case, Language, Two, tokens
 
 import fxamp
+from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError
 from fxamp.lists import OpLists
 from fxamp.review.chain import by_name, chain_of
@@ -20,7 +21,7 @@ X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
 
 def converted(case: Case, **more):
-    return fxamp.convert(case.model(case.function), FP16, (X,), **{**case.options, **more})
+    return fxamp.convert(case.model(case.function), case.dtype, (X,), **{**case.options, **more})
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_every_remedy_that_is_a_setting_changes_the_node(case):
         if options:
             tried += 1
             row = find_rows(report(converted(case, **options)).rows, case.node)[1][0]
-            assert (row.dtype == "float16") == (case.precision == "high"), remedy.text
+            assert (row.dtype == dtype_name(case.dtype)) == (case.precision == "high"), remedy.text
     assert tried or case.kind in ("override", "boundary", "aliasing", "user dtype", "creation"), "nothing was tried"
 
 

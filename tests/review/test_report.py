@@ -63,7 +63,7 @@ COUNTED = [case for case in CASES if case.kind != "level"]  # O3 converts the mo
 
 @pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.kind)
 def test_counted_casts_are_those_that_run_for_every_kind_of_reason(case):
-    model = fxamp.convert(case.model(case.function), FP16, (X,), **case.options)
+    model = fxamp.convert(case.model(case.function), case.dtype, (X,), **case.options)
     built = report(model)
     assert executed(model, X) == built.casts + built.weight_casts + built.casts_inside + built.user_casts
 
