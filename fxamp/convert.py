@@ -163,7 +163,7 @@ def convert_as(
         if first is None:
             raise OptionError(f"opt_level={opt_level!r} lowers what the graph reads low: give example_inputs.")
         paths = _lowered_paths(first.graph, opt_level, sibling)
-        lowered = lower_parameters(sibling, paths, options.low, keep_masters=opt_level == "O2")
+        lowered = lower_parameters(sibling, paths, options.low, opt_level == "O2", options.pad_to or 1)
         try:
             speak_float32(sibling)
             engine.variants.clear()

@@ -26,6 +26,7 @@ from fxamp.runtime.masters import (
     loosen,
     master_of,
 )
+from fxamp.runtime.padded_weights import make_room
 
 log = logging.getLogger("fxamp")
 
@@ -60,12 +61,15 @@ class Lowered:
 
 
 def lower_parameters(
-    model: nn.Module, names: Iterable[str], low: torch.dtype, keep_masters: bool = True
+    model: nn.Module, names: Iterable[str], low: torch.dtype, keep_masters: bool = True, multiple: int = 1
 ) -> list[Lowered]:
     """Store the named parameters and buffers in `low`; trainable ones keep their exact float32 numbers as masters.
 
     The Parameter objects stay the same, so an optimizer that holds them still does. Gradients are lowered with
     them. Tied tensors are lowered once. All are lowered, or none.
+
+    Args:
+        multiple: each gets memory for a multiple of so many rows, for GEMMs that are padded to it.
     """
     watch_plain_steps()
     tensors = dict(_named_tensors(model))
@@ -75,6 +79,7 @@ def lower_parameters(
             tensor = tensors.get(name)
             if tensor is not None and not is_stored_low(tensor):
                 _lower(tensor, low, keep_masters, done)
+                make_room(tensor, multiple)
     except BaseException:
         put_back(done)
         raise

@@ -127,7 +127,9 @@ def _in(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _lower(model: nn.Module, names: Iterable[str], low: torch.dtype, **options: Any) -> list[Any]:
+def _lower(
+    model: nn.Module, names: Iterable[str], low: torch.dtype, keep_masters: bool = True, multiple: int = 1
+) -> list[Any]:
     """`fxamp.storage.lower_parameters` for fake tensors, whose `.data` cannot be replaced: new Parameter objects."""
     named = dict(model.named_parameters(remove_duplicate=False))
     made: dict[int, nn.Parameter] = {}

@@ -2,7 +2,8 @@
 
     low_weight, low_bias = packed_cast(torch.float16, weight, bias)
 
-A copy may be larger than its weight: what a padded GEMM reads costs no kernel of its own where rows are added.
+A copy may be larger than its weight: what a padded GEMM reads costs no kernel of its own where rows are added. A weight
+that is stored low (O2), with room for the rows behind it, is not copied at all: it is read with them.
 
 The copies are fresh at every call, so no write to a parameter, by whatever route, is missed, and two forwards may
 precede one backward. A backward after an optimizer step uses the weights of its forward, as under autocast.
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from fxamp.runtime.optimizer_steps import steps_taken
-from fxamp.runtime.padded_weights import Growth, copy_grown, empty_grown, grown, grows_in_rows, own_part
+from fxamp.runtime.padded_weights import Growth, copy_grown, empty_grown, grown, grows_in_rows, in_room, own_part
 
 # Other classes (DTensor, a user's subclass) say themselves what a cast is, tensor by tensor.
 _PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter, FakeTensor})
@@ -31,8 +32,9 @@ def packed_cast(dtype: torch.dtype, *weights: torch.Tensor, pads: Growths | None
     """Fresh copies of `weights` in `dtype`, with their strides; gradients flow back in the weights' dtype.
 
     One `_foreach_copy_` each way, also for copies that grow by rows; a copy that grows otherwise is filled and
-    written by itself. Plain `.to` (and a pad) where that would not do: while torch.compile, torch.export or torch.jit
-    trace (Inductor fuses plain casts), under functorch transforms and forward-mode AD, and for tensor subclasses.
+    written by itself; a low weight that has the room is a view. Plain `.to` (and a pad) where that would not do: while
+    torch.compile, torch.export or torch.jit trace (Inductor fuses plain casts), under functorch transforms and
+    forward-mode AD, and for tensor subclasses.
 
     Args:
         dtype: of the copies.
@@ -73,6 +75,9 @@ def _grown_copies(weights: Sequence[torch.Tensor], dtype: torch.dtype, pads: Gro
     for weight, growth in zip(weights, pads, strict=True):
         if growth is None:
             copy = part = torch.empty_like(weight, dtype=dtype)
+        elif weight.dtype == dtype and (view := in_room(weight, growth)) is not None:
+            made.append(view)
+            continue
         elif grows_in_rows(weight, growth[0]):
             copy, size = empty_grown(weight, growth[0], dtype), weight.size(0)
             part, room = copy[:size], copy[size:]

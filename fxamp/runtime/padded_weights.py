@@ -6,10 +6,13 @@ the four gates of an LSTM, grows behind each block:
     grown(weight, ((4, 1), (1, 0)))     # 4 * 1023 x 512 -> 4 * 1024 x 512
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import MutableMapping, Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
 
 Dims = tuple[tuple[int, int], ...]
 """For each dimension: blocks it is made of, and elements that are added behind each of them."""
@@ -88,6 +91,43 @@ def grows_in_rows(weight: torch.Tensor, dims: Dims) -> bool:
         return False
     layout = _CHANNELS_LAST.get(weight.dim(), torch.contiguous_format)
     return weight.is_contiguous() or weight.is_contiguous(memory_format=layout)
+
+
+# Weights with room for more rows behind their own, and the memory that has it. Whoever gives a weight other memory
+# (`.data = `, `.to(device)`) takes the room from it; a weak reference keeps that memory's identity from being reused.
+_rooms: MutableMapping[torch.Tensor, StorageWeakRef] = WeakIdKeyDictionary()
+
+
+def make_room(weight: torch.Tensor, multiple: int) -> None:
+    """Move a dense weight into memory with rows of zeros behind its own, up to a multiple of rows.
+
+    It stays as it was for whoever reads or writes it; `in_room` finds the rows behind it.
+    """
+    extra = -weight.size(0) % multiple if weight.dim() and weight.numel() else 0
+    if not extra or not grows_in_rows(weight, ((1, extra), *((1, 0),) * (weight.dim() - 1))):
+        return
+    values = weight.detach()
+    whole = empty_grown(values, ((1, extra), *((1, 0),) * (weight.dim() - 1)), weight.dtype).zero_()
+    whole[: weight.size(0)].copy_(values)
+    weight.data = whole[: weight.size(0)]
+    note_room(weight)
+
+
+def note_room(weight: torch.Tensor) -> None:
+    """Remember that the memory a weight begins goes on with zeros."""
+    _rooms[weight] = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def in_room(weight: torch.Tensor, growth: Growth) -> torch.Tensor | None:
+    """A weight with the rows of zeros that its memory has behind it, a view; None where it has none."""
+    dims, fill = growth
+    room = _rooms.get(weight)
+    if room is None or fill or not grows_in_rows(weight, dims):
+        return None
+    shape, storage = grown_shape(weight.shape, dims), weight.untyped_storage()
+    is_its_own = storage._cdata == room.cdata and weight.storage_offset() == 0
+    nbytes = math.prod(shape) * weight.element_size()
+    return weight.as_strided(shape, weight.stride()) if is_its_own and storage.nbytes() >= nbytes else None
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

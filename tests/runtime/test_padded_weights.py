@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from fxamp.runtime.packed_weights import KeptCast, packed_cast
-from fxamp.runtime.padded_weights import grown, own_part
+from fxamp.runtime.padded_weights import grown, make_room, own_part
 from tests.runtime.test_packed_weights import LOW, Ops
 
 BF16 = torch.bfloat16
@@ -108,3 +108,66 @@ def test_kept_copies_are_grown():
         assert first is again and first.shape == (3, 4) and first.sum() == 6
         weight.add_(1)
         assert kept(BF16, weight, pads=((((1, 1), (1, 1)), 0.0),))[0].sum() == 12
+
+
+# ------------------------------------------------------------------------ weights that are stored low, with room
+
+ROWS = (((1, 3), (1, 0)), 0.0)
+
+
+def roomy(rows: int = 5, columns: int = 4) -> nn.Parameter:
+    weight = nn.Parameter(torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(BF16))
+    make_room(weight, 8)
+    return weight
+
+
+def test_a_weight_with_room_is_not_copied():
+    weight = roomy()
+    assert weight.shape == (5, 4) and weight.is_contiguous()
+    with Ops() as ops:
+        (copy,) = packed_cast(BF16, weight, pads=(ROWS,))
+    assert set(ops.names) <= {"as_strided", "detach"}
+    assert torch.equal(copy[:5], weight) and copy.shape == (8, 4) and not copy[5:].any()
+    copy.backward(torch.ones_like(copy))
+    assert torch.equal(weight.grad, torch.ones(5, 4, dtype=BF16))
+
+
+def test_writes_are_seen_and_an_update_between_forward_and_backward_is_an_error():
+    weight = roomy()
+    (copy,) = packed_cast(BF16, weight, pads=(ROWS,))
+    loss = (copy * copy).sum()
+    with torch.no_grad():
+        weight.fill_(3)
+        assert packed_cast(BF16, weight, pads=(ROWS,))[0].sum() == 60
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("how", ["other memory", "a part of other memory", "too little room", "another number"])
+def test_where_there_is_no_room_a_copy_is_made(how):
+    weight, growth = roomy(), ROWS
+    if how == "other memory":
+        weight.data = weight.detach().clone()
+    elif how == "a part of other memory":
+        weight.data = torch.full((8, 4), 9.0, dtype=BF16)[:5]
+    elif how == "too little room":
+        growth = (((1, 11), (1, 0)), 0.0)
+    else:
+        growth = (ROWS[0], 1.0)
+    (copy,) = packed_cast(BF16, weight, pads=(growth,))
+    assert copy.data_ptr() != weight.data_ptr()
+    assert torch.equal(copy, grown(weight, *growth))
+
+
+def test_only_whole_rows_of_dense_weights_get_room():
+    transposed = nn.Parameter(torch.ones(4, 5, dtype=BF16).t())
+    aligned, number = nn.Parameter(torch.ones(8, 2)), nn.Parameter(torch.ones(()))
+    filters = nn.Parameter(torch.ones(3, 4, 2, 2).to(memory_format=torch.channels_last))
+    pointers = [weight.data_ptr() for weight in (transposed, aligned, number)]
+    for weight in (transposed, aligned, number, filters):
+        make_room(weight, 8)
+    assert [weight.data_ptr() for weight in (transposed, aligned, number)] == pointers
+    growth = (((1, 5), *((1, 0),) * 3), 0.0)
+    (copy,) = packed_cast(torch.float32, filters, pads=(growth,))
+    assert copy.data_ptr() == filters.data_ptr()
+    assert copy.is_contiguous(memory_format=torch.channels_last) and torch.equal(copy, grown(filters, *growth))
