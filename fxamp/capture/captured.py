@@ -58,7 +58,7 @@ class Captured:
     def forget_values(self) -> None:
         """Drop fake values and data: types stand in the marks, and fakes would keep whole models alive."""
         for node in self.graph.nodes:
-            for key in ("val", "guess", "example_value", "grapharg"):
+            for key in ("val", ir.GUESS, "example_value", "grapharg"):
                 node.meta.pop(key, None)
         if self.example is not None:
             self.example = [_without_data(value) for value in self.example]

@@ -2,24 +2,25 @@
 
     data, batch_sizes = _pack_padded_sequence(x, lengths)     # how many rows follows from the lengths
 
-A recurrent module behind a packed sequence must know whether its input is batched; a decision on sizes never sees
-a guess.
+A recurrent module behind a packed sequence must know whether its input is batched; costs and paddings behind it want
+sizes. A decision on sizes never sees a guess, and none is called static.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
+from fxamp import ir
 from fxamp.fakes import UNKNOWN
-
-GUESS = "guess"
 
 
 def known_or_guessed(node: fx.Node) -> Any:
     """A node's fake value, or its guess."""
-    return node.meta.get("val", node.meta.get(GUESS, UNKNOWN))
+    return node.meta.get("val", node.meta.get(ir.GUESS, UNKNOWN))
 
 
 def guess(node: fx.Node, run: Callable[[Callable[[fx.Node], Any]], Any]) -> Any:
@@ -32,9 +33,19 @@ def guess(node: fx.Node, run: Callable[[Callable[[fx.Node], Any]], Any]) -> Any:
     try:
         if node.target in _PACKED and _is_packed(node, values):
             return _PACKED[node.target](*fx.node.map_arg(node.args, values.__getitem__))
+        if node.target is operator.getitem and _has_numbers(sizes := values[node.all_input_nodes[0]]):
+            return sizes[node.args[1]]
+        values = {
+            given: int(value) if _has_numbers(value) and not value.dim() else value for given, value in values.items()
+        }
         return UNKNOWN if any(value is UNKNOWN for value in values.values()) else run(values.__getitem__)
     except Exception:  # a guess decides nothing that could fail
         return UNKNOWN
+
+
+def _has_numbers(value: Any) -> bool:
+    """Whether it is the guess of a tensor of sizes, which is no fake: a size can be read from it."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
 
 
 def _is_packed(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
@@ -45,7 +56,8 @@ def _is_packed(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
 
 def _pack(padded: Any, lengths: Any, batch_first: bool) -> Any:
     steps = padded.shape[1 if batch_first else 0]
-    return padded.flatten(0, 1), torch.empty(steps, dtype=torch.int64)
+    batch = padded.shape[0 if batch_first else 1]
+    return padded.flatten(0, 1), torch.full((steps,), int(batch))  # real numbers: first states take a size from them
 
 
 def _pad(data: Any, batch_sizes: Any, batch_first: bool, *_: Any) -> Any:
@@ -57,9 +69,8 @@ def _pad(data: Any, batch_sizes: Any, batch_first: bool, *_: Any) -> Any:
 
 def _recurrent(data: Any, batch_sizes: Any, hx: Any, weights: Any, bias: bool, layers: int, *numbers: Any) -> Any:
     directions = 2 if numbers[2] is True else 1
-    width = weights[1].shape[1] * directions
-    state = data.new_empty((layers * directions, 1, weights[1].shape[1]))
-    return (data.new_empty((data.shape[0], width)), state, state)
+    states = hx if isinstance(hx, (list, tuple)) else [hx]
+    return (data.new_empty((data.shape[0], states[0].shape[-1] * directions)), *map(torch.empty_like, states))
 
 
 _PACKED: dict[Any, Callable[..., Any]] = {

@@ -25,7 +25,7 @@ from fxamp.capture import attention, recurrent
 from fxamp.capture.captured import Captured
 from fxamp.capture.creations import Creations, traced_sizes
 from fxamp.capture.functions import whole_functions
-from fxamp.capture.guesses import GUESS, guess
+from fxamp.capture.guesses import guess
 from fxamp.capture.inputs import CallSpec, flatten_output, misfit, unflatten_call
 from fxamp.capture.leaves import has_hooks, hooks_on, is_leaf
 from fxamp.capture.live import LiveNumbers
@@ -306,7 +306,7 @@ class SymbolicTracer(fx.Tracer):
             node.meta["val"] = value
             self._promotion.after(node)
         elif self.example is not None:
-            node.meta[GUESS] = self._guess(node)
+            node.meta[ir.GUESS] = self._guess(node)
         return proxy
 
     def to_bool(self, obj: fx.Proxy) -> bool:

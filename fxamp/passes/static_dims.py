@@ -27,9 +27,10 @@ def static_dims(graph: fx.Graph, all_static: bool = False) -> dict[fx.Node, Stat
     """For every value of a graph, which of its dimensions are static.
 
     Args:
-        all_static: the graph is only ever run with the sizes of its example, but for symbolic ones.
+        all_static: the graph is only ever run with the sizes of its example, but for symbolic ones and for those that
+            the data decides.
     """
-    if all_static:
+    if all_static and not any(ir.GUESS in node.meta for node in graph.nodes):
         return {node: _everywhere(node, True) for node in graph.nodes}
     return _forwards(graph, _forced_by_weights(graph, _forwards(graph, {})))
 
@@ -96,6 +97,9 @@ def _of(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
         return _split(node, found)
     if op in RECURRENT and ir.is_tuple(node) and isinstance(describe(node), Recurrent):
         return tuple((False,) * (len(kind.shape or ()) - 1) + (True,) for kind in ir.tensors_in(ir.mark(node).type))
+    if op in _ROWS_OF_DATA and isinstance(given := found.get(node.all_input_nodes[0]), tuple):
+        rows, gone = _ROWS_OF_DATA[op]
+        return ((False,) * rows + given[gone:], (False,))
     if shape_of(node) is None:
         return _everywhere(node, False)
     if op in _SHAPED:
@@ -104,6 +108,10 @@ def _of(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
         gemm = describe(node)
         return _gemm(node, gemm, found) if isinstance(gemm, Gemm) else _same(node, found)
     return _same(node, found)
+
+
+# Dimensions of rows, which the lengths decide, in what packs or unpacks a sequence and in what it reads.
+_ROWS_OF_DATA = {"_pack_padded_sequence": (1, 2), "_pad_packed_sequence": (2, 1)}
 
 
 def _known(argument: Any, found: dict[fx.Node, Static]) -> bool:

@@ -51,6 +51,8 @@ class InferTypes(Pass):
                 node.meta["val"] = value
         if "val" in node.meta:
             return type_of(node.meta["val"])
+        if self.fakes is not None and (guess := self._guessed(node, self.fakes)) is not UNKNOWN:
+            return type_of(guess)
         if node.op == "placeholder" and not ir.is_weight(node):
             return self._assumed(node)
         return infer_dtype(node)
@@ -62,6 +64,14 @@ class InferTypes(Pass):
         dtypes = {value.dtype for value in stored if isinstance(value, torch.Tensor) and value.is_floating_point()}
         is_low = len(dtypes) == 1 and dtypes <= {*LOW_DTYPES} and assumed == TensorType(torch.float32)
         return TensorType(dtypes.pop()) if is_low else assumed
+
+    def _guessed(self, node: fx.Node, fakes: Fakes) -> Any:
+        """A value whose sizes the capture guessed, or that is made of one: right but for the number of rows."""
+        if ir.GUESS not in node.meta and node.op.startswith("call"):
+            values = {given: given.meta.get("val", given.meta.get(ir.GUESS, UNKNOWN)) for given in node.all_input_nodes}
+            if any(ir.GUESS in given.meta for given in values) and not any(v is UNKNOWN for v in values.values()):
+                node.meta[ir.GUESS] = run_on_fakes(fakes, node, values.__getitem__)
+        return node.meta.get(ir.GUESS, UNKNOWN)
 
     def _can_run(self, node: fx.Node) -> bool:
         is_call = node.op in ("call_function", "call_method", "call_module")

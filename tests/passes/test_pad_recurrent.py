@@ -1,5 +1,7 @@
 """Recurrent calls of odd sizes: padded block by block, they compute what they compute unpadded."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -62,6 +64,10 @@ MODELS = {
     "own states": Net(lambda: nn.LSTM(5, 13), 13, from_states),
     "written states": Net(lambda: nn.LSTM(5, 13), 13, from_written_states),
     "states carried": Net(lambda: nn.LSTM(5, 13), 13, twice),
+    "packed": Net(lambda: nn.LSTM(5, 13), 13, packed),
+    "packed, both, layers": Net(lambda: nn.GRU(5, 13, num_layers=2, bidirectional=True), 26, packed),
+    "packed, projection": Net(lambda: nn.LSTM(5, 21, proj_size=11, bidirectional=True), 22, packed),
+    "packed, cell by name": Net(lambda: nn.RNN(5, 13), 13, packed),
     "aligned input": Net(lambda: nn.LSTM(5, 13), 13, lambda rnn, x: rnn(x * 2)),
 }
 
@@ -140,10 +146,66 @@ def test_a_result_written_in_place_keeps_its_size():
     assert "K 5 -> 8" in note.text and "N 13 ->" not in note.text
 
 
-def test_a_packed_sequence_has_no_sizes_before_it_runs():
-    run = step(Net(lambda: nn.LSTM(5, 13), 13, packed), X)
-    note = next(ir.mark(node).pad for node in run.graph.nodes if ir.mark(node).op == "lstm")
-    assert note.state == "cannot" and "a size that the data decides" in note.text
+class Translator(nn.Module):
+    """An encoder of packed sequences whose lengths the caller gives, as translation models have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(30, 5), nn.Linear(26, 31)
+        self.rnn = nn.LSTM(5, 13, num_layers=2, bidirectional=True, batch_first=True)
+
+    def forward(self, words, lengths):
+        given = pack_padded_sequence(self.words(words), lengths, batch_first=True, enforce_sorted=False)
+        output, (last, _) = self.rnn(given)
+        return self.head(pad_packed_sequence(output, batch_first=True)[0]), last
+
+
+def test_what_packed_sequences_decide_is_no_fact():
+    """Other lengths, batches and numbers of steps than those of the example."""
+    torch.manual_seed(0)
+    plain = Translator()
+    words, lengths = torch.arange(28).reshape(4, 7), torch.tensor([7, 2, 5, 3])
+    padded = fxamp.convert(copy.deepcopy(plain), BF16, (words, lengths), pad="always")
+    unpadded = fxamp.convert(plain, BF16, (words, lengths), pad_to=0)
+    graph = engine_of(padded).all_variants()[0].graph
+    notes = {ir.mark(node).op: ir.mark(node).pad.text for node in graph.nodes if ir.mark(node).pad is not None}
+    assert "K 5 -> 8, N 13 -> 16" in notes["lstm"] and "K 26 -> 32, N 31 -> 32" in notes["linear"]
+    for rows, steps, many in [
+        (4, 7, lengths),
+        (4, 7, [7, 7, 7, 7]),
+        (4, 7, [1, 6, 1, 1]),
+        (3, 5, [5, 4, 4]),
+        (1, 2, [1]),
+    ]:
+        call = words[:rows, :steps], torch.as_tensor(many)
+        (ours, last), (theirs, other) = padded(*call), unpadded(*call)
+        assert ours.shape == theirs.shape and last.shape == other.shape
+        torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-8)
+        torch.testing.assert_close(last, other, rtol=2**-6, atol=2**-8)
+    assert len(engine_of(padded).all_variants()) == 1
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_every_product_of_packed_sequences_is_aligned(opt_level):
+    words, lengths = torch.arange(56).reshape(8, 7) % 30, torch.full((8,), 7)
+    with Gemms() as gemms, torch.backends.mkldnn.flags(enabled=False):
+        step(Translator(), words, lengths, opt_level=opt_level)
+    assert len(gemms.seen) > 20
+    assert not [(op, size) for op, size in gemms.seen if size % 8]
+
+
+def test_a_model_that_decides_on_sizes_keeps_those_of_packed_sequences_open():
+    class Decides(Translator):
+        def forward(self, words, lengths):
+            return super().forward(words if words.size(1) > 2 else words * 2, lengths)
+
+    words, lengths = torch.arange(28).reshape(4, 7), torch.tensor([7, 2, 5, 3])
+    torch.manual_seed(0)
+    plain = Decides()
+    padded = fxamp.convert(copy.deepcopy(plain), BF16, (words, lengths), pad="always")
+    unpadded = fxamp.convert(plain, BF16, (words, lengths), pad_to=0)
+    for many in (lengths, torch.tensor([7, 7, 1, 1]), torch.tensor([1, 1, 1, 2])):
+        torch.testing.assert_close(padded(words, many), unpadded(words, many), rtol=2**-6, atol=2**-8)
 
 
 def test_dropout_between_layers_is_told():
