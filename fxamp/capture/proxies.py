@@ -56,7 +56,10 @@ class ValueProxy(fx.Proxy):
         value = self.node.meta.get("val", UNKNOWN)
         if isinstance(value, torch.Tensor) and k in ("ndim", "is_cuda", "is_sparse", "is_nested", "is_quantized"):
             return getattr(value, k)
-        return AttributeProxy(self, k)
+        attribute = AttributeProxy(self, k)
+        if not callable(getattr(torch.Tensor, k, str)):  # .T, .data, .shape: what it is now, in this region
+            _ = attribute.node
+        return attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OF_PROXIES or not hasattr(torch.Tensor, name):
@@ -174,7 +177,7 @@ class WeightProxy(ValueProxy):
 
 
 class AttributeProxy(ValueProxy):
-    """`x.name`: a node only when it is used as a value, a method call when it is called."""
+    """`x.name`: a method call when it is called, else a node; of what may be a method only when it is used."""
 
     def __init__(self, owner: fx.Proxy, name: str) -> None:
         self.__dict__.update(_owner=owner, _name=name, tracer=owner.tracer, _made=None)
