@@ -20,17 +20,23 @@ class Normalise(Pass):
 
     1. `x.dtype` is what an fp32 run sees.
     2. A conversion relative to another value that changes nothing in an fp32 run disappears.
-    3. A list of tensors passed whole (`cat(x.chunk(2))`) is passed item by item.
-    4. Operands that torch knows by position stand there: `torch.add(input=x, other=y)` is `torch.add(x, y)`.
-    5. A value that nobody reads is not computed, unless computing it does something else too.
-    6. What torch.export asserts of a tensor's dtype and strides before each conversion speaks of the fp32 run: it goes.
+    3. One that changes something there names its dtype: `mask.to(y)` is `mask.to(float32)`.
+    4. A list of tensors passed whole (`cat(x.chunk(2))`) is passed item by item.
+    5. Operands that torch knows by position stand there: `torch.add(input=x, other=y)` is `torch.add(x, y)`.
+    6. A value that nobody reads is not computed, unless computing it does something else too.
+    7. What torch.export asserts of a tensor's dtype and strides before each conversion speaks of the fp32 run: it goes.
     """
 
     def apply(self, graph: fx.Graph) -> bool:
         changed = _drop_unread(graph)
         for node in list(graph.nodes):
             changed = _put_operands_in_place(node) or changed
-            changed = _drop_relative_conversion(graph, node) or _forget_relative_dtype(node) or changed
+            changed = (
+                _drop_relative_conversion(graph, node)
+                or _forget_relative_dtype(node)
+                or _name_relative_dtype(graph, node)
+                or changed
+            )
         for node in list(graph.nodes):
             changed = _resolve_dtype(graph, node) or changed
             changed = _item_of_field(node) or changed
@@ -104,6 +110,26 @@ def _forget_relative_dtype(node: fx.Node) -> bool:
     node.args = tuple(value for value in node.args if value not in reads)
     node.kwargs = {key: value for key, value in node.kwargs.items() if value not in reads}
     return bool(reads)
+
+
+def _name_relative_dtype(graph: fx.Graph, node: fx.Node) -> bool:
+    """`mask.to(y)`, `mask.type_as(y)` -> `mask.to(float32)`, on y's device: y may have another dtype by then."""
+    own, other = ir.mark(node).type, ir.argument_of(node, 1, "other")
+    if node.op != "call_method" or node.target not in ("to", "type_as") or not isinstance(own, TensorType):
+        return False
+    if own.dtype is None or not isinstance(other, fx.Node) or not _is_tensor(other):
+        return False
+    where: tuple[fx.Node, ...] = ()
+    if not _stays_on_device(node):
+        with graph.inserting_before(node):
+            device = graph.call_function(getattr, (other, "device"))
+        ir.set_mark(device, op="getattr", type=None)
+        where = (device,)
+    node.target = "to"
+    node.args = (node.args[0], *where, own.dtype, *node.args[2:])
+    node.kwargs = {key: value for key, value in node.kwargs.items() if key != "other"}
+    ir.set_mark(node, op="to")
+    return True
 
 
 def _is_read(value: object) -> bool:

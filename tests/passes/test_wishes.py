@@ -92,6 +92,25 @@ def low_plain(plain, x, w):
     return x.exp() + y.exp() + x.exp()
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x, w: F.linear(x, w) * (x > 0).to(F.linear(x, w)),
+        lambda x, w: F.linear(x, w) * (x > 0).type_as(F.linear(x, w)),
+        lambda x, w: F.linear(x, w) * torch.ones(8, dtype=torch.float64).to(F.linear(x, w)),
+        lambda x, w: F.linear(x, w) * torch.arange(8).to(F.linear(x, w), non_blocking=True),
+    ],
+)
+@pytest.mark.parametrize("preview", [False, True])
+def test_a_conversion_to_a_low_value_s_dtype_gives_what_fp32_would_have_given(model, preview):
+    setting = rewritten(model, X, W, preview=preview)
+    dtypes = {ir.mark(node).type.dtype for node in setting.graph.nodes if ir.mark(node).op in ("mul", "to", "linear")}
+    assert dtypes <= {BF16, FP32}
+    found, expected = run_graph(setting, X, W)[0], model(X, W)
+    assert found.dtype == FP32
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-6)
+
+
 def test_a_conversion_to_an_integer_input_s_dtype_stays():
     def model(x, w, ids):
         return F.linear(x, w).to(ids.dtype), ids.to(x.dtype) + 1.0
