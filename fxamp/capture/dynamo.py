@@ -123,8 +123,12 @@ def _module_stack(node: fx.Node) -> dict[str, tuple[str, type]]:
 
 
 def _mark_autocast_regions(graph: fx.Graph) -> None:
-    """Nodes inside `torch.autocast(enabled=False)` are marked; the region's own nodes go."""
+    """Nodes inside `torch.autocast(enabled=False)` are marked; the region's own nodes go.
+
+    Without an enabled region what stood in it has other dtypes than Dynamo saw, and so has what follows from it.
+    """
     open_regions: list[tuple[fx.Node, bool]] = []
+    changed: set[fx.Node] = set()
     for node in list(graph.nodes):
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if name == _ENTER:
@@ -137,6 +141,10 @@ def _mark_autocast_regions(graph: fx.Graph) -> None:
             graph.erase_node(open_regions.pop()[0])
         elif open_regions and not open_regions[-1][1]:
             node.meta["autocast"] = "off"
+        if (open_regions and open_regions[-1][1]) or not changed.isdisjoint(node.all_input_nodes):
+            changed.add(node)
+            for key in ("val", "example_value"):
+                node.meta.pop(key, None)
     if open_regions:
         raise CaptureError("an autocast region is entered and not left in the same graph (a graph break inside it)")
 

@@ -9,6 +9,8 @@ The copies are fresh at every call, so no write to a parameter, by whatever rout
 precede one backward. A backward after an optimizer step uses the weights of its forward, as under autocast.
 """
 
+import dataclasses
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -185,24 +187,44 @@ class KeptCast:
 
     def __init__(self, number: int) -> None:
         self.__name__ = self.__qualname__ = f"kept_cast_{number}"  # generated code needs a name for it
-        self._seen: tuple[Any, ...] | None = None
-        self._copies: tuple[torch.Tensor, ...] = ()
+        self._kept: _Kept | None = None
 
     def __call__(
         self, dtype: torch.dtype, *weights: torch.Tensor, pads: Growths | None = None
     ) -> tuple[torch.Tensor, ...]:
         if torch.is_grad_enabled() or _must_be_plain(weights) or not _can_be_kept(weights):
             return packed_cast(dtype, *weights, pads=pads)
-        state = (steps_taken(), *[(weight.data_ptr(), weight._version) for weight in weights])
-        if state != self._seen:
+        kept = self._kept  # read once: copies of a model share this, and may be called by other threads
+        if kept is None or not kept.is_of(weights):
+            seen = _Kept.state_of(weights)  # before the copies: a write meanwhile is seen by the next call
             with torch.inference_mode(False):  # an inference tensor could not be used outside inference mode
-                self._copies = packed_cast(dtype, *[weight.detach() for weight in weights], pads=pads)
-            self._seen = state
-        return self._copies
+                copies = packed_cast(dtype, *[weight.detach() for weight in weights], pads=pads)
+            self._kept = kept = _Kept(tuple(map(weakref.ref, weights)), seen, copies)
+        return kept.copies
 
     def forget(self) -> None:
         """Make the copies again at the next call."""
-        self._seen, self._copies = None, ()
+        self._kept = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}  # weak references cannot be pickled
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """Copies, and of which tensors in which state: an address and a version alone may be those of another one."""
+
+    weights: tuple[weakref.ref[torch.Tensor], ...]
+    state: tuple[Any, ...]
+    copies: tuple[torch.Tensor, ...]
+
+    def is_of(self, weights: tuple[torch.Tensor, ...]) -> bool:
+        same = all(seen() is weight for seen, weight in zip(self.weights, weights, strict=True))
+        return same and self.state == self.state_of(weights)
+
+    @staticmethod
+    def state_of(weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        return (steps_taken(), *[(weight.data_ptr(), weight._version) for weight in weights])
 
 
 def _can_be_kept(weights: tuple[torch.Tensor, ...]) -> bool:

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import sys
+import threading
 
 import pytest
 import torch
@@ -461,6 +463,43 @@ def test_kept_copies_are_made_once_and_again_after_a_write():
         assert torch.equal(kept(torch.float16, *weights)[0], torch.zeros(2, dtype=torch.float16)), "documented"
         kept.forget()
         assert torch.equal(kept(torch.float16, *weights)[0], torch.full((2,), 5.0, dtype=torch.float16))
+
+
+def test_kept_copies_are_of_these_tensors_not_of_an_address():
+    """Weights that functional_call is given anew at each call come and go at one address, at version 0."""
+    model = fxamp.convert(nn.Linear(64, 64, bias=False), torch.bfloat16).freeze()
+    weight, x, wrong = model.weight.detach().clone(), torch.randn(4, 64), []
+    with torch.no_grad():
+        for factor in range(1, 20):
+            found = functional_call(model, {"weight": weight * factor}, (x,))
+            if not torch.allclose(found, x @ weight.t() * factor, rtol=0.02, atol=0.02 * factor):
+                wrong.append(factor)
+    assert not wrong
+
+
+def test_copies_of_a_frozen_model_in_threads_have_their_own_weights():
+    model = fxamp.convert(nn.Linear(8, 8, bias=False), torch.bfloat16).freeze()
+    copies = [copy.deepcopy(model) for _ in range(4)]
+    wrong: list[int] = []
+
+    def run(number: int) -> None:
+        with torch.no_grad():
+            copies[number].weight.fill_(number)
+            for _ in range(300):
+                if float(copies[number](torch.ones(1, 8))[0, 0]) != 8 * number:
+                    wrong.append(number)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
 
 
 def test_kept_copies_give_way_to_gradients_and_inference_mode():
