@@ -76,6 +76,7 @@ class ValueProxy(fx.Proxy):
     def __len__(self) -> int:
         value = self.node.meta.get("val", UNKNOWN)
         if isinstance(value, (tuple, list, torch.Size)):
+            self.tracer.note_length(self.node)  # type: ignore[attr-defined]
             return len(value)
         if isinstance(value, torch.Tensor):
             self.tracer.decisions.append(user_line())  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@ from fxamp.capture.functions import whole_functions
 from fxamp.capture.guesses import guess
 from fxamp.capture.inputs import CallSpec, flatten_output, misfit, unflatten_call
 from fxamp.capture.leaves import has_hooks, hooks_on, is_leaf
+from fxamp.capture.lengths import hands_on_open_length, has_open_length
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import explained, unfollowable, user_line
 from fxamp.capture.promotion import Promotion, low_operands, widen
@@ -191,6 +192,9 @@ class SymbolicTracer(fx.Tracer):
                 )
             self._follow_grad_mode()
             flat, self.output_tree = flatten_output(result)
+            for value in pytree.tree_leaves(flat):
+                if issubclass(type(value), fx.Proxy):
+                    self.note_length(value.node)
             return flat
 
         return run, []
@@ -301,6 +305,8 @@ class SymbolicTracer(fx.Tracer):
             node.meta["inplace"] = bool(getattr(self.root.get_submodule(str(target)), "inplace", False))
         if self.example is not None:
             self._promotion.before(node)
+        if hands_on_open_length(node):
+            self.decisions.append(user_line())
         value = self._evaluate(node)
         if value is not UNKNOWN:
             node.meta["val"] = value
@@ -320,8 +326,14 @@ class SymbolicTracer(fx.Tracer):
             self.decisions.append(user_line())
             return iter([obj[i] for i in range(value.shape[0])])  # type: ignore[index]
         if isinstance(value, (tuple, list, torch.Size)):
+            self.note_length(obj.node)
             return iter([obj[i] for i in range(len(value))])  # type: ignore[index]
         raise self._unfollowable("iteration over a traced value")
+
+    def note_length(self, node: fx.Node) -> None:
+        """Record that Python has counted the items of a tuple."""
+        if has_open_length(node):
+            self.decisions.append(user_line())
 
     # ---------------------------------------------------------------------------------------- fake values
 

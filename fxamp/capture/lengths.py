@@ -1,0 +1,50 @@
+"""Tuples with as many items as a size says: `x.unbind(1)`, `x.split(4)`, `[x] * x.size(0)`.
+
+Whoever counts the items, goes through them or hands all of them on has decided on that size.
+"""
+
+import operator
+
+import torch
+from torch import fx
+
+from fxamp import ir
+from fxamp.fakes import UNKNOWN
+
+_PARTS = frozenset({"unbind", "unsafe_split", "unsafe_chunk", "split", "chunk"})
+_SEQUENCES = frozenset({operator.mul, operator.add, operator.getitem})
+
+
+def has_open_length(node: fx.Node) -> bool:
+    """Whether the node's value is a tuple (or list) of a length that another call may not have."""
+    value = node.meta.get("val", UNKNOWN)
+    if not isinstance(value, (tuple, list)) or isinstance(value, torch.Size) or not node.all_input_nodes:
+        return False
+    if node.target in _SEQUENCES:
+        return any(given.op != "get_attr" and _is_number_or_open(given) for given in node.all_input_nodes)
+    op, given = ir.canonical_name(node.target), node.all_input_nodes[0]
+    if op not in _PARTS or given.op == "get_attr":
+        return False
+    many = ir.argument_of(node, 1, "chunks" if op.endswith("chunk") else "split_size")
+    is_fixed = isinstance(many, (tuple, list)) or (many == len(value) and _are_features(node, given))
+    return not (is_fixed and op != "unbind")
+
+
+def _are_features(chunk: fx.Node, given: fx.Node) -> bool:
+    """Whether a chunk is along the last dimension, or the channels of images: sizes that weights decide.
+
+    `chunk(n)` has n items or less: in a call where it has less, an item that is missing is an error.
+    """
+    whole, dim = given.meta.get("val", UNKNOWN), ir.argument_of(chunk, 2, "dim", 0)
+    if not isinstance(whole, torch.Tensor) or not isinstance(dim, int):
+        return False
+    return dim in (-1, whole.dim() - 1) or (whole.dim() > 3 and dim in (1, 1 - whole.dim()))
+
+
+def _is_number_or_open(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val", UNKNOWN), int) or has_open_length(node)
+
+
+def hands_on_open_length(node: fx.Node) -> bool:
+    """Whether a node reads all items of such a tuple, and not one of them or a part."""
+    return node.target is not operator.getitem and any(map(has_open_length, node.all_input_nodes))
