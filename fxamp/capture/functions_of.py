@@ -1,5 +1,6 @@
 """The Python functions and code behind methods, properties, partials and decorated functions."""
 
+import dis
 import functools
 import types
 from collections.abc import Iterator
@@ -32,3 +33,12 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from codes_of(constant)
+
+
+@functools.lru_cache(maxsize=512)
+def globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """The global names that a function reads or sets; `co_names` has those of attributes too."""
+    return tuple(dict.fromkeys(str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBALS))
+
+
+_GLOBALS = frozenset("LOAD_GLOBAL LOAD_NAME STORE_GLOBAL DELETE_GLOBAL LOAD_FROM_DICT_OR_GLOBALS".split())

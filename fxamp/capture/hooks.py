@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fxamp.capture.functions_of import codes_of, functions_in
+from fxamp.capture.functions_of import codes_of, functions_in, globals_of
 from fxamp.capture.leaves import hook_dictionaries, is_traced_hook
 
 _STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "STORE_DEREF"})
@@ -29,9 +29,9 @@ class HookWrites:
         for function in functions_in(hook):
             for code in codes_of(function.__code__):
                 self._stored |= {str(i.argval) for i in dis.get_instructions(code) if i.opname in _STORES}
+                for name in globals_of(code):
+                    self._reach(function.__globals__.get(name))
                 for name in code.co_names:
-                    if name in function.__globals__:
-                        self._reach(function.__globals__[name])
                     if owner is not None and name in getattr(owner, "__dict__", {}):
                         self._reach(owner.__dict__[name])
             for cell in function.__closure__ or ():

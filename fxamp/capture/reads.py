@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fxamp.capture.effects import Effects
-from fxamp.capture.functions_of import codes_of, functions_in
+from fxamp.capture.functions_of import codes_of, functions_in, globals_of
 from fxamp.capture.hooks import hook_writes
 from fxamp.capture.leaves import recomputed_weights
 from fxamp.capture.locations import is_foreign
@@ -214,7 +214,7 @@ class Reads:
             codes = list(codes_of(function.__code__))
             self._named({name for code in codes for name in (*code.co_names, *_strings(code))})
             for code in codes:
-                for name in code.co_names:
+                for name in globals_of(code):
                     self._global(function.__globals__, name, code.co_names)
             for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
                 self._effects.remember_containers(default, f"a default of {function.__qualname__}()")

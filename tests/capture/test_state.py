@@ -4,6 +4,7 @@ import collections
 import copy
 import functools
 import logging
+import sys
 import types
 
 import pytest
@@ -535,3 +536,25 @@ def test_a_hook_that_sets_an_attribute_of_another_module():
 def test_a_hook_that_sets_an_attribute_of_the_original_model_is_refused():
     with pytest.raises(OptionError, match=r"a hook on 'net\.0' sets self\.last of the model it was made for"):
         fxamp.convert(Extractor(lambda net: net.assign), torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["step", "layer", "sum", "scale"])
+def test_a_global_with_the_name_of_an_attribute_is_not_watched(name, monkeypatch):
+    """`for step in range(...)` of a script, and `self.step` in forward."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.scale, self.step = nn.Linear(4, 4), nn.Parameter(torch.ones(())), 3
+
+        def forward(self, x):
+            return (self.layer(x) * self.scale).sum(-1) * self.step
+
+    captures, module = [], sys.modules["fxamp.convert"]
+    rewrite = module.rewrite
+    monkeypatch.setattr(module, "rewrite", lambda *args, **kwargs: captures.append(1) or rewrite(*args, **kwargs))
+    model = fxamp.convert(Model(), torch.bfloat16, (torch.ones(2, 4),), capture="symbolic")
+    for number in range(5):
+        monkeypatch.setitem(globals(), name, {"a": number})
+        model(torch.ones(2, 4))
+    assert len(captures) == 1
