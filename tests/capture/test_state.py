@@ -553,6 +553,7 @@ def test_a_global_with_the_name_of_an_attribute_is_not_watched(name, monkeypatch
     captures, module = [], sys.modules["fxamp.convert"]
     rewrite = module.rewrite
     monkeypatch.setattr(module, "rewrite", lambda *args, **kwargs: captures.append(1) or rewrite(*args, **kwargs))
+    monkeypatch.setitem(globals(), name, {"a": 0})
     model = fxamp.convert(Model(), torch.bfloat16, (torch.ones(2, 4),), capture="symbolic")
     for number in range(5):
         monkeypatch.setitem(globals(), name, {"a": number})
