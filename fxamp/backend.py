@@ -24,7 +24,7 @@ from fxamp import ir
 from fxamp.capture.dynamo import adopt
 from fxamp.capture.inputs import refused_low_inputs
 from fxamp.capture.surroundings import idle_autocast
-from fxamp.capture.unseen import unseen
+from fxamp.capture.unseen import no_saved_tensor_hooks, unseen
 from fxamp.dynamo_variant import Rewrite, rewrite_dynamo_graph, run_checkpoints
 from fxamp.errors import OptionError, nearest
 from fxamp.options import Options, check_options, device_of
@@ -63,7 +63,8 @@ def backend(module: fx.GraphModule, example_inputs: list[Any], options: dict[str
     inner_name = given.pop("inner", "inductor")
     inner = lookup_backend(inner_name)
     checked = check_options(_device_of(example_inputs), **given)
-    variant = rewrite_dynamo_graph(module, example_inputs, module, checked, rewrite, fuses_casts=True)
+    with no_saved_tensor_hooks():
+        variant = rewrite_dynamo_graph(module, example_inputs, module, checked, rewrite, fuses_casts=True)
     call = run_checkpoints(module) if inner_name == "eager" else compiler_call(module)
     return inner(fx.GraphModule(module, fold_checkpoints(variant.graph, call)), example_inputs)
 
@@ -142,9 +143,10 @@ class DynamoForward:
 
     def _backend(self, module: fx.GraphModule, example_inputs: list[Any]) -> Any:
         root = self._root or module
-        variant = rewrite_dynamo_graph(
-            module, example_inputs, root, self.options, self.rewrite, protected=self.protected, keeps_model=False
-        )
+        with no_saved_tensor_hooks():
+            variant = rewrite_dynamo_graph(
+                module, example_inputs, root, self.options, self.rewrite, protected=self.protected, keeps_model=False
+            )
         variant.captured.forget_values()
         self.variants.append(variant)
         self._grown_at = self.calls
@@ -268,7 +270,7 @@ def visit_graphs(
         with FakeCopyMode(mode):
             twin = copy.deepcopy(plain_tree(model))
         fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
-        with mode, unseen(model):
+        with mode, unseen(model), no_saved_tensor_hooks():
             run: Any = torch.compile(_own_code(base.forward), backend=show)  # type: ignore[no-untyped-call, unused-ignore]
             run(twin, *fake_args, **fake_kwargs)
     except OptionError:

@@ -23,6 +23,7 @@ from fxamp.errors import CaptureError, OpListError, OptionError
 from fxamp.fakes import Fakes
 from fxamp.lists import OpLists
 from fxamp.lists.environment import disabled_by
+from fxamp.number_fits import NumberFits
 from fxamp.numerics.pins import as_ranges, ranges_pins
 from fxamp.options import (
     Options,
@@ -164,13 +165,14 @@ def convert_as(
             raise OptionError(f"opt_level={opt_level!r} lowers what the graph reads low: give example_inputs.")
         paths = _lowered_paths(first.graph, opt_level, sibling)
         lowered = lower_parameters(sibling, paths, options.low, opt_level == "O2", options.pad_to or 1)
+        handles = speak_float32(sibling)
         try:
-            speak_float32(sibling)
-            engine.variants.clear()
-            engine.fingerprint = None
+            engine.start_again()
             _first_graph(sibling, engine, example)
         except BaseException:
             put_back(lowered)
+            for handle in handles:
+                handle.remove()
             raise
     if engine.all_variants():
         announce(sibling)
@@ -258,7 +260,8 @@ def build_variant(
     fits = rewrite(captured, fakes if inputs is not None else None, options)
     compiled = compile_graph(captured.graph, plain, captured.constants, captured.output_tree)
     weights = WeightFits(fits, options.low)
-    variant = Variant(captured, before, compiled, total, is_preview=inputs is None, weights=weights)
+    numbers = NumberFits(captured.graph, options.low) or None
+    variant = Variant(captured, before, compiled, total, is_preview=inputs is None, weights=weights, numbers=numbers)
     captured.forget_values()
     return variant
 

@@ -18,7 +18,7 @@ from fxamp.compiling import make_ready, watch
 from fxamp.engine import Engine
 from fxamp.errors import OptionError
 from fxamp.ir import ENGINE
-from fxamp.storage import copy_marks, load_exactly
+from fxamp.storage import apply_exactly, copy_marks, load_exactly, take_over_writes
 from fxamp.views import own_state, plain_view
 
 _siblings: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
@@ -55,6 +55,8 @@ def _make_class(base: Any) -> type:
         engine = self.__dict__.get(ENGINE)
         if engine is None:  # made by self.__class__(...), as slices of a Sequential are
             return base.forward(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            take_over_writes()
         return engine(self, args, kwargs)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
@@ -75,6 +77,12 @@ def _make_class(base: Any) -> type:
             engine.loads += 1
         load_exactly(self, state_dict, prefix)  # after the user's hooks, which may change names and values
 
+    def _apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_other = apply_exactly(self, lambda: base._apply(self, *args, **kwargs))
+        if is_other and (engine := self.__dict__.get(ENGINE)) is not None:
+            engine.start_again()
+        return self
+
     def freeze(self: Any) -> Any:
         """Keep the low weights for inference; call it again after a write through `p.data`. Returns the model."""
         engine = self.__dict__.get(ENGINE)
@@ -87,6 +95,7 @@ def _make_class(base: Any) -> type:
         "forward": forward,
         "__reduce_ex__": __reduce_ex__,
         "__deepcopy__": __deepcopy__,
+        "_apply": _apply,
         "_load_from_state_dict": _load_from_state_dict,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,

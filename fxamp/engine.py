@@ -20,12 +20,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxamp.capture.inputs import call_key, flatten_call
+from fxamp.capture.inputs import CallSpec, call_key, flatten_call
 from fxamp.capture.reads import Place
+from fxamp.capture.unseen import no_saved_tensor_hooks
 from fxamp.errors import CaptureError
 from fxamp.ir import BLOCK_PATH, ENGINE
 from fxamp.structure import Structure
-from fxamp.variant import Variant
+from fxamp.variant import Variant, takes_apart
 from fxamp.views import plain_tree
 
 log = logging.getLogger("fxamp")
@@ -205,8 +206,8 @@ class Engine:
             self.fingerprint = Structure(module).fingerprint
         try:
             # torch.export calls a model under modes of its own, and checkpoint under hooks that count what is saved.
-            with _disable_current_modes(), _no_saved_tensor_hooks(), _no_jit_trace(), _no_inference_mode():
-                variant = self.workshop.build(plain_tree(module), spec, inputs, self.options, self.live)
+            with _disable_current_modes(), no_saved_tensor_hooks(), _no_jit_trace(), _no_inference_mode():
+                variant = self._build(module, spec, inputs)
         except CaptureError as error:
             if self.options.capture != "symbolic" and self.options.opt_level == "O1":
                 self.unfollowable[circumstances] = error  # Dynamo takes such calls; where it does not, try again
@@ -217,6 +218,15 @@ class Engine:
             mark_block(variant, self.paths)
         known.append(variant)
         self.previews.clear()
+        return variant
+
+    def _build(self, module: nn.Module, spec: CallSpec, inputs: list[Any]) -> Variant:
+        """A batch norm that torch takes apart would give float32 of low values and its float32 statistics."""
+        options, is_transformed = self.options, takes_apart()
+        if is_transformed:
+            options = dataclasses.replace(options, lists=options.lists.override(deny=["batch_norm"]))
+        variant = self.workshop.build(plain_tree(module), spec, inputs, options, self.live)
+        variant.note_transforms(is_transformed)
         return variant
 
     def _follow_changes(self, module: nn.Module, stale: list[Variant], known: list[Variant]) -> None:
@@ -254,6 +264,11 @@ class Engine:
         for variant in [variant for known in self.variants.values() for variant in known] or self.previews:
             self.workshop.keep_weights(variant, module)
 
+    def start_again(self) -> None:
+        """Forget every graph: weights are stored otherwise than they were."""
+        self.variants.clear()
+        self.fingerprint = None
+
     def all_variants(self) -> list[Variant]:
         """Every graph there is: those that run, or the preview before the first call."""
         own = [variant for known in self.variants.values() for variant in known]
@@ -273,20 +288,6 @@ def mark_block(variant: Variant, paths: tuple[str, ...]) -> None:
 
 
 _capturing = threading.RLock()
-
-
-@contextlib.contextmanager
-def _no_saved_tensor_hooks() -> Iterator[None]:
-    """The user's hooks on saved tensors see the model's own tensors, and none of a capture."""
-    hooks = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @contextlib.contextmanager

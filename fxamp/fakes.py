@@ -68,6 +68,9 @@ class Fakes:
             with self._mode:
                 whole = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             return whole.requires_grad_(value.requires_grad)  # type: ignore[return-value]
+        if torch._C._functorch.is_functorch_wrapped_tensor(value):
+            with temporarily_clear_interpreter_stack():  # a tensor of a transform's level stands for one of its sizes
+                return self._twin(value)
         return self._twin(value) if value.is_inference() else self._mode.from_tensor(value, static_shapes=True)
 
     def _twin(self, value: torch.Tensor) -> FakeTensor:

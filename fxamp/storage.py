@@ -7,14 +7,14 @@ Each keeps its exact float32 numbers as a master (see `fxamp.runtime.masters`) u
 import dataclasses
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fxamp.dtypes import dtype_name
+from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.masters import (
     MASTER,
@@ -25,8 +25,9 @@ from fxamp.runtime.masters import (
     exact_values,
     loosen,
     master_of,
+    set_master,
 )
-from fxamp.runtime.padded_weights import make_room
+from fxamp.runtime.padded_weights import make_room, renew_room
 
 log = logging.getLogger("fxamp")
 
@@ -35,7 +36,7 @@ _LOGICAL = "_fxamp_logical_dtype"
 
 def is_stored_low(tensor: object) -> bool:
     """Whether lower_parameters() lowered this tensor."""
-    return isinstance(tensor, torch.Tensor) and hasattr(tensor, _LOGICAL) and tensor.dtype != torch.float32
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, _LOGICAL) and tensor.dtype in LOW_DTYPES
 
 
 def logical_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -93,7 +94,8 @@ def put_back(lowered: Iterable[Lowered]) -> None:
 
 
 def _lower(tensor: torch.Tensor, low: torch.dtype, keep_masters: bool, done: list[Lowered]) -> None:
-    exact, gradient = tensor.detach(), tensor.grad if tensor.is_leaf else None
+    exact = tensor.data  # with a version counter of its own: who wrote, master or parameter, is told by theirs
+    gradient = tensor.grad if tensor.is_leaf else None
     values = exact.to(low)
     low_gradient = None if gradient is None else gradient.to(low)
     done.append(Lowered(tensor, exact, gradient))
@@ -106,16 +108,71 @@ def _lower(tensor: torch.Tensor, low: torch.dtype, keep_masters: bool, done: lis
         loosen(tensor)
 
 
-def speak_float32(model: nn.Module) -> None:
-    """Let the model's own state_dict() give, and load_state_dict() take, float32 for lowered tensors."""
-    model.register_state_dict_post_hook(_raise_to_float32)  # type: ignore[no-untyped-call]
-    model.register_load_state_dict_post_hook(_end_load)  # type: ignore[no-untyped-call]
+def speak_float32(model: nn.Module) -> list[Any]:
+    """Let state_dict() of the model and its parts give, and load_state_dict() take, float32 for lowered tensors.
+
+    Returns:
+        Handles that take it back.
+    """
+    handles = []
+    for module in model.modules():
+        if any(map(is_stored_low, _own_tensors(module).values())):
+            handles.append(module.register_state_dict_post_hook(_raise_to_float32))  # type: ignore[no-untyped-call]
+            handles.append(module.register_load_state_dict_post_hook(_end_load))  # type: ignore[no-untyped-call]
+            if module is not model:  # the model itself has a method that does so, see load_exactly
+                handles.append(module.register_load_state_dict_pre_hook(_begin_load))  # type: ignore[no-untyped-call]
+    return handles
 
 
-def _raise_to_float32(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for name, tensor in _named_tensors(model):
+# Tensors that a state dict was given of lowered parameters: writes into them are writes into the model.
+_handed_out: list["_HandedOut"] = []
+
+
+@dataclasses.dataclass
+class _HandedOut:
+    """A float32 tensor that a state dict holds of a lowered one.
+
+    Attributes:
+        copy: the tensor where it is no master but was made for the state dict: kept until it was looked at once.
+    """
+
+    tensor: weakref.ref[torch.Tensor]
+    given: weakref.ref[torch.Tensor]
+    version: int
+    copy: torch.Tensor | None
+
+    def take_over(self) -> bool:
+        """Give the parameter what was written; whether there may be more to come."""
+        tensor, given = self.tensor(), self.given()
+        if tensor is None or not is_stored_low(tensor):
+            return False
+        if hasattr(tensor, MASTER):
+            master_of(tensor)
+        elif given is not None and given._version != self.version:
+            set_master(tensor, given)
+            self.version = given._version
+        self.copy = None
+        return given is not None
+
+
+def take_over_writes() -> None:
+    """Give lowered tensors what was written into state dicts; called before each forward, cheap where none is held."""
+    if _handed_out:
+        _handed_out[:] = [each for each in _handed_out if each.take_over()]
+
+
+def _raise_to_float32(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    take_over_writes()
+    for name, tensor in _own_tensors(module).items():
         if prefix + name in state and is_stored_low(tensor):
-            state[prefix + name] = exact_values(tensor).clone()
+            given = exact_values(tensor).detach()
+            state[prefix + name] = given
+            copy = None if hasattr(tensor, MASTER) else given
+            _handed_out.append(_HandedOut(weakref.ref(tensor), weakref.ref(given), given._version, copy))
+
+
+def _begin_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    _load(_own_tensors(module), state, prefix)
 
 
 def load_exactly(model: nn.Module, state: dict[str, Any], prefix: str) -> None:
@@ -123,16 +180,47 @@ def load_exactly(model: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
     A method of converted models calls it, not a hook that torch would bind to one module: copies have it too.
     """
-    for name, tensor in _named_tensors(model):
+    _load(dict(_named_tensors(model)), state, prefix)
+
+
+def _load(tensors: Mapping[str, torch.Tensor], state: dict[str, Any], prefix: str) -> None:
+    for name, tensor in tensors.items():
         value = state.get(prefix + name)
         if isinstance(value, torch.Tensor) and is_stored_low(tensor) and value.shape == tensor.shape:
             begin_load(tensor, value.to(device=tensor.device, dtype=torch.float32))
 
 
-def _end_load(model: nn.Module, _: Any) -> None:
-    for _name, tensor in _named_tensors(model):
+def _end_load(module: nn.Module, _: Any) -> None:
+    for tensor in _own_tensors(module).values():
         if is_stored_low(tensor):
             end_load(tensor)
+
+
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in (*module._parameters.items(), *module._buffers.items()) if value is not None}
+
+
+def apply_exactly(model: nn.Module, apply: Callable[[], Any]) -> bool:
+    """Move or convert a model (`.to`, `.float()`, `.half()`): masters move too, and conversions start from them.
+
+    Args:
+        apply: does it to the parameters and buffers.
+
+    Returns:
+        Whether a lowered tensor has another dtype now.
+    """
+    before = {tensor: tensor.dtype for _, tensor in _named_tensors(model) if is_stored_low(tensor)}
+    exact = {tensor: exact_values(tensor) for tensor in before if hasattr(tensor, MASTER)}
+    apply()
+    for tensor in before:
+        renew_room(tensor)
+    for tensor, value in exact.items():
+        with torch.no_grad():
+            if tensor.dtype != before[tensor]:
+                tensor.copy_(value)
+            if value.device != tensor.device:
+                value.data = value.to(tensor.device)
+    return any(tensor.dtype != dtype for tensor, dtype in before.items())
 
 
 def copy_marks(source: nn.Module, twin: nn.Module) -> None:

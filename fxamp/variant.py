@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
+from torch.autograd import forward_ad
 
+from fxamp import ir
 from fxamp.capture.captured import Captured
 from fxamp.capture.state import Cell, StateCheck, flag_cell
 from fxamp.codegen import CompiledForward
@@ -19,6 +21,14 @@ class WeightCheck(Protocol):
     def __call__(self, module: nn.Module) -> bool: ...
 
     def forget(self, module: nn.Module) -> None: ...
+
+
+class NumberCheck(Protocol):
+    """Whether the numbers that a graph reads at each call fit the low dtype as they did when it was made."""
+
+    def __call__(self, module: nn.Module, inputs: list[Any]) -> bool: ...
+
+    def holds(self, module: nn.Module, inputs: list[Any]) -> bool: ...
 
 
 @dataclasses.dataclass
@@ -35,6 +45,9 @@ class Variant:
         again: the graph as it was captured, rewritten under other options; None where the model can be captured
             again instead.
         weights: whether the model's weights still fit the low dtype as they did; None where none was looked at.
+        is_for_transforms: whether it is for calls in which torch takes batch norm apart (`takes_apart`), or for all
+            others; None where that makes no difference.
+        numbers: whether the numbers that are read at each call still fit it as they did; None where none was looked at.
     """
 
     captured: Captured
@@ -43,8 +56,10 @@ class Variant:
     total_nodes: int
     is_preview: bool = False
     where: str = ""
+    is_for_transforms: bool | None = None
     again: Callable[[Any], "Variant"] | None = dataclasses.field(default=None, repr=False, compare=False)
     weights: "WeightCheck | None" = dataclasses.field(default=None, repr=False, compare=False)
+    numbers: "NumberCheck | None" = dataclasses.field(default=None, repr=False, compare=False)
     checks: "weakref.WeakKeyDictionary[nn.Module, StateCheck]" = dataclasses.field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
@@ -60,11 +75,22 @@ class Variant:
     def holds(self, module: nn.Module, inputs: list[Any]) -> bool:
         """Whether the graph is what the model's forward would do now. Dynamo and torch.jit.trace come through here."""
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            return self.fits(module, inputs) and all(
+            is_as_before = self.fits(module, inputs) and all(
                 _attribute(module, *place) == value for *place, value in self.plain
             )
-        is_as_before = self._is_for(inputs) and self._state(module).holds()
+            return is_as_before and (self.numbers is None or self.numbers.holds(module, inputs))
+        if not self._is_for(inputs) or not self._state(module).holds():
+            return False
+        if self.is_for_transforms is not None and self.is_for_transforms is not takes_apart():
+            return False
+        is_as_before = self.numbers is None or self.numbers(module, inputs)
         return is_as_before and (self.weights is None or self.weights(module))
+
+    def note_transforms(self, is_transformed: bool) -> None:
+        """Note how it was made, where it has a batch norm that could be low: its statistics are float32."""
+        norms = [ir.mark(node) for node in self.graph.nodes if ir.mark(node).op == "batch_norm"]
+        if norms and (is_transformed or any(mark.precision == "low" for mark in norms)):
+            self.is_for_transforms = is_transformed
 
     def fits(self, module: nn.Module, inputs: list[Any]) -> bool:
         """Whether it was made for such inputs and these modes, whatever other Python state the model has."""
@@ -92,6 +118,13 @@ class Variant:
     def changed_state(self, module: nn.Module) -> list[Cell]:
         """What holds something else than when the graph was made."""
         return self._state(module).changed()
+
+
+def takes_apart() -> bool:
+    """Whether torch may run batch norm as single operations, which promote: under torch.func's transforms (vmap, also
+    of a backward) and forward-mode AD.
+    """
+    return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
 
 
 def _shape(value: Any) -> Any:

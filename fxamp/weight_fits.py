@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxamp.ir import ENGINE
 from fxamp.passes.literals import Fit, fit_in
@@ -40,7 +41,8 @@ class WeightFits:
             seen = self._seen[module] = _Seen([_place(module, path) for path in self._fits])
         if seen.is_written(module):
             now = seen.tensors()
-            seen.holds = all(fit_in(now[at], self._low) == fit for at, fit in enumerate(self._fits.values()))
+            with _disable_current_modes():  # make_fx traces no look at numbers
+                seen.holds = all(fit_in(now[at], self._low) == fit for at, fit in enumerate(self._fits.values()))
         return seen.holds
 
     def forget(self, module: nn.Module) -> None:

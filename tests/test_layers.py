@@ -44,6 +44,7 @@ ABOVE = {
     "options",
     "boundaries",
     "weight_fits",
+    "number_fits",
     "dynamo_variant",
     "backend",
     "convert",

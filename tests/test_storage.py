@@ -236,7 +236,7 @@ def test_a_clamp_after_each_step_is_in_the_state(write):
 def test_an_average_of_state_dicts_is_float32s():
     model = converted("O2")
     optimizer = fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 2.0**-6))
-    average = model.state_dict()
+    average = {name: value.clone() for name, value in model.state_dict().items()}
     exact = {name: value.double() for name, value in average.items()}
     for _ in range(20):
         steps(model, optimizer, count=1)
@@ -245,6 +245,97 @@ def test_an_average_of_state_dicts_is_float32s():
             exact[name].lerp_(value.double(), 2.0**-10)
     for name, value in average.items():
         torch.testing.assert_close(value.double(), exact[name], rtol=20 * 2**-23, atol=0)  # twenty roundings
+
+
+def exact_state(model, offset=2.0**-12):
+    """The model's numbers with digits that bfloat16 does not have."""
+    return {name: value.clone() + offset for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+@pytest.mark.parametrize("held", [False, True])
+def test_what_is_written_into_a_state_dict_is_in_the_model(opt_level, held):
+    """An EMA that writes into the values of its copy's state_dict(), as many training scripts have it."""
+    model = converted(opt_level)
+    average, wanted = copy.deepcopy(model), exact_state(model)
+    kept = average.state_dict() if held else None
+    for _ in range(3):
+        for theirs, own in zip((kept or average.state_dict()).values(), wanted.values(), strict=True):
+            theirs.mul_(0.5).add_(own, alpha=0.5)
+        average(X)
+    expected = {name: (value - 2.0**-12) * 0.125 + value * 0.875 for name, value in wanted.items()}
+    for name, value in average.state_dict().items():
+        exact = expected[name] if opt_level == "O2" else expected[name].bfloat16().float()
+        torch.testing.assert_close(value, exact, rtol=2**-6 if opt_level == "O3" else 1e-6, atol=1e-7)
+    assert torch.equal(average[0].weight.float(), average.state_dict()["0.weight"].bfloat16().float())
+    assert not torch.equal(average(X), model(X))
+
+
+def test_a_restore_that_writes_into_the_state_dict_goes_on_from_there():
+    model = converted("O2")
+    optimizer = fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 2.0**-6))
+    best = exact_state(model)
+    steps(model, optimizer, count=2)
+    for name, value in model.state_dict().items():
+        value.copy_(best[name])
+    assert torch.equal(model.state_dict()["0.weight"], best["0.weight"])
+    model(X)
+    assert torch.equal(model[0].weight, best["0.weight"].bfloat16())
+    optimizer.zero_grad()
+    model(X).sum().backward()
+    expected = {n: best[n] - 2.0**-6 * p.grad.float() for n, p in model.named_parameters() if p.dtype != torch.float32}
+    optimizer.step()
+    state = model.state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-8)
+
+
+def test_a_write_into_the_parameter_after_that_wins():
+    model = converted("O2")
+    state = model.state_dict()
+    state["0.weight"].fill_(0.75)
+    model(X)
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)
+    assert (model.state_dict()["0.weight"] == 0.5).all()
+    assert torch.equal(state["0.weight"], model.state_dict()["0.weight"])
+
+
+def test_parts_speak_float32_too():
+    model = converted("O2")
+    wanted = {name: value for name, value in exact_state(model).items() if name.startswith("0.")}
+    part = {name.removeprefix("0."): value for name, value in wanted.items()}
+    assert {value.dtype for value in model[0].state_dict().values()} == {torch.float32}
+    model[0].load_state_dict(part)
+    for state in (
+        model.state_dict(),
+        copy.deepcopy(model).state_dict(),
+        pickle.loads(pickle.dumps(model)).state_dict(),
+    ):
+        assert all(torch.equal(state[name], value) for name, value in wanted.items())
+    twin = copy.deepcopy(model)
+    twin[0].load_state_dict({name: value + 1 for name, value in part.items()})
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in wanted.items())
+    assert all(torch.equal(twin.state_dict()[name], value + 1) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_conversion_of_the_model_starts_from_the_exact_numbers(dtype):
+    model = converted("O2")
+    wanted = exact_state(model)
+    model.load_state_dict(wanted)
+    model.float() if dtype == torch.float32 else model.double()
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert all(torch.equal(value, wanted[name].to(dtype)) for name, value in model.state_dict().items())
+    result = model(X.to(dtype))
+    plain = torch.nn.Sequential(*(copy.deepcopy(part) for part in model))
+    torch.testing.assert_close(result.double(), plain(X.to(dtype)).double(), rtol=2**-5, atol=2**-5)
+
+
+def test_masters_move_with_the_model():
+    model = converted("O2")
+    model.to("meta")
+    assert {value.device.type for value in model.state_dict().values()} == {"meta"}
 
 
 def test_after_a_step_masters_keep_their_low_bits_though_a_few_elements_are_written():

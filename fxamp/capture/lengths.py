@@ -10,6 +10,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.fakes import UNKNOWN
+from fxamp.opnames import canonical_name
 
 _PARTS = frozenset({"unbind", "unsafe_split", "unsafe_chunk", "split", "chunk"})
 _SEQUENCES = frozenset({operator.mul, operator.add, operator.getitem})
@@ -22,7 +23,7 @@ def has_open_length(node: fx.Node) -> bool:
         return False
     if node.target in _SEQUENCES:
         return any(given.op != "get_attr" and _is_number_or_open(given) for given in node.all_input_nodes)
-    op, given = ir.canonical_name(node.target), node.all_input_nodes[0]
+    op, given = canonical_name(node.target), node.all_input_nodes[0]
     if op not in _PARTS or given.op == "get_attr":
         return False
     many = ir.argument_of(node, 1, "chunks" if op.endswith("chunk") else "split_size")

@@ -48,6 +48,20 @@ def unseen(model: nn.Module) -> Iterator[None]:
             _refill(container, elements)
 
 
+@contextlib.contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """The user's hooks on saved tensors see the model's own tensors, and none of a capture."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def _user_modules(model: nn.Module) -> list[Any]:
     names = {type(module).__module__ for module in model.modules()}
     return [sys.modules[name] for name in sorted(names) if not name.startswith("torch.") and name in sys.modules]

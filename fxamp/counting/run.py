@@ -18,6 +18,7 @@ from fxamp.counting.gpu_kernels import gpu_kernels
 from fxamp.counting.zoo import MODELS, PUBLISHED, MakeStep, Step
 from fxamp.errors import CaptureError
 from fxamp.review.report import Report, report
+from fxamp.runtime.padded_weights import note_room, with_room
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 WAYS = ("fp32", "autocast", "O1 strict", "O1 balanced", "O1 aggressive", "O2", "half")
@@ -137,10 +138,20 @@ def _lower(
     for name, parameter in named.items():
         if id(parameter) in wanted:
             owner, _, leaf = name.rpartition(".")
-            lowered = made.setdefault(id(parameter), nn.Parameter(parameter.detach().to(low)))
+            if id(parameter) not in made:
+                made[id(parameter)] = _roomy(parameter.detach().to(low), multiple)
+            lowered = made[id(parameter)]
             lowered._fxamp_logical_dtype = torch.float32  # type: ignore[attr-defined]
             model.get_submodule(owner)._parameters[leaf] = lowered
     return []
+
+
+def _roomy(values: torch.Tensor, multiple: int) -> nn.Parameter:
+    roomy = with_room(values, multiple)
+    parameter = nn.Parameter(values if roomy is None else roomy)
+    if roomy is not None:
+        note_room(parameter, multiple)
+    return parameter
 
 
 def _halved(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -6,11 +6,13 @@ x.clamp(min=1e-12)  # fp16: rounds to 0
 """
 
 import math
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, cast
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from fxamp import ir
 from fxamp.dtypes import dtype_name, smallest_subnormal
@@ -44,42 +46,93 @@ _SCALARS: dict[str, tuple[tuple[int, str], ...]] = {
     "minimum": ((1, "other"),),
 }
 _ADDENDS = frozenset({"add", "sub", "rsub"})
-# Values that stand for "nothing here" and stay what they are in any dtype.
-_FILLS = frozenset({"masked_fill", "fill", "full", "full_like", "new_full", "where", "pad", "setitem"})
+
+
+# On a number that a graph reads at each call: the rules asked how it fits; True: also as an addend.
+ASKED = "asked"
+NumberFit = Literal["", "lost", "vanishes", "beyond"]
+Number = float | torch.SymFloat
 
 
 def destroyed_literal(node: fx.Node, low: torch.dtype) -> str | None:
     """What is wrong with a scalar of the node in `low`, None when nothing is."""
-    op = ir.mark(node).op
-    for position, keyword in _SCALARS.get(op, ()):
-        value = ir.argument_of(node, position, keyword)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            problem = _problem(value, op, low)
-            if problem:
-                return f"the literal {value!r} {problem}"
+    for title, value in _scalars(node):
+        fit = number_fit(value, low, ir.mark(node).op in _ADDENDS)
+        if fit:
+            return f"the {title} {_PROBLEMS[fit](low)}"
     return None
 
 
 def is_beyond_range(node: fx.Node, low: torch.dtype) -> bool:
     """Whether a finite scalar of the node is larger than `low` can hold."""
-    values = [ir.argument_of(node, position, keyword) for position, keyword in _SCALARS.get(ir.mark(node).op, ())]
-    return any(
-        isinstance(value, (int, float)) and math.isfinite(value) and abs(value) > torch.finfo(low).max
-        for value in values
-    )
+    return any(number_fit(value, low, is_added=False) == "beyond" for _, value in _scalars(node))
 
 
-def _problem(value: float, op: str, low: torch.dtype) -> str:
-    facts, name = torch.finfo(low), dtype_name(low)
-    if value == 0 or not math.isfinite(value):
-        return ""
-    if abs(value) > facts.max:
-        return f"is beyond {name}'s largest number {facts.max:g}"
-    if abs(value) < smallest_subnormal(low):
-        return f"vanishes in {name} (smallest number {smallest_subnormal(low):.3g})"
-    if op in _ADDENDS and abs(value) < facts.eps / 2:
-        return f"is lost when it is added to a number near 1 in {name} (eps/2 = {facts.eps / 2:.3g})"
-    return ""
+def number_fit(value: Number, low: torch.dtype, is_added: bool) -> NumberFit:
+    """What `low` does to a number; "" for nothing that matters. Each answer about one of Dynamo's is a guard."""
+    facts, size = torch.finfo(low), abs(value)  # type: ignore[arg-type]
+    if size > facts.max:
+        return "beyond" if size != math.inf else ""
+    if size < smallest_subnormal(low):
+        return "vanishes" if size != 0 else ""
+    return "lost" if is_added and size < facts.eps / 2 else ""
+
+
+_PROBLEMS: dict[str, Callable[[torch.dtype], str]] = {
+    "beyond": lambda low: f"is beyond {dtype_name(low)}'s largest number {torch.finfo(low).max:g}",
+    "vanishes": lambda low: f"vanishes in {dtype_name(low)} (smallest number {smallest_subnormal(low):.3g})",
+    "lost": lambda low: (
+        f"is lost when it is added to a number near 1 in {dtype_name(low)} (eps/2 = {torch.finfo(low).eps / 2:.3g})"
+    ),
+}
+
+
+def _scalars(node: fx.Node) -> Iterator[tuple[str, Number]]:
+    """The numbers of the node's arithmetic, and what to call them; those read at each call are marked as `ASKED`."""
+    op = ir.mark(node).op
+    for position, keyword in _SCALARS.get(op, ()):
+        given = ir.argument_of(node, position, keyword)
+        if isinstance(given, (int, float)) and not isinstance(given, bool):
+            yield f"literal {given!r}", given
+        elif isinstance(given, fx.Node) and (number := number_now(given)) is not None:
+            given.meta[ASKED] = op in _ADDENDS or given.meta.get(ASKED, False)
+            value = number.node.hint if isinstance(number, torch.SymFloat) else number
+            yield f"number {value!r} ({given.target if given.op == 'get_attr' else given.name})", number
+
+
+def number_now(node: fx.Node) -> Number | None:
+    """What a number is in the call of the capture: the model's, an argument, or computed of such alone.
+
+    None for everything else, sizes among it.
+    """
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymFloat):
+        return value if _is_of_floats(value) else None
+    if not _is_number(node) or not all(map(_is_number, computed_of([node]))):
+        return None
+    return cast(float, value)
+
+
+def _is_of_floats(value: torch.SymFloat) -> bool:
+    """Whether one of Dynamo's numbers is known, and computed of Python's floats alone."""
+    symbols = value.node.expr.free_symbols
+    return value.node.hint is not None and all(symbol_is_type(symbol, SymT.FLOAT) for symbol in symbols)
+
+
+def computed_of(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The nodes that others are computed of, and those themselves."""
+    found, waiting = set(nodes), list(nodes)
+    while waiting:
+        new = [given for given in waiting.pop().all_input_nodes if given not in found]
+        found.update(new)
+        waiting += new
+    return found
+
+
+def _is_number(node: fx.Node) -> bool:
+    is_read = node.op in ("get_attr", "placeholder")
+    is_computed = node.op == "call_function" and bool(node.all_input_nodes)
+    return type(node.meta.get("val")) in (int, float) and (is_read or is_computed)
 
 
 Fit = Literal["normal", "small", "beyond"]

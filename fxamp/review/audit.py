@@ -147,7 +147,8 @@ _FILLS = ("masked_fill", "where", "full", "full_like", "new_full", "fill")
 
 def _literal(row: Row, extent: Extent | None) -> tuple[str, str]:
     if "largest number" in row.reason:
-        is_mask = row.op in _FILLS or "literal -" in row.reason  # (1 - mask) * -1e9 is how many models write it
+        is_negative = "literal -" in row.reason or "number -" in row.reason
+        is_mask = row.op in _FILLS or is_negative  # (1 - mask) * -1e9 is how many models write it
         return ("mask" if is_mask else "literal"), "error"
     return ("epsilon" if row.op in ("add", "sub", "clamp", "clamp_min", "rsub") else "literal"), "warning"
 

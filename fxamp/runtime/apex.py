@@ -30,6 +30,7 @@ from fxamp.runtime.apex_prepare import (
     check_optimizers,
     converted,
     prepared,
+    put_back,
     registry,
     scaler_of,
     stash,
@@ -132,7 +133,8 @@ def scale_loss(
     """Yield the scaled loss; on exit gradients are unscaled, and checked for the next `optimizer.step()`.
 
     Gradients that stand from an earlier backward are added to the new ones, each unscaled by its own scale.
-    After the block `clip_grad_norm_(master_params(optimizer), max_norm)` clips true values.
+    After an error in the block they stand as before it. After the block
+    `clip_grad_norm_(master_params(optimizer), max_norm)` clips true values.
 
     Args:
         loss_id: which of the `num_losses` scalers.
@@ -159,20 +161,37 @@ def scale_loss(
             raise OptionError(
                 f"scale_loss() got a {type(optimizer).__name__} that initialize() did not return; use what it returned."
             )
-    for optimizer in every:
+    with _standing_gradients(every):
+        yield scaler.scale(loss.float())
+        if not delay_unscale:
+            _unscale(scaler, every, delay_overflow_check)
+    if not delay_unscale:
+        scaler.update()
+
+
+@contextlib.contextmanager
+def _standing_gradients(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+    """Set unscaled gradients aside; after an error they stand again, whatever happened to the new ones."""
+    were_unscaled = [getattr(optimizer, IS_UNSCALED) for optimizer in optimizers]
+    for optimizer in optimizers:
         stash(optimizer)
-    yield scaler.scale(loss.float())
-    if delay_unscale:
-        return
-    for optimizer in every:
+    try:
+        yield
+    except BaseException:
+        for optimizer, was_unscaled in zip(optimizers, were_unscaled, strict=True):
+            put_back(optimizer, was_unscaled)
+        raise
+
+
+def _unscale(scaler: LossScaler, optimizers: list[torch.optim.Optimizer], delay_overflow_check: bool) -> None:
+    for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    found = [flag for optimizer in every for flag in scaler._found_inf_per_device(optimizer).values()]
-    for optimizer in every:
+    found = [flag for optimizer in optimizers for flag in scaler._found_inf_per_device(optimizer).values()]
+    for optimizer in optimizers:
         add_back(optimizer)
         setattr(optimizer, IS_UNSCALED, True)
         if not delay_overflow_check:
             getattr(optimizer, PENDING_FOUND_INF).extend(found)
-    scaler.update()
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from fxamp.runtime import gradients
 from fxamp.runtime.apex_options import Properties
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.fixed_scalers import StaticLossScaler
+from fxamp.runtime.master_gradients import mirror_gradient
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
 
@@ -88,19 +90,19 @@ def prepared(optimizer: torch.optim.Optimizer, chosen: Properties) -> torch.opti
     run = optimizer.step
 
     @functools.wraps(run)
-    def step(closure: None = None) -> Any:
+    def step(self: torch.optim.Optimizer, closure: None = None) -> Any:
         """Step, unless a scale_loss since the last step found a gradient that is not finite."""
         if closure is not None:
             raise OptionError("apex's interface takes no closure; use LossScaler.step(optimizer, closure=...).")
-        found: list[torch.Tensor] = getattr(optimizer, PENDING_FOUND_INF)
+        found: list[torch.Tensor] = getattr(self, PENDING_FOUND_INF)
         if not found:
             return run()
         found_inf = torch.stack([flag.to(found[0].device) for flag in found]).sum()
         found.clear()
-        settle(optimizer)
-        return step_unless(optimizer, found_inf, run)
+        settle(self)
+        return step_unless(self, found_inf, run)
 
-    optimizer.step = step  # type: ignore[method-assign, assignment]
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers wrap a method
     return optimizer
 
 
@@ -118,6 +120,8 @@ def scaler_of(chosen: Properties, min_scale: float | None, max_scale: float) -> 
 def stash(optimizer: torch.optim.Optimizer) -> None:
     """Set unscaled gradients of an earlier backward aside, so that the next one's can be unscaled alone."""
     if not getattr(optimizer, IS_UNSCALED):
+        if not gradients.has_any(optimizer):  # zeroed since, and with them what was set aside for a delayed unscale
+            getattr(optimizer, STASH).clear()
         return
     for parameter in gradients.parameters(optimizer):
         if parameter.grad is not None:
@@ -132,6 +136,19 @@ def add_back(optimizer: torch.optim.Optimizer) -> None:
     for parameter, gradient in stash:
         if parameter.grad is None:
             parameter.grad = gradient
+            mirror_gradient(parameter)
         else:
             parameter.grad.add_(gradient)
     stash.clear()
+
+
+def put_back(optimizer: torch.optim.Optimizer, was_unscaled: bool) -> None:
+    """After an error: the gradients as they stood before `stash`, without what a broken backward left.
+
+    Where scaled gradients stood, those of the broken backward are among them, as after `loss.backward()`.
+    """
+    if was_unscaled:
+        for parameter in gradients.parameters(optimizer):
+            parameter.grad = None
+        add_back(optimizer)
+        setattr(optimizer, IS_UNSCALED, True)

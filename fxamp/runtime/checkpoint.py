@@ -1,5 +1,6 @@
 """Checkpoints in one file, written so that a process killed at any moment leaves the last good one."""
 
+import io
 import os
 import secrets
 from collections.abc import Mapping
@@ -37,7 +38,8 @@ def save_checkpoint(
         extra: anything `torch.load(weights_only=True)` can read: numbers, text, tensors, state dicts.
 
     Raises:
-        CheckpointError: the directory does not exist, or the file cannot be written.
+        CheckpointError: the directory does not exist, the file cannot be written, or something cannot be pickled
+            (named).
     """
     path = Path(path)
     if not path.parent.is_dir():
@@ -100,11 +102,23 @@ def _write_atomically(path: Path, content: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        message = f"{path} could not be written: {error}. The last one is intact."
+    except Exception as error:
+        culprit = "" if isinstance(error, OSError) else _unpicklable(content)
+        message = f"{path} could not be written: {culprit}{error}. The last one is intact."
         raise CheckpointError(message) from error
+    finally:
+        temporary.unlink(missing_ok=True)
     _sync_directory(path.parent)
+
+
+def _unpicklable(content: dict[str, Any]) -> str:
+    """Names what torch.save() refuses, or "" if each part alone can be saved."""
+    for name, value in {**content["extra"], **{part: content[part] for part in PARTS if part in content}}.items():
+        try:
+            torch.save(value, io.BytesIO())
+        except Exception:
+            return f"{name}= ({type(value).__name__}) cannot be pickled; leave it out, or save its numbers: "
+    return ""
 
 
 def _sync_directory(directory: Path) -> None:

@@ -11,6 +11,8 @@ import torch
 from fxamp.errors import OptionError, nearest
 from fxamp.runtime import gradients
 from fxamp.runtime.device_skip import settle, step_unless
+from fxamp.runtime.loaded_masters import LoadedMasters, check_masters
+from fxamp.runtime.master_gradients import drop_widened, mirror_gradient, widen_gradients_
 from fxamp.runtime.masters import (
     MASTER,
     attach_master,
@@ -24,6 +26,7 @@ from fxamp.runtime.masters import (
 )
 from fxamp.runtime.rounding import Compensation, StochasticRounding
 from fxamp.runtime.stand_ins import StandIns, buckets, give_gradients, step_of_each
+from fxamp.runtime.wide_state import widen_state_
 
 __all__ = ["MasterWeightOptimizer", "master_of", "set_master"]
 
@@ -79,6 +82,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self.masters = masters
         self.bucket_bytes = bucket_bytes
         self._rounding: Compensation | StochasticRounding | None = None
+        self._loaded = LoadedMasters()
         for table in HOOK_TABLES:
             setattr(self, table, collections.OrderedDict())
         self._patch_step_function()
@@ -116,18 +120,14 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; one widened by `unscale_` is dropped, so that the next is 16 bits again."""
-        for parameter in gradients.parameters(self):
-            if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
-                parameter.grad = None
-                parameter.grad_dtype = parameter.dtype
-                master = master_of(parameter)
-                if master is not None:
-                    master.grad = None
+        drop_widened(gradients.parameters(self))
         self.optimizer.zero_grad(set_to_none)
 
     def master_params(self) -> Iterator[torch.Tensor]:
         """The float32 tensors that are updated: masters, and parameters that need none."""
+        self._loaded.settle(self._rounding)
         for parameter in gradients.parameters(self):
+            mirror_gradient(parameter)
             master = master_of(parameter)
             yield parameter if master is None else master
 
@@ -138,6 +138,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """
         for parameter in filter(lambda each: hasattr(each, MASTER), gradients.parameters(self)):
             resync(parameter)
+        self._loaded.settle(self._rounding)
 
     # Stepping
 
@@ -149,14 +150,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         (it is one tensor). Costs 4 bytes a parameter until zero_grad(); clipping by
         `scaler.step(optimizer, max_grad_norm=...)` does without.
         """
-        for parameter in gradients.parameters(self):
-            gradient = parameter.grad
-            if gradient is not None and is_low(parameter) and gradient.dtype == parameter.dtype:
-                parameter.grad_dtype = None
-                parameter.grad = gradient.float()
-                master = master_of(parameter)
-                if master is not None:
-                    master.grad = parameter.grad
+        widen_gradients_(gradients.parameters(self))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -169,6 +163,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             closure: re-evaluates the model and returns the loss; all parameters are then one bucket.
         """
         settle(self.optimizer)
+        self._loaded.settle(self._rounding, is_last=True)
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before wrapping
@@ -262,6 +257,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         return result
 
     def _kept(self) -> dict[int, torch.Tensor]:
+        self._loaded.settle(self._rounding)
         indexed = enumerate(gradients.parameters(self))
         if self._rounding is not None:
             return self._rounding.state(list(indexed))
@@ -269,12 +265,20 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         return {index: master for index, master in found if master is not None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class or of the plain optimizer; it stays float32 for 16-bit parameters."""
+        """Load a state of this class, with any `masters`, or of the plain optimizer; it stays float32.
+
+        The weights are the model's to load, before or after. Where they are the rounding of the saved masters, these
+        give them their low bits; where they are others (an average of weights), they stay as they are.
+
+        Raises:
+            OptionError: masters that are not of these parameters; nothing is changed.
+        """
         state_dict = dict(state_dict)
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             state_dict = hook(self, state_dict) or state_dict
         kept = state_dict.pop("masters", {})
         every = list(gradients.parameters(self))
+        check_masters(every, kept)
         # torch casts loaded state to the dtype of what stands in the groups: let that be float32.
         wide = [torch.empty_like(p, dtype=torch.float32) if is_low(p) else p for p in every]
         groups = self.optimizer.param_groups
@@ -283,11 +287,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             loaded, self.optimizer.param_groups = self.optimizer.param_groups, groups
         for group, values in zip(self.optimizer.param_groups, loaded, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
-        for index, value in kept.items():
-            if self._rounding is not None:
-                self._rounding.load(every[index], value)
-            else:
-                set_master(every[index], value)
+        self._loaded.load(every, kept, self._rounding)
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
 
@@ -303,11 +303,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
                 self._rounding = Compensation() if self.masters == "kahan" else StochasticRounding()
             for parameter in low:
                 detach_master(parameter)
-        for parameter in low:
-            state = self.optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dtype == parameter.dtype:
-                    state[key] = value.float()
+        widen_state_(self.optimizer, low)
 
     def __getstate__(self) -> dict[str, Any]:
         settle(self.optimizer)
@@ -316,6 +312,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             "masters": self.masters,
             "bucket_bytes": self.bucket_bytes,
             "_rounding": self._rounding,
+            "_loaded": self._loaded,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

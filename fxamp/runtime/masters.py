@@ -4,7 +4,8 @@ A master hangs on its Parameter as the attribute `_fxamp_master`. So it lives as
 survives a new optimizer, is pickled with the model, and is not shared by `copy.deepcopy`, which drops
 attributes.
 
-Who wrote last is told by autograd's version counter. Until an optimizer with masters has stepped a parameter its
+Who wrote last is told by autograd's version counters: `state_dict()` hands out the master itself, so it may be written
+too, and then the parameter takes its rounding. Until an optimizer with masters has stepped a parameter its
 master is loose: a write through `parameter.data`, and the step of a fused optimizer, leave the counter as it is, so
 both are compared by value at each read.
 """
@@ -18,6 +19,7 @@ from fxamp.runtime.distributed import local, several_ranks
 MASTER = "_fxamp_master"
 VERSION = "_fxamp_master_version"
 LOOSE = "_fxamp_master_loose"  # the version at which parameter and master last agreed
+WRITTEN = "_fxamp_master_written"  # the master's version then
 LOADING = -1  # in the place of a version: what is written is being loaded
 
 
@@ -28,9 +30,15 @@ def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
     first step, in a job of several ranks, as a whole.
     """
     master: torch.Tensor | None = getattr(parameter, MASTER, None)
-    if master is not None and getattr(parameter, VERSION, None) != parameter._version:
+    if master is not None and (getattr(parameter, VERSION, None) != parameter._version or is_master_written(parameter)):
         reconcile_(parameter)
     return master
+
+
+def is_master_written(parameter: torch.Tensor) -> bool:
+    """Whether somebody has written into a master (as `state_dict()` gives it) since it agreed with its parameter."""
+    master: torch.Tensor = getattr(parameter, MASTER)
+    return master._version != getattr(parameter, WRITTEN, master._version)
 
 
 def exact_values(parameter: torch.Tensor) -> torch.Tensor:
@@ -83,7 +91,7 @@ def attach_master(parameter: torch.Tensor, master: torch.Tensor) -> None:
 
 def detach_master(parameter: torch.Tensor) -> None:
     """Forget a parameter's master."""
-    for name in (MASTER, VERSION, LOOSE):
+    for name in (MASTER, VERSION, LOOSE, WRITTEN):
         if hasattr(parameter, name):
             delattr(parameter, name)
 
@@ -91,6 +99,8 @@ def detach_master(parameter: torch.Tensor) -> None:
 def remember_version(parameter: torch.Tensor) -> None:
     """Note that parameter and master agree now."""
     setattr(parameter, LOOSE if hasattr(parameter, LOOSE) else VERSION, parameter._version)
+    if hasattr(parameter, MASTER):
+        setattr(parameter, WRITTEN, getattr(parameter, MASTER)._version)
 
 
 def loosen(parameter: torch.Tensor) -> None:
@@ -129,10 +139,10 @@ def round_into(parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> N
 
 
 def reconcile_(parameter: torch.Tensor) -> None:
-    """Bring a master up to date with a parameter that was written directly.
+    """Bring a master up to date with a parameter that was written directly, or a parameter with its master.
 
-    Where the parameter still is the master's rounding the master keeps its low bits, elsewhere it takes the
-    parameter's value.
+    A master that was written while the parameter was not is right as a whole. Else: where the parameter still is the
+    master's rounding the master keeps its low bits, elsewhere it takes the parameter's value.
 
     A write before the first step of a job of several ranks is most likely the broadcast of DistributedDataParallel:
     it makes equal what is low, and leaves each rank the low bits of its own. There they are given up, on the rank
@@ -141,7 +151,9 @@ def reconcile_(parameter: torch.Tensor) -> None:
     with torch.no_grad():
         master: torch.Tensor = getattr(parameter, MASTER)
         agreed = getattr(parameter, LOOSE, None)
-        if agreed not in (None, LOADING, parameter._version) and several_ranks():
+        if is_master_written(parameter) and parameter._version in (agreed, getattr(parameter, VERSION, None)):
+            parameter.copy_(master)
+        elif agreed not in (None, LOADING, parameter._version) and several_ranks():
             master.copy_(parameter)
         else:
             is_rounding = master.to(parameter.dtype) == parameter

@@ -95,7 +95,7 @@ def grows_in_rows(weight: torch.Tensor, dims: Dims) -> bool:
 
 # Weights with room for more rows behind their own, and the memory that has it. Whoever gives a weight other memory
 # (`.data = `, `.to(device)`) takes the room from it; a weak reference keeps that memory's identity from being reused.
-_rooms: MutableMapping[torch.Tensor, StorageWeakRef] = WeakIdKeyDictionary()
+_rooms: MutableMapping[torch.Tensor, tuple[StorageWeakRef, int]] = WeakIdKeyDictionary()
 
 
 def make_room(weight: torch.Tensor, multiple: int) -> None:
@@ -103,19 +103,31 @@ def make_room(weight: torch.Tensor, multiple: int) -> None:
 
     It stays as it was for whoever reads or writes it; `in_room` finds the rows behind it.
     """
-    extra = -weight.size(0) % multiple if weight.dim() and weight.numel() else 0
-    if not extra or not grows_in_rows(weight, ((1, extra), *((1, 0),) * (weight.dim() - 1))):
-        return
-    values = weight.detach()
-    whole = empty_grown(values, ((1, extra), *((1, 0),) * (weight.dim() - 1)), weight.dtype).zero_()
-    whole[: weight.size(0)].copy_(values)
-    weight.data = whole[: weight.size(0)]
-    note_room(weight)
+    values = with_room(weight.detach(), multiple)
+    if values is not None:
+        weight.data = values
+        note_room(weight, multiple)
 
 
-def note_room(weight: torch.Tensor) -> None:
-    """Remember that the memory a weight begins goes on with zeros."""
-    _rooms[weight] = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
+def with_room(values: torch.Tensor, multiple: int) -> torch.Tensor | None:
+    """A copy that has rows of zeros behind it in memory; None where none are needed, or rows are not dense."""
+    rows = values.size(0) if values.dim() and values.numel() else 0
+    dims = ((1, -rows % multiple), *((1, 0),) * (values.dim() - 1))
+    if not -rows % multiple or not grows_in_rows(values, dims):
+        return None
+    whole = empty_grown(values, dims, values.dtype).zero_()
+    return whole[:rows].copy_(values)
+
+
+def note_room(weight: torch.Tensor, multiple: int) -> None:
+    """Remember that the memory of a weight came from `with_room`."""
+    _rooms[weight] = StorageWeakRef(weight.untyped_storage()), multiple  # type: ignore[no-untyped-call]
+
+
+def renew_room(weight: torch.Tensor) -> None:
+    """Give a weight that was moved to other memory the room that it had."""
+    if weight in _rooms:
+        make_room(weight, _rooms[weight][1])
 
 
 def in_room(weight: torch.Tensor, growth: Growth) -> torch.Tensor | None:
@@ -125,7 +137,7 @@ def in_room(weight: torch.Tensor, growth: Growth) -> torch.Tensor | None:
     if room is None or fill or not grows_in_rows(weight, dims):
         return None
     shape, storage = grown_shape(weight.shape, dims), weight.untyped_storage()
-    is_its_own = storage._cdata == room.cdata and weight.storage_offset() == 0
+    is_its_own = storage._cdata == room[0].cdata and weight.storage_offset() == 0
     nbytes = math.prod(shape) * weight.element_size()
     return weight.as_strided(shape, weight.stride()) if is_its_own and storage.nbytes() >= nbytes else None
 

@@ -16,10 +16,11 @@ class Compensation:
 
     def __init__(self) -> None:
         self._lost: dict[torch.Tensor, torch.Tensor] = {}
+        self._versions: dict[torch.Tensor, int] = {}  # of the parameter, when its compensation was made
 
     def widened(self, parameter: torch.Tensor) -> torch.Tensor:
-        """parameter + compensation, float32, fresh."""
-        lost = self._lost.get(parameter)
+        """parameter + compensation, float32, fresh; where someone wrote another number, that number."""
+        lost = self._checked(parameter)
         wide = parameter.detach().float()
         return wide if lost is None else wide.add_(lost)
 
@@ -31,20 +32,42 @@ class Compensation:
             if found_inf is not None:  # a sum half way between two numbers might be split the other way
                 skipped = found_inf.to(parameter.device, non_blocking=True) > 0
                 rounded = torch.where(skipped, parameter.detach(), rounded)
-                lost = torch.where(skipped, self._lost.get(parameter, torch.zeros_like(lost)), lost)
-            self._lost[parameter] = lost
+                before = self._checked(parameter)
+                lost = torch.where(skipped, torch.zeros_like(lost) if before is None else before, lost)
             parameter.detach().copy_(rounded)
+            self._keep(parameter, lost)
 
     def state(self, indexed: list[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """{index: compensation} of those that have one."""
-        return {index: self._lost[parameter] for index, parameter in indexed if parameter in self._lost}
+        found = ((index, self._checked(parameter)) for index, parameter in indexed)
+        return {index: lost for index, lost in found if lost is not None}
 
-    def load(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        """Take a saved compensation; a float32 master (from mode "fp32") is split."""
-        if value.dtype == torch.float32:
-            self.take_back([parameter], [value.to(parameter.device)], None)
-        else:
-            self._lost[parameter] = value.to(parameter.device, parameter.dtype, copy=True)
+    def load(self, parameter: torch.Tensor, lost: torch.Tensor) -> None:
+        """Take a saved compensation; the parameter's own value may be loaded later."""
+        self._lost[parameter] = lost.to(parameter.device, parameter.dtype, copy=True)
+        self._versions.pop(parameter, None)
+
+    def split(self, parameter: torch.Tensor, exact: torch.Tensor) -> None:
+        """Take what the parameter lacks of a float32 value that it is the rounding of."""
+        self._keep(parameter, (exact - parameter.detach()).to(parameter.dtype))
+
+    def clear(self) -> None:
+        """Forget all compensations."""
+        self._lost.clear()
+        self._versions.clear()
+
+    def _keep(self, parameter: torch.Tensor, lost: torch.Tensor) -> None:
+        kept = self._lost.setdefault(parameter, lost)
+        if kept is not lost:
+            kept.copy_(lost)  # in place: a CUDA graph of the step reads it here again
+        self._versions[parameter] = parameter._version
+
+    def _checked(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The compensation, zero where the parameter has become another number since."""
+        lost = self._lost.get(parameter)
+        if lost is None or self._versions.get(parameter) == parameter._version:
+            return lost
+        return torch.where(is_compensation(parameter.detach(), lost), lost, torch.zeros_like(lost))
 
 
 class StochasticRounding:
@@ -67,9 +90,20 @@ class StochasticRounding:
         """Nothing is kept between steps."""
         return {}
 
-    def load(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        """A float32 master (from mode "fp32") is rounded to nearest."""
-        parameter.detach().copy_(value)
+    def load(self, parameter: torch.Tensor, lost: torch.Tensor) -> None:
+        """A compensation (from mode "kahan") is not needed."""
+
+    def split(self, parameter: torch.Tensor, exact: torch.Tensor) -> None:
+        """A float32 master (from mode "fp32") is not needed: the parameter is its rounding."""
+
+
+def is_compensation(parameter: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
+    """Where `lost` can be what rounding took from `parameter`, which it is if their sum rounds to the parameter.
+
+    It may be half way to the neighbour, and is therefore looked at a little smaller.
+    """
+    total = parameter.float() + lost.float() * (1 - 2.0**-8)
+    return total.to(parameter.dtype) == parameter
 
 
 def stochastic_round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -262,3 +262,26 @@ def test_buffers_that_are_written_do_not_stop_the_recomputation(write, capture):
         expected, found = gradients(model, model), gradients(converted, twin)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(dict(twin.named_buffers()), dict(model.named_buffers()), rtol=1e-6, atol=1e-6)
+
+
+def offloaded(run, x):
+    """A call whose saved tensors wait outside of torch, as offloading hooks keep them."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept.detach().numpy(), torch.from_numpy):
+        return run(x)
+
+
+# The first call makes the graphs, and what that saves for backward is none of the user's hooks' business.
+AROUND = {"checkpoint": lambda run, x: checkpoint(run, x, use_reentrant=False), "offloading": offloaded}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_first_call_may_stand_under_hooks_on_saved_tensors(way, around):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    expected, twin = gradients(model, model), copy.deepcopy(model)
+    run = WAYS[way](twin, overrides={"**": "deny"})
+    for _ in range(2):
+        found = gradients(lambda x: AROUND[around](run, x), twin)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

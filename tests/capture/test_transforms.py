@@ -1,11 +1,15 @@
 """Transforms and autograd.grad inside forward: no cast crosses a level, or stands between a value and its gradient."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 import fxamp
+from fxamp.engine import engine_of
 
 LOW = torch.bfloat16
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -88,3 +92,70 @@ def test_what_stands_inside_a_transform_is_named():
     rows = {row.name: row for row in fxamp.report(converted).rows}
     assert "inside a torch.func transform" in rows["linear"].reason or "inside a torch.func" in rows["linear_1"].reason
     assert {row.precision for row in rows.values() if row.op == "linear"} == {"low", "high"}
+
+
+# ------------------------------------------------------------------------------------- around a converted model
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.norm(self.a(x))))
+
+
+def ensemble(model):
+    states = torch.func.stack_module_state([model, copy.deepcopy(model)])
+    return torch.vmap(lambda *state: torch.func.functional_call(model, state, (X,)))(*states)
+
+
+def dual(model):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(X, torch.ones_like(X)))).tangent
+
+
+AROUND = {
+    "ensemble": ensemble,
+    "linearize": lambda model: torch.func.linearize(model, X)[1](torch.ones_like(X)),
+    "jvp": lambda model: torch.func.jvp(model, (X,), (torch.ones_like(X),))[1],
+    "jacfwd": lambda model: torch.func.jacfwd(model)(X),
+    "forward_ad": dual,
+    "per sample": lambda model: torch.vmap(torch.func.grad(lambda row: model(row[None]).sum()))(X),
+    "jacrev": lambda model: torch.func.jacrev(model)(X),
+}
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize("around", AROUND)
+def test_a_batch_norm_that_is_taken_apart_runs_in_float32(around, is_called):
+    torch.manual_seed(0)
+    model = Normed()
+    model(X)
+    model.eval()
+    converted = fxamp.convert(model, LOW, capture="symbolic")
+    before = converted(X) if is_called else None
+    expected = AROUND[around](model)
+    for _ in range(2):
+        assert (AROUND[around](converted) - expected).norm() <= 0.02 * expected.norm()
+    assert torch.equal(converted(X), before if is_called else fxamp.convert(model, LOW)(X))
+    rows = [row.precision for row in fxamp.report(converted).rows if row.op == "batch_norm"]
+    assert sorted(rows) == ["high", "low"]
+
+
+def test_a_model_without_a_batch_norm_has_one_graph():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    converted = fxamp.convert(model, LOW, capture="symbolic")
+    for _ in range(2):
+        AROUND["jvp"](converted), AROUND["ensemble"](converted), converted(X)
+    assert len(engine_of(converted).all_variants()) == 1
+
+
+def test_weights_that_are_looked_at_are_no_part_of_a_trace():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 4))
+    converted = fxamp.convert(model, LOW, capture="symbolic")
+    expected = AROUND["linearize"](model)
+    assert (AROUND["linearize"](converted) - expected).norm() <= 0.02 * expected.norm()

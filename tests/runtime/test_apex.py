@@ -260,3 +260,85 @@ def test_scheduler_made_before_or_after(recwarn):
     before.step()
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_schedulers_of_the_returned_optimizer(level, recwarn):
+    linear = torch.nn.Linear(1, 1)
+    model, optimizer = amp.initialize(
+        linear, torch.optim.SGD(linear.parameters(), 1.0), opt_level=level, convert=convert
+    )
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+    ]
+    before = next(amp.master_params(optimizer)).clone()
+    for factor in (1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        with amp.scale_loss(model.weight.float().sum() * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert torch.equal(next(amp.master_params(optimizer)), (before - 1.0) - 0.125)  # the overflow is skipped
+    assert optimizer.param_groups[0]["lr"] == 0.5**4
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
+    with pytest.raises(OptionError, match="closure"):
+        optimizer.step(lambda: 0)
+
+
+def backward(model, optimizer, slope, *, fails=False, **options):
+    with amp.scale_loss((model.weight.float() * slope).sum(), optimizer, **options) as scaled:
+        scaled.backward()
+        if fails:
+            raise MemoryError
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_gradients_stand_after_an_error_as_before_the_block(level):
+    linear = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = amp.initialize(
+        linear, torch.optim.SGD(linear.parameters(), 1.0), opt_level=level, convert=convert
+    )
+    backward(model, optimizer, 0.5)
+    with pytest.raises(MemoryError):
+        backward(model, optimizer, 2.0, fails=True)
+    assert next(amp.master_params(optimizer)).grad.item() == 0.5
+    backward(model, optimizer, 0.25)
+    assert next(amp.master_params(optimizer)).grad.item() == 0.75
+    optimizer.zero_grad()
+    backward(model, optimizer, 0.25)
+    assert next(amp.master_params(optimizer)).grad.item() == 0.25
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("zeroes", ["optimizer", "model"])
+def test_gradients_zeroed_after_an_error_are_gone(level, zeroes):
+    linear = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = amp.initialize(
+        linear, torch.optim.SGD(linear.parameters(), 1.0), opt_level=level, convert=convert
+    )
+    backward(model, optimizer, 0.5)
+    backward(model, optimizer, 4.0, delay_unscale=True)
+    with pytest.raises(MemoryError):
+        backward(model, optimizer, 2.0, fails=True)
+    {"optimizer": optimizer, "model": model}[zeroes].zero_grad()
+    backward(model, optimizer, 0.25)
+    assert next(amp.master_params(optimizer)).grad.item() == 0.25
+
+
+def test_an_error_while_unscaling_puts_the_gradients_back(monkeypatch):
+    linear = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = amp.initialize(linear, torch.optim.SGD(linear.parameters(), 1.0), convert=convert)
+    backward(model, optimizer, 0.5)
+
+    def out_of_memory(_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(amp._session.scalers[0], "unscale_", out_of_memory)
+        with pytest.raises(MemoryError):
+            backward(model, optimizer, 2.0)
+    assert model.weight.grad.item() == 0.5
+    backward(model, optimizer, 0.25)
+    assert model.weight.grad.item() == 0.75

@@ -160,3 +160,30 @@ def test_failed_write_leaves_the_last_good_one(tmp_path, monkeypatch):
         save_checkpoint(tmp_path / "a.pt", step=2)
     assert load_checkpoint(tmp_path / "a.pt") == {"step": 1}
     assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_what_cannot_be_pickled_is_named_and_leaves_no_file(tmp_path):
+    save_checkpoint(tmp_path / "a.pt", step=1)
+    with pytest.raises(CheckpointError, match=r"schedule= \(function\) cannot be pickled.*last one is intact"):
+        save_checkpoint(tmp_path / "a.pt", step=2, schedule=lambda step: step)
+    with pytest.raises(CheckpointError, match=r"history= \(list\)"):
+        save_checkpoint(tmp_path / "b.pt", model=pieces(0)[0], history=[1, (number for number in range(3))])
+
+    class Counting(torch.nn.Linear):
+        def get_extra_state(self):
+            return (number for number in range(3))
+
+    with pytest.raises(CheckpointError, match=r"model= \(OrderedDict\)"):
+        save_checkpoint(tmp_path / "b.pt", model=Counting(2, 2), step=3)
+    assert load_checkpoint(tmp_path / "a.pt") == {"step": 1}
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_interrupted_write_leaves_no_part(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path / "a.pt", step=2)
+    assert os.listdir(tmp_path) == []

@@ -290,6 +290,47 @@ def test_add_param_group_and_zero_grad():
     assert [p.grad is None for p in model.parameters()] == [True, True, False, False, True, True]
 
 
+@pytest.mark.parametrize("lists_masters_first", [False, True])
+@pytest.mark.parametrize("zeroes", ["model", "model in place", "optimizer"])
+def test_masters_have_the_gradients_of_this_backward_only(zeroes, lists_masters_first):
+    model = low_model(torch.float16)
+    optimizer, scaler = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 0.1)), LossScaler()
+    listed = list(optimizer.master_params())
+    scaler.scale(torch.zeros(()))
+    give_gradients(model, 0)
+    model[0].weight.grad[0, 0] = math.nan
+    scaler.unscale_(optimizer)
+    assert scaler.step(optimizer).skipped
+    scaler.update()
+    if zeroes == "optimizer":
+        optimizer.zero_grad()
+    else:
+        model.zero_grad(set_to_none=zeroes == "model")
+    model[0].weight.grad = None  # not used in this forward
+    model[2].weight.grad = torch.ones_like(model[2].weight)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    masters = listed if lists_masters_first else list(optimizer.master_params())
+    assert float(torch.nn.utils.clip_grad_norm_(masters, 0.5)) == pytest.approx(math.sqrt(24) / scaler.get_scale())
+    assert not scaler.step(optimizer).skipped
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def test_a_step_never_called_leaves_masters_no_gradient():
+    model = low_model()
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    give_gradients(model, 0)
+    optimizer.widen_gradients_()
+    assert all(master.grad is p.grad for master, p in zip(optimizer.master_params(), model.parameters(), strict=True))
+    model.zero_grad()
+    assert [master.grad for master in optimizer.master_params()] == [None] * 6
+    give_gradients(model, 0)
+    optimizer.widen_gradients_()
+    model.zero_grad()
+    optimizer.zero_grad()
+    assert [master_of(parameter).grad for parameter in model[0].parameters()] == [None, None]
+
+
 def test_hooks_run_once_a_step_on_wrapper_and_wrapped():
     model, calls = low_model(), []
     inner = torch.optim.Adam(model.parameters())

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+import fxamp
 from fxamp.runtime.packed_weights import KeptCast, packed_cast
 from fxamp.runtime.padded_weights import grown, make_room, own_part
 from tests.runtime.test_packed_weights import LOW, Ops
@@ -171,3 +172,12 @@ def test_only_whole_rows_of_dense_weights_get_room():
     (copy,) = packed_cast(torch.float32, filters, pads=(growth,))
     assert copy.data_ptr() == filters.data_ptr()
     assert copy.is_contiguous(memory_format=torch.channels_last) and torch.equal(copy, grown(filters, *growth))
+
+
+def test_a_model_that_is_moved_keeps_its_room():
+    model = fxamp.convert(nn.Linear(8, 13), BF16, (torch.ones(2, 8),), "O2", pad="always")
+    before = model.weight.data_ptr()
+    model._apply(torch.Tensor.clone)
+    assert model.weight.data_ptr() != before
+    (copy,) = packed_cast(BF16, model.weight, pads=(ROWS,))
+    assert copy.data_ptr() == model.weight.data_ptr() and not copy[13:].any()

@@ -1,0 +1,56 @@
+"""Float32 state for an optimizer that was made, stepped or loaded while its parameters were 16 bits."""
+
+import logging
+from typing import Any
+
+import torch
+
+from fxamp.dtypes import dtype_name
+
+logger = logging.getLogger("fxamp")
+
+
+def widen_state_(optimizer: torch.optim.Optimizer, low: list[torch.Tensor]) -> None:
+    """Make the state of 16-bit parameters float32, and warn if numbers that were in it have been rounded.
+
+    Numbers that Adagrad starts from are known exactly, and taken.
+    """
+    rounded: list[torch.Tensor] = []
+    for parameter in low:
+        state = optimizer.state.get(parameter, {})
+        keys = [key for key, value in state.items() if _has_dtype(value, parameter.dtype)]
+        if not (_is_fresh(state, keys) or _starts_adagrad(optimizer, state, parameter.dtype)):
+            rounded.append(parameter)
+        for key in keys:
+            state[key] = state[key].float()
+        if _starts_adagrad(optimizer, state, parameter.dtype):
+            state["sum"].fill_(optimizer.defaults["initial_accumulator_value"])
+    if rounded:
+        name = type(optimizer).__name__
+        logger.warning(
+            "The state of %d parameters of %s was %s before it was wrapped: it has been rounded, and what was below "
+            "the smallest number is 0. To load a state, wrap %s first and load into the wrapper: "
+            "optimizer = fxamp.MasterWeightOptimizer(%s(...)); optimizer.load_state_dict(state).",
+            len(rounded),
+            name,
+            dtype_name(rounded[0].dtype),
+            name,
+            name,
+        )
+
+
+def _has_dtype(value: object, dtype: torch.dtype) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == dtype
+
+
+def _is_fresh(state: dict[str, Any], keys: list[str]) -> bool:
+    """Whether the 16-bit numbers of a state are the zeros that it was made with."""
+    return float(state.get("step", 0)) == 0 and not any(bool(state[key].any()) for key in keys)
+
+
+def _starts_adagrad(optimizer: torch.optim.Optimizer, state: dict[str, Any], low: torch.dtype) -> bool:
+    """Whether this is what Adagrad has before its first step, rounded to `low`."""
+    if not isinstance(optimizer, torch.optim.Adagrad) or "sum" not in state or float(state["step"]) != 0:
+        return False
+    start = torch.tensor(optimizer.defaults["initial_accumulator_value"], dtype=low, device=state["sum"].device)
+    return bool((state["sum"] == start).all())
