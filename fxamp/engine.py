@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxamp.capture.inputs import CallSpec, call_key, flatten_call
 from fxamp.capture.reads import Place
 from fxamp.capture.unseen import no_saved_tensor_hooks
-from fxamp.errors import CaptureError
+from fxamp.errors import CaptureError, InvariantError
 from fxamp.ir import BLOCK_PATH, ENGINE
 from fxamp.structure import Structure
 from fxamp.variant import Variant, takes_apart
@@ -221,11 +221,22 @@ class Engine:
         return variant
 
     def _build(self, module: nn.Module, spec: CallSpec, inputs: list[Any]) -> Variant:
-        """A batch norm that torch takes apart would give float32 of low values and its float32 statistics."""
+        """The variant of a call.
+
+        1. A batch norm that torch takes apart would give float32 of low values and its float32 statistics: it is high.
+        2. A defect of the passes that an invariant shows is no reason to refuse a model that Dynamo can take.
+        """
         options, is_transformed = self.options, takes_apart()
         if is_transformed:
             options = dataclasses.replace(options, lists=options.lists.override(deny=["batch_norm"]))
-        variant = self.workshop.build(plain_tree(module), spec, inputs, options, self.live)
+        try:
+            variant = self.workshop.build(plain_tree(module), spec, inputs, options, self.live)
+        except InvariantError as error:
+            if options.capture != "auto" or options.opt_level != "O1":
+                raise
+            name = type(module).__qualname__
+            log.warning("the graph of %s breaks a rule of fxamp's own, please report it: %s", name, error)
+            raise CaptureError(f"the graph of {name} breaks a rule of fxamp's own: {error}") from error
         variant.note_transforms(is_transformed)
         return variant
 

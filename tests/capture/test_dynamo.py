@@ -1,6 +1,7 @@
 """Dynamo as the second front door: the same passes, one report, and no model left that looks converted and is not."""
 
 import copy
+import dataclasses
 import logging
 import pickle
 
@@ -10,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
+from fxamp.engine import engine_of
+from fxamp.errors import InvariantError
 
 
 class Deciding(nn.Module):
@@ -267,3 +270,50 @@ def test_a_conversion_to_a_name_is_relative_where_the_name_is_a_dtype_that_was_r
     model(torch.randn(2, 8))
     rows = [row for row in fxamp.report(model).rows if row.op == "linear"]
     assert [row.precision for row in rows] == ["low", precision]
+
+
+def test_a_defect_of_the_passes_is_told_and_dynamo_takes_the_model(caplog):
+    """InvariantError is fxamp's own fault: `auto` goes on by the other way, `symbolic` shows it."""
+
+    def broken(*args):
+        raise InvariantError("linear gives bfloat16, but float32 is recorded")
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, x = nn.Linear(8, 8), torch.randn(2, 8)
+    model = fxamp.convert(copy.deepcopy(plain), torch.bfloat16)
+    engine_of(model).workshop = dataclasses.replace(engine_of(model).workshop, build=broken)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(x).float()
+    assert torch.equal(model(x), expected)
+    assert set(fxamp.report(model).captures) == {"dynamo"}
+    assert "please report it: linear gives bfloat16" in caplog.text
+    only = fxamp.convert(plain, torch.bfloat16, capture="symbolic")
+    engine_of(only).workshop = dataclasses.replace(engine_of(only).workshop, build=broken)
+    with pytest.raises(InvariantError, match="recorded"):
+        only(x)
+
+
+class OwnRegion(nn.Module):
+    """Opens an autocast region of its own, in another dtype than it is converted to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(16, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.float16):
+            y = torch.cat([self.first(x), x.exp()], -1)
+        return self.last(y.float())
+
+
+@pytest.mark.parametrize("options", [{}, {"overrides": {"*": "deny"}}, {"overrides": {"first": "deny"}}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_region_that_the_model_opens_says_nothing_of_the_dtypes_it_is_converted_to(options, dtype):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = OwnRegion(), torch.randn(4, 8)
+    plain = model.last(torch.cat([model.first(x), x.exp()], -1))
+    converted = fxamp.convert(model, dtype, (x,), capture="dynamo", **options)
+    exact = options.get("overrides") == {"*": "deny"}
+    torch.testing.assert_close(converted(x), plain, rtol=0 if exact else 2**-6, atol=0 if exact else 2**-6)
