@@ -27,8 +27,7 @@ def has_open_length(node: fx.Node) -> bool:
     if op not in _PARTS or given.op == "get_attr":
         return False
     many = ir.argument_of(node, 1, "chunks" if op.endswith("chunk") else "split_size")
-    is_fixed = isinstance(many, (tuple, list)) or (many == len(value) and _are_features(node, given))
-    return not (is_fixed and op != "unbind")
+    return not isinstance(many, (tuple, list)) and not (many == len(value) and _are_features(node, given))
 
 
 def _are_features(chunk: fx.Node, given: fx.Node) -> bool:

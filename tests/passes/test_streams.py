@@ -33,6 +33,11 @@ X, W = torch.rand(8, 8), torch.rand(8, 8)
         ("a=linear n=norm(a) s=add(a,n) b=linear(s) m=norm(b) t=add(b,m) linear(t)", "low low low low low low low"),
         # what autocast adds low: the sums of a residual network
         ("a=linear b=linear(a) s=add(a,b) r=relu(s) c=linear(r) t=add(r,c) linear(t)", "low low low low low low low"),
+        # a sum that autocast has low begins a stream behind a norm
+        (
+            "a=linear b=linear(a) s=add(a,b) n=norm(s) f=linear(n) t=add(n,f) g=linear(t) u=add(t,g) linear(u)",
+            "low low ? high low high low high low",
+        ),
         # a parameter is not an operand that makes a sum one of a stream
         ("a=linear n=norm(a) s=add(n,p) t=add(s,p) linear(t)", "low low low low low"),
         # what begins the stream is not rounded either, the branches are: here products of a GEMM's result
@@ -62,6 +67,7 @@ def test_the_other_levels_say_themselves_how_far_they_go():
 def test_what_the_user_says_of_a_sum_comes_first():
     own = OpLists.default().override(infer=["add"])
     assert_colours(STREAM, "low low low low low low low", chosen=policy(lists=own))
+    assert_colours(STREAM, "low low low ? low low low", chosen=policy(overrides={"add": "infer", "add_1": "infer"}))
     denied = OpLists.default().override(deny=["add"])
     assert_colours(STREAM, "low ? low high low high low", chosen=policy(lists=denied))
 

@@ -144,13 +144,18 @@ def test_writes_are_seen_and_an_update_between_forward_and_backward_is_an_error(
         loss.backward()
 
 
-@pytest.mark.parametrize("how", ["other memory", "a part of other memory", "too little room", "another number"])
+@pytest.mark.parametrize(
+    "how", ["other memory", "a part of other memory", "a part of its own", "too little room", "another number"]
+)
 def test_where_there_is_no_room_a_copy_is_made(how):
     weight, growth = roomy(), ROWS
     if how == "other memory":
         weight.data = weight.detach().clone()
     elif how == "a part of other memory":
         weight.data = torch.full((8, 4), 9.0, dtype=BF16)[:5]
+    elif how == "a part of its own":
+        weight.data = weight.data[1:]
+        growth = (((1, 4), (1, 0)), 0.0)
     elif how == "too little room":
         growth = (((1, 11), (1, 0)), 0.0)
     else:
