@@ -24,7 +24,7 @@ BF16 = torch.bfloat16
 # Activation casts and weight casts of the tiny models in one forward, at the default level.
 BUDGETS = {
     "resnet50": (2, 23),
-    "convnext_tiny": (2, 61),
+    "convnext_tiny": (4, 61),  # float16 does not hold its layer scales of 1e-6
     "vit_b16": (2, 65),
     "bert_base": (3, 66),
     "gpt2_small": (2, 57),
@@ -115,7 +115,7 @@ def test_a_saved_storage_counts_once_and_parameters_do_not():
 
 @pytest.mark.parametrize("name", BUDGETS)
 def test_the_report_agrees_with_what_runs_and_keeps_its_budget(name):
-    found = count(MODELS[name], "O1 balanced", BF16, "cpu", tiny=True)
+    found = count(MODELS[name], "O1 balanced", torch.float16, "cpu", tiny=True)
     activations, weights = BUDGETS[name]
     assert found.report.casts <= activations and found.report.weight_casts <= weights
     assert found.counts.forward_tensors_cast == found.report.casts + found.report.weight_casts
@@ -135,7 +135,7 @@ def test_float32_has_no_casts_and_every_way_gives_the_same_ops():
 
 @pytest.mark.parametrize("name", ["resnet50", "gpt2_small", "ncf"])
 def test_fake_cuda_and_the_cpu_cast_the_same(name, on_fake_cuda):
-    really = count(name, "O1 balanced", BF16, "cpu", tiny=True).counts
+    really = count(name, "O1 balanced", torch.float16, "cpu", tiny=True).counts
     fake = on_fake_cuda[name]["O1 balanced"]
     assert (fake.casts, fake.tensors_cast) == (really.casts, really.tensors_cast)
 
@@ -324,3 +324,11 @@ def test_the_loss_inside_is_the_same_loss(way):
         losses.append(loss())
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     assert not any("cross_entropy" in row.op for row in fxamp.report(converted).rows)
+
+
+def test_in_bfloat16_a_residual_stream_costs_a_cast_a_norm():
+    """The stream is float32 there, and what a norm makes of it is cast for the GEMMs."""
+    low, half = (count("gpt2_small", "O1 balanced", dtype, "cpu", tiny=True) for dtype in (BF16, torch.float16))
+    norms = sum(row.op == "layer_norm" for row in low.report.rows)
+    assert half.report.casts < low.report.casts <= half.report.casts + 2 * norms
+    assert low.counts.forward_tensors_cast == low.report.casts + low.report.weight_casts

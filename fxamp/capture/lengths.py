@@ -27,7 +27,11 @@ def has_open_length(node: fx.Node) -> bool:
     if op not in _PARTS or given.op == "get_attr":
         return False
     many = ir.argument_of(node, 1, "chunks" if op.endswith("chunk") else "split_size")
-    return not isinstance(many, (tuple, list)) and not (many == len(value) and _are_features(node, given))
+    if isinstance(many, (tuple, list)):
+        return False
+    is_chunk = op.endswith("chunk") and many == len(value)
+    is_split = op.endswith("split") and isinstance(many, int)
+    return not (is_chunk and _are_features(node, given)) and not (is_split and _are_of_weights(node, given))
 
 
 def _are_features(chunk: fx.Node, given: fx.Node) -> bool:
@@ -39,6 +43,16 @@ def _are_features(chunk: fx.Node, given: fx.Node) -> bool:
     if not isinstance(whole, torch.Tensor) or not isinstance(dim, int):
         return False
     return dim in (-1, whole.dim() - 1) or (whole.dim() > 3 and dim in (1, 1 - whole.dim()))
+
+
+def _are_of_weights(split: fx.Node, given: fx.Node) -> bool:
+    """Whether a split is along the features that a weight of the model has just made."""
+    whole, dim = given.meta.get("val", UNKNOWN), ir.argument_of(split, 2, "dim", 0)
+    if not isinstance(whole, torch.Tensor) or not isinstance(dim, int):
+        return False
+    made_by, weight = canonical_name(given.target), ir.argument_of(given, 1, "weight")
+    place = whole.dim() - 1 if made_by == "linear" else 1 if made_by in ("conv1d", "conv2d", "conv3d") else None
+    return dim % whole.dim() == place and isinstance(weight, fx.Node) and weight.op == "get_attr"
 
 
 def _is_number_or_open(node: fx.Node) -> bool:

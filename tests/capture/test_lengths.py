@@ -34,6 +34,8 @@ COUNTED = {
     "unbind": lambda m, x: _cells(m, x.unbind(1)),
     "torch.unbind": lambda m, x: _cells(m, torch.unbind(x, dim=1)),
     "split": lambda m, x: sum(part.mean(1) for part in m.layer(x).split(1, 1)),
+    "split along keys": lambda m, x: sum(part.tanh() for part in (m.layer(x) @ x.mT).split(1, dim=-1)),
+    "split by a size": lambda m, x: [part.tanh() for part in m.layer(x).split(x.shape[1], dim=-1)],
     "split of two": lambda m, x: sum(part.sum(1) for part in torch.split(m.layer(x), 2, dim=1)),
     "chunk": lambda m, x: [part.tanh() for part in m.layer(x).chunk(x.shape[1], 1)],
     "chunk along steps": lambda m, x: [part.tanh() for part in m.layer(x).chunk(3, 1)],
@@ -68,6 +70,7 @@ def test_other_sizes_have_other_numbers_of_items(name, example):
 
 
 FIXED = {
+    "split features": lambda m, x: sum(part.tanh() for part in m.layer(x).split(2, dim=-1)),
     "unpacked": lambda m, x: _sum_of_two(*m.layer(x).chunk(2, -1)),
     "indexed": lambda m, x: m.layer(x).unbind(-1)[0] + m.layer(x).split(2, -1)[-1].sum(-1),
     "sizes": lambda m, x: sum(part.sum() for part in m.layer(x).split([1, 3], -1)),

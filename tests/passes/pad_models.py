@@ -161,7 +161,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         batch, length, width = x.size()
-        parts = self.qkv(x).split(width, dim=2)
+        parts = self.qkv(x).split(self.out.in_features, dim=2)
         q, k, v = (p.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for p in parts)
         weights = ((q @ k.transpose(-2, -1)) * 0.25).softmax(-1)
         return self.out((weights @ v).transpose(1, 2).contiguous().view(batch, length, width))
