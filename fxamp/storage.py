@@ -7,12 +7,13 @@ Each keeps its exact float32 numbers as a master (see `fxamp.runtime.masters`) u
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.runtime.master_weights import MasterWeightOptimizer
@@ -23,8 +24,10 @@ from fxamp.runtime.masters import (
     detach_master,
     end_load,
     exact_values,
+    is_master_written,
     loosen,
     master_of,
+    reconcile_,
     set_master,
 )
 from fxamp.runtime.padded_weights import make_room, renew_room
@@ -124,30 +127,24 @@ def speak_float32(model: nn.Module) -> list[Any]:
     return handles
 
 
-# Tensors that a state dict was given of lowered parameters: writes into them are writes into the model.
-_handed_out: list["_HandedOut"] = []
-
-
 @dataclasses.dataclass
 class _HandedOut:
-    """A float32 tensor that a state dict holds of a lowered one.
+    """A float32 tensor that a state dict holds of a lowered one: writes into it are writes into the model.
 
     Attributes:
         copy: the tensor where it is no master but was made for the state dict: kept until it was looked at once.
     """
 
-    tensor: weakref.ref[torch.Tensor]
     given: weakref.ref[torch.Tensor]
     version: int
     copy: torch.Tensor | None
 
-    def take_over(self) -> bool:
-        """Give the parameter what was written; whether there may be more to come."""
-        tensor, given = self.tensor(), self.given()
-        if tensor is None or not is_stored_low(tensor):
-            return False
+    def take_over(self, tensor: torch.Tensor) -> bool:
+        """Give the lowered tensor what was written; whether there may be more to come."""
+        given = self.given()
         if hasattr(tensor, MASTER):
-            master_of(tensor)
+            if is_master_written(tensor):
+                reconcile_(tensor)
         elif given is not None and given._version != self.version:
             set_master(tensor, given)
             self.version = given._version
@@ -155,20 +152,30 @@ class _HandedOut:
         return given is not None
 
 
+_handed_out: MutableMapping[torch.Tensor, list[_HandedOut]] = WeakIdKeyDictionary()
+
+
 def take_over_writes() -> None:
     """Give lowered tensors what was written into state dicts; called before each forward, cheap where none is held."""
     if _handed_out:
-        _handed_out[:] = [each for each in _handed_out if each.take_over()]
+        for tensor in list(_handed_out):
+            _take_over(tensor)
+
+
+def _take_over(tensor: torch.Tensor) -> None:
+    held = _handed_out.pop(tensor, [])
+    if is_stored_low(tensor) and (left := [each for each in held if each.take_over(tensor)]):
+        _handed_out[tensor] = left
 
 
 def _raise_to_float32(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    take_over_writes()
     for name, tensor in _own_tensors(module).items():
         if prefix + name in state and is_stored_low(tensor):
+            _take_over(tensor)
             given = exact_values(tensor).detach()
             state[prefix + name] = given
             copy = None if hasattr(tensor, MASTER) else given
-            _handed_out.append(_HandedOut(weakref.ref(tensor), weakref.ref(given), given._version, copy))
+            _handed_out.setdefault(tensor, []).append(_HandedOut(weakref.ref(given), given._version, copy))
 
 
 def _begin_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import fxamp
 from fxamp import storage
 from fxamp.runtime import apex as amp
+from fxamp.runtime import masters
 from fxamp.runtime.masters import master_of, set_master
 
 X = torch.ones(2, 8)
@@ -250,6 +251,27 @@ def test_an_average_of_state_dicts_is_float32s():
 def exact_state(model, offset=2.0**-12):
     """The model's numbers with digits that bfloat16 does not have."""
     return {name: value.clone() + offset for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("depth", [3, 12])
+def test_a_state_dict_looks_at_each_tensor_once_and_a_forward_at_none(depth, monkeypatch):
+    """A parameter is compared with its master by value: a pass over both."""
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth)))
+    model, looks = fxamp.convert(layers, torch.bfloat16, (X,), "O2"), []
+    reconcile = masters.reconcile_
+    for module in (masters, storage):
+        monkeypatch.setattr(module, "reconcile_", lambda tensor: looks.append(tensor) or reconcile(tensor))
+    state = [model.state_dict(), model.state_dict()]
+    assert len(looks) == 2 * 2 * depth
+    model(X)
+    model(X)
+    assert len(looks) == 2 * 2 * depth
+    state[0]["0.bias"].fill_(0.5)
+    model(X)
+    assert len(looks) == 2 * 2 * depth + 1 and (model[0].bias == 0.5).all()
+    state.clear()
+    model(X)
+    assert not storage._handed_out
 
 
 @pytest.mark.parametrize("opt_level", ["O2", "O3"])

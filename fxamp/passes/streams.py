@@ -1,9 +1,9 @@
-"""Sums that go on: in a dtype with less digits than TF32 a residual stream stays float32 (DESIGN 4.3).
+"""Sums that go on: in a dtype with fewer bits than TF32 a residual stream stays float32 (DESIGN 4.3).
 
 A residual stream is x + f(x) + g(x) + ...: each sum is an operand of the next, itself or behind a norm. In bfloat16
-every one of them would round the whole stream to 8 digits, once a block, while autocast adds in float32, because what
+every one of them would round the whole stream to 8 bits, once a block, while autocast adds in float32, because what
 begins the stream (embedding rows, a norm, a positional parameter) is float32 there. The branches stay low: the sum
-reads them as they are. float16 keeps the 11 digits of TF32, and its streams are left to the cut.
+reads them as they are. float16 keeps the 11 bits of TF32, and its streams are left to the cut.
 """
 
 from collections.abc import Container
@@ -89,7 +89,7 @@ def _is_sum(ruling: Ruling, node: fx.Node) -> bool:
 
 def _viewed(node: fx.Node) -> fx.Node:
     """What a view is a view of; rows of a table are no view of it."""
-    while ir.mark(node).op in TRAITS["view"] and isinstance(node.args[0], fx.Node):
+    while ir.mark(node).op in TRAITS["view"] and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
