@@ -71,7 +71,8 @@ def test_figure_1_float16_diverges_without_scaling_and_matches_float32_with_it()
     single = language_model(torch.float32, NoOpLossScaler())
     scaled = language_model(torch.float16, LossScaler(2.0**16))
     unscaled = language_model(torch.float16, NoOpLossScaler())
-    assert scaled == pytest.approx(single, rel=0.01)
+    assert scaled == pytest.approx(single, rel=0.05)
+    assert mean(scaled[-20:]) == pytest.approx(mean(single[-20:]), rel=0.005)
     assert mean(single[-20:]) < 0.6 * single[0]
     assert min(unscaled) < 0.8 * unscaled[0], "it learns at first"
     assert mean(unscaled[-20:]) > 1.2 * unscaled[0], "and then diverges"
