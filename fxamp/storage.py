@@ -216,18 +216,33 @@ def apply_exactly(model: nn.Module, apply: Callable[[], Any]) -> bool:
     Returns:
         Whether a lowered tensor has another dtype now.
     """
-    before = {tensor: tensor.dtype for _, tensor in _named_tensors(model) if is_stored_low(tensor)}
-    exact = {tensor: exact_values(tensor) for tensor in before if hasattr(tensor, MASTER)}
+    before = {name: tensor for name, tensor in _named_tensors(model) if is_stored_low(tensor)}
+    dtypes = {name: tensor.dtype for name, tensor in before.items()}
+    exact = {name: exact_values(tensor) for name, tensor in before.items() if hasattr(tensor, MASTER)}
     apply()
-    for tensor in before:
-        renew_room(tensor)
-    for tensor, value in exact.items():
-        with torch.no_grad():
-            if tensor.dtype != before[tensor]:
-                tensor.copy_(value)
-            if value.device != tensor.device:
-                value.data = value.to(tensor.device)
-    return any(tensor.dtype != dtype for tensor, dtype in before.items())
+    now = dict(_named_tensors(model))
+    for name, tensor in before.items():
+        renew_room(tensor, now[name])
+        _move_master(tensor, now[name], exact.get(name), now[name].dtype != dtypes[name])
+    return any(now[name].dtype != dtype for name, dtype in dtypes.items())
+
+
+def _move_master(old: torch.Tensor, new: torch.Tensor, exact: torch.Tensor | None, is_converted: bool) -> None:
+    """Let a tensor that was moved or converted have its exact numbers; it may be another object now (`to_empty`)."""
+    if new is not old:
+        setattr(new, _LOGICAL, getattr(old, _LOGICAL))
+    if exact is None:
+        return
+    if exact.is_meta and not new.is_meta:
+        exact = new.detach().float()  # there are no numbers yet
+    with torch.no_grad():
+        if is_converted:
+            new.copy_(exact)
+        if new is not old:
+            attach_master(new, exact.to(new.device))
+            loosen(new)
+        elif exact.device != new.device:
+            exact.data = exact.to(new.device)
 
 
 def copy_marks(source: nn.Module, twin: nn.Module) -> None:

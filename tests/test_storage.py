@@ -360,6 +360,35 @@ def test_masters_move_with_the_model():
     assert {value.device.type for value in model.state_dict().values()} == {"meta"}
 
 
+@pytest.fixture
+def new_parameters():
+    """`.to()` puts new Parameters in the place of the old ones, as torch does for other devices' layouts."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_parameters_that_are_replaced_in_a_conversion_keep_their_exact_numbers(opt_level, new_parameters):
+    model = converted(opt_level)
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    old = model[0].weight
+    model.to("cpu", non_blocking=True)
+    assert model[0].weight is not old and model[0].weight.dtype == torch.bfloat16
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+    model.double()
+    assert all(torch.equal(value, wanted[name].double()) for name, value in model.state_dict().items())
+
+
+def test_a_model_without_memory_gets_it_and_takes_a_checkpoint_exactly():
+    model = converted("O2")
+    wanted = exact_state(model)
+    model.to("meta").to_empty(device="cpu")
+    model.load_state_dict(wanted)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
 def test_after_a_step_masters_keep_their_low_bits_though_a_few_elements_are_written():
     model = converted("O2")
     optimizer = fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 2.0**-10))

@@ -124,10 +124,10 @@ def note_room(weight: torch.Tensor, multiple: int) -> None:
     _rooms[weight] = StorageWeakRef(weight.untyped_storage()), multiple  # type: ignore[no-untyped-call]
 
 
-def renew_room(weight: torch.Tensor) -> None:
-    """Give a weight that was moved to other memory the room that it had."""
+def renew_room(weight: torch.Tensor, moved: torch.Tensor) -> None:
+    """Give a weight that was moved to other memory, or what was put in its place, the room that it had."""
     if weight in _rooms:
-        make_room(weight, _rooms[weight][1])
+        make_room(moved, _rooms[weight][1])
 
 
 def in_room(weight: torch.Tensor, growth: Growth) -> torch.Tensor | None:

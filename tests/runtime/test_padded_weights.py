@@ -181,8 +181,8 @@ def test_only_whole_rows_of_dense_weights_get_room():
 
 def test_a_model_that_is_moved_keeps_its_room():
     model = fxamp.convert(nn.Linear(8, 13), BF16, (torch.ones(2, 8),), "O2", pad="always")
-    before = model.weight.data_ptr()
+    before = model.weight.detach()  # alive, so its memory is not given to another
     model._apply(torch.Tensor.clone)
-    assert model.weight.data_ptr() != before
+    assert model.weight.data_ptr() != before.data_ptr()
     (copy,) = packed_cast(BF16, model.weight, pads=(ROWS,))
     assert copy.data_ptr() == model.weight.data_ptr() and not copy[13:].any()
