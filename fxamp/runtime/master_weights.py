@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +27,7 @@ from fxamp.runtime.masters import (
 )
 from fxamp.runtime.rounding import Compensation, StochasticRounding
 from fxamp.runtime.stand_ins import StandIns, buckets, give_gradients, step_of_each
+from fxamp.runtime.whole_calls import call_on_stand_ins, give_back_gradients, has_own_method
 from fxamp.runtime.wide_state import widen_state_
 
 __all__ = ["MasterWeightOptimizer", "master_of", "set_master"]
@@ -215,27 +217,28 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         round_into(low, high)
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        """One bucket; while the closure runs, the groups hold the model's parameters with the new values."""
         bucket = [parameter for parameter in gradients.parameters(self) if parameter.requires_grad]
         wide = self._wide(bucket)
-        pairs = [(p, w) for p, w in zip(bucket, wide, strict=True) if w is not p]
-        standing_in = StandIns(self.optimizer, self.param_groups, bucket, wide)
-
-        def evaluate() -> Any:
-            standing_in.__exit__(None, None, None)
-            try:
-                round_into([parameter for parameter, _ in pairs], [master for _, master in pairs])
-                with torch.enable_grad():
-                    loss = closure()
-            finally:
-                standing_in.__enter__()
-            for parameter, master in pairs:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-            return loss
-
-        with standing_in:
-            returned = self.optimizer.step(evaluate)
+        returned = call_on_stand_ins(self.optimizer, bucket, wide, self.optimizer.step, closure)
         self._take_back(bucket, wide, None)
+        return returned
+
+    def __getattr__(self, name: str) -> Any:
+        """A method that the wrapped optimizer's class adds to torch's: it sees float32 masters, as its step does."""
+        optimizer = self.__dict__.get("optimizer")
+        if optimizer is None or not has_own_method(optimizer, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return functools.partial(self._call_own_method, getattr(optimizer, name))
+
+    @torch.no_grad()
+    def _call_own_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._loaded.settle(self._rounding, is_last=True)
+        every = list(gradients.parameters(self))
+        wide = self._wide(every)
+        give_gradients(every, wide, None)
+        returned = call_on_stand_ins(self.optimizer, every, wide, method, *args, **kwargs)
+        give_back_gradients(every, wide)
+        self._take_back(every, wide, None)
         return returned
 
     # Saving and copying

@@ -12,6 +12,7 @@ from runtime_instruments import PeakBytes, ThirdParty
 from fxamp.errors import OptionError
 from fxamp.runtime import device_skip
 from fxamp.runtime.master_weights import MasterWeightOptimizer, master_of, set_master
+from fxamp.runtime.masters import is_low
 from fxamp.runtime.rounding import stochastic_round
 from fxamp.runtime.scaler import LossScaler
 
@@ -449,3 +450,115 @@ def test_options_are_checked():
         MasterWeightOptimizer([weight])
     with pytest.raises(OptionError, match="MasterWeightOptimizer already"):
         MasterWeightOptimizer(MasterWeightOptimizer(inner))
+
+
+# ---------------------------------------------------------------------------------- methods of other optimizers' own
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Steps at an average of where it is and where it goes; `eval()` exchanges one for the other."""
+
+    @torch.no_grad()
+    def eval(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if "ahead" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["ahead"], 0.3)
+
+    def step(self, closure=None):
+        returned = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("ahead", parameter.detach().clone()).sub_(0.01)
+        return returned
+
+
+class SAM(torch.optim.SGD):
+    """Climbs to where the loss is higher, and steps with the gradient from there."""
+
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["origin"] = parameter.detach().clone()
+                    parameter.add_(parameter.grad, alpha=0.001)
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad=False):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.copy_(self.state[parameter]["origin"])
+        self.step()
+        if zero_grad:
+            self.zero_grad()
+
+    def with_closure(self, scale, closure=None):
+        loss = closure()
+        self.step()
+        return loss * scale
+
+
+def follow(model, optimizer, reference, plain, use):
+    for seed in range(4):
+        use(model, optimizer, lambda model, seed=seed: give_gradients(model, seed))
+        use(reference, plain, lambda _, seed=seed: _give(reference, give_gradients(copy.deepcopy(model), seed)))
+    assert all(
+        torch.equal(master_of(p) if is_low(p) else p, r) for p, r in zip(model.parameters(), reference, strict=True)
+    )
+
+
+def _give(parameters, values):
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.grad = value
+
+
+def sam(model, optimizer, give):
+    give(model)
+    optimizer.first_step(zero_grad=True)
+    parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else model
+    assert all(parameter.grad is None for parameter in parameters)
+    give(model)
+    optimizer.second_step()
+    optimizer.zero_grad()
+
+
+def schedule_free(model, optimizer, give):
+    give(model)
+    optimizer.step()
+    optimizer.eval()
+
+
+@pytest.mark.parametrize(("kind", "use"), [(SAM, sam), (ScheduleFree, schedule_free)])
+def test_methods_of_an_optimizers_own_update_masters(kind, use):
+    model = low_model()
+    optimizer = MasterWeightOptimizer(kind(model.parameters(), 0.05, momentum=0.9))
+    reference = reference_of(model)
+    follow(model, optimizer, reference, kind(reference, 0.05, momentum=0.9), use)
+    assert torch.equal(model[0].weight, master_of(model[0].weight).to(torch.bfloat16))
+    assert set(optimizer.state) <= set(model.parameters())
+
+
+def test_a_closure_of_such_a_method_sees_the_models_parameters():
+    model = low_model()
+    optimizer = MasterWeightOptimizer(SAM(model.parameters(), 0.05))
+    before, seen = model[0].weight.detach().clone(), []
+
+    def closure():
+        give_gradients(model, 1)
+        seen.extend(parameter.dtype for parameter in optimizer.param_groups[0]["params"])
+        return torch.tensor(2.0)
+
+    assert optimizer.with_closure(3.0, closure=closure) == 6.0
+    assert torch.bfloat16 in seen and not torch.equal(model[0].weight, before)
+
+
+def test_what_the_wrapped_optimizer_lacks_is_no_attribute():
+    model = low_model()
+    optimizer = MasterWeightOptimizer(SAM(model.parameters(), 0.05))
+    assert hasattr(optimizer, "first_step") and not hasattr(optimizer, "train") and not hasattr(optimizer, "_private")
+    assert not hasattr(object.__new__(MasterWeightOptimizer), "first_step")
+    assert copy.deepcopy(optimizer).first_step.func.__self__ is not optimizer

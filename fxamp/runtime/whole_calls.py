@@ -1,0 +1,69 @@
+"""Calls of an optimizer that see all parameters at once: a step with a closure, and methods of its own.
+
+Optimizers of other packages have more than `step`: `train()` and `eval()` of schedule-free ones,
+`first_step()` of SAM.
+They, too, read and write float32 masters in the place of 16-bit parameters.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fxamp.runtime.masters import round_into
+from fxamp.runtime.stand_ins import StandIns
+
+
+def has_own_method(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    """Whether an optimizer's class adds a public method of this name to those that every optimizer has."""
+    return not name.startswith("_") and callable(getattr(type(optimizer), name, None))
+
+
+def call_on_stand_ins(
+    optimizer: torch.optim.Optimizer,
+    narrow: list[torch.Tensor],
+    wide: list[torch.Tensor],
+    method: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a method of the optimizer while its groups hold `wide` in the place of `narrow`.
+
+    While a closure among the arguments runs, the groups hold `narrow`, with the values that `wide` has by then; the
+    gradients that it leaves are those of `wide`.
+    """
+    standing_in = StandIns(optimizer, optimizer.param_groups, narrow, wide)
+    pairs = [
+        (parameter, stand_in) for parameter, stand_in in zip(narrow, wide, strict=True) if stand_in is not parameter
+    ]
+
+    def with_parameters(closure: Callable[..., Any]) -> Callable[..., Any]:
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            standing_in.__exit__(None, None, None)
+            try:
+                round_into([parameter for parameter, _ in pairs], [stand_in for _, stand_in in pairs])
+                with torch.enable_grad():
+                    loss = closure(*args, **kwargs)
+            finally:
+                standing_in.__enter__()
+            for parameter, stand_in in pairs:
+                stand_in.grad = None if parameter.grad is None else parameter.grad.float()
+            return loss
+
+        return evaluate
+
+    args = tuple([with_parameters(value) if callable(value) else value for value in args])
+    kwargs = {name: with_parameters(value) if callable(value) else value for name, value in kwargs.items()}
+    with standing_in:
+        return method(*args, **kwargs)
+
+
+def give_back_gradients(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> None:
+    """Let the parameters' gradients be what a method has made of the stand-ins': scaled, or cleared."""
+    for parameter, stand_in in zip(narrow, wide, strict=True):
+        if stand_in is parameter or parameter.grad is None:
+            continue
+        if stand_in.grad is None:
+            parameter.grad = None
+        elif stand_in.grad is not parameter.grad:
+            parameter.grad = stand_in.grad.to(parameter.grad.dtype)
