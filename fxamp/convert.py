@@ -46,11 +46,11 @@ from fxamp.passes.keep import KeepWeights, forget_copies
 from fxamp.passes.literals import Fit, fit_in
 from fxamp.passes.losses import ReadLogitsLow
 from fxamp.passes.normalise import Normalise
-from fxamp.passes.overrides import names_kept
+from fxamp.passes.overrides import check_overrides, names_kept, unmatched_overrides
 from fxamp.passes.pack import PackWeights
 from fxamp.passes.pad import PadGemms
 from fxamp.passes.pin import Decide, PinNodes
-from fxamp.passes.rules import Policy, check_overrides
+from fxamp.passes.rules import Policy
 from fxamp.passes.settle_writes import SettleWrites
 from fxamp.passes.types import InferTypes
 from fxamp.passes.verify import ALWAYS, keeps_state, outputs_have, types_hold
@@ -151,15 +151,15 @@ def convert_as(
     say_what_is_inside(model)
     if example is not None:
         check_call_fits(model, model.forward, *example)
-    workshop = Workshop(build_variant, announce, keep_weights)
+    workshop = Workshop(build_variant, tell, keep_weights)
     if boundaries:
         return _convert_blocks(model, options, example, boundaries, workshop)
     engine = Engine(options, workshop, DynamoForward(options, rewrite))
     sibling = make_sibling(model, engine)
     first = _first_graph(sibling, engine, example)
     if graphs := [variant.graph for variant in engine.all_variants()]:
-        partial = [path for path, _ in model.named_modules()] if first is None else ()  # Dynamo may have stopped early
-        check_overrides(graphs, options.overrides, partial)
+        modules = [path for path, _ in model.named_modules()] if first is None else ()
+        check_overrides(graphs, options.overrides, modules, is_partial=first is None)  # Dynamo may have stopped early
     if opt_level in ("O2", "O3"):
         if first is None:
             raise OptionError(f"opt_level={opt_level!r} lowers what the graph reads low: give example_inputs.")
@@ -175,8 +175,19 @@ def convert_as(
                 handle.remove()
             raise
     if engine.all_variants():
-        announce(sibling)
+        tell(sibling)
     return sibling
+
+
+def tell(converted: nn.Module) -> None:
+    """Announce new graphs, and the overrides that match none of them now that all are known."""
+    engine = engine_of(converted)
+    variants = engine.graphs() if engine is not None else []
+    unmatched: Mapping[str, str] = {}
+    if engine is not None and variants and not any(variant.is_preview for variant in variants):
+        modules = [path for path, _ in converted.named_modules()]
+        unmatched = unmatched_overrides([variant.graph for variant in variants], engine.options.overrides, modules)
+    announce(converted, [f"of the graphs so far: {said}" for said in unmatched.values()])
 
 
 def _convert_blocks(
@@ -198,7 +209,7 @@ def _convert_blocks(
     check_overrides(
         [each.graph for each in outer.graphs()], options.overrides, [path for path, _ in model.named_modules()]
     )
-    announce(sibling)
+    tell(sibling)
     return sibling
 
 

@@ -278,3 +278,29 @@ def test_every_level_stays_near_fp32(level, dtype):
     converted = fxamp.convert(model, dtype=dtype, level=level)
     # three roundings to 8 (bf16) or 11 (fp16) bits of numbers below 2
     torch.testing.assert_close(converted(x), model(x), rtol=0, atol=6 * torch.finfo(dtype).eps)
+
+
+class WritesItself(nn.Module):
+    """In-place ops that an override moves out of place."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)
+
+    def forward(self, x):
+        y = torch.relu_(self.norm(self.convolution(x)))
+        y *= 0.5
+        return y.add_(1.0)
+
+
+@pytest.mark.parametrize("name", ["relu_", "imul", "add_"])
+@pytest.mark.parametrize("colour", ["allow", "deny"])
+def test_an_override_of_a_node_that_writes_in_place_is_followed_under_its_name(name, colour):
+    inputs = (torch.randn(2, 3, 8, 8),)
+    model = WritesItself()
+    strict = fxamp.convert(model, torch.float16, inputs, level="strict")
+    assert name in {row.name for row in fxamp.report(strict).rows}
+    ours = fxamp.convert(model, torch.float16, inputs, level="strict", overrides={name: colour})
+    (row,) = [row for row in fxamp.report(ours).rows if row.name == name]
+    assert row.precision == {"allow": "low", "deny": "high"}[colour]
+    torch.testing.assert_close(ours(*inputs), model(*inputs), rtol=1e-2, atol=1e-2)

@@ -1,6 +1,7 @@
 """Colours that the user gives to module paths, globs and node names."""
 
 import fnmatch
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -74,20 +75,39 @@ def _weight_path(given: fx.Node) -> str:
 
 
 def check_overrides(
-    graphs: fx.Graph | Sequence[fx.Graph], overrides: Mapping[str, Colour], modules: Collection[str] = ()
+    graphs: fx.Graph | Sequence[fx.Graph],
+    overrides: Mapping[str, Colour],
+    modules: Collection[str] = (),
+    is_partial: bool = False,
 ) -> None:
     """Raise an OptionError for an override that matches no node of any graph.
 
     Args:
         modules: paths of the model's modules, where the graphs may not be all there are.
+        is_partial: nodes of later graphs may be meant: only what looks like a misspelt module is wrong then; the rest
+            is for `unmatched_overrides` when all graphs are known.
     """
+    for key, said in unmatched_overrides(graphs, overrides, modules).items():
+        if not is_partial or (nearest(key, modules) and not _is_numbered(key)):
+            raise OptionError(
+                f"{said} Keys are module paths ('encoder.layer.3'), globs ('*.head') or node names (see fxamp.report)."
+            )
+
+
+def _is_numbered(name: str) -> bool:
+    """Whether it looks like the name of a node of which there are several: linear_1."""
+    return re.fullmatch(r"\w+_\d+", name) is not None
+
+
+def unmatched_overrides(
+    graphs: fx.Graph | Sequence[fx.Graph], overrides: Mapping[str, Colour], modules: Collection[str] = ()
+) -> dict[str, str]:
+    """The keys that match no module and no node -> a sentence that says so, with the nearest name."""
     nodes = [node for graph in ((graphs,) if isinstance(graphs, fx.Graph) else graphs) for node in graph.nodes]
     matched = {override_for(node, overrides) for node in nodes}
     known = {name for node in nodes for name in (node.name, *module_paths(node))}
-    for key in overrides:
-        if key in matched or key in known or any(fnmatch.fnmatchcase(path, key) for path in modules):
-            continue
-        raise OptionError(
-            f"overrides: {key!r} matches no module and no node.{nearest(key, sorted(known))} "
-            "Keys are module paths ('encoder.layer.3'), globs ('*.head') or node names (see fxamp.report)."
-        )
+    return {
+        key: f"overrides: {key!r} matches no module and no node.{nearest(key, sorted(known))}"
+        for key in overrides
+        if key not in matched and key not in known and not any(fnmatch.fnmatchcase(path, key) for path in modules)
+    }

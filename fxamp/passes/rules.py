@@ -21,7 +21,7 @@ from fxamp.dtypes import dtype_name
 from fxamp.ir import Colour, Reason
 from fxamp.lists import TRAITS
 from fxamp.passes.literals import Fit
-from fxamp.passes.overrides import check_overrides, override_for, protected_part
+from fxamp.passes.overrides import override_for, protected_part
 from fxamp.passes.pin import follow_pin
 from fxamp.passes.policy import LEVELS, Level, Policy
 from fxamp.passes.reads import Read, asked_dtype, converts_to, is_conversion
@@ -30,7 +30,7 @@ from fxamp.passes.spread import mark_born, protect_domains, spread_deny
 from fxamp.passes.streams import protect_streams
 from fxamp.passes.values import fix_destroyed_values, mark_integers, reduces_everything, spread_taint
 
-__all__ = ["LEVELS", "Level", "Policy", "Ruling", "Verdict", "apply_rules", "check_overrides"]
+__all__ = ["LEVELS", "Level", "Policy", "Ruling", "Verdict", "apply_rules"]
 
 _LOW_DTYPES = (torch.float16, torch.bfloat16)
 

@@ -93,11 +93,13 @@ def _compute_aside(graph: fx.Graph, node: fx.Node) -> None:
         else:
             result = graph.call_function(twin, args, kwargs)
         copied = graph.call_method("copy_", (written, result))
-    result.meta.update(node.meta)
-    copied.meta.update(node.meta)
+    for made in (result, copied):
+        made.meta.update(node.meta)
+        made.meta.pop(ir.WRITES, None)  # that was of the node that is gone
     ir.set_mark(copied, op="copy")
     node.replace_all_uses_with(copied)
     graph.erase_node(node)
+    result.name = node.name  # overrides speak of it
 
 
 def _without_inplace_flag(node: fx.Node) -> tuple[Any, ...]:
@@ -122,7 +124,8 @@ def _twin(node: fx.Node) -> Any:
         return name if hasattr(torch.Tensor, name) else None
     if node.op != "call_function":
         return None
-    if "out" in node.kwargs or ir.mark(node).op in ir.INPLACE_FLAG:
+    name = getattr(node.target, "__name__", "")
+    if "out" in node.kwargs or (ir.mark(node).op in ir.INPLACE_FLAG and not name.endswith("_")):
         return node.target
-    name = getattr(node.target, "__name__", "").removesuffix("_")
-    return _OUT_OF_PLACE.get(node.target) or getattr(torch, name, None)
+    name = name.removesuffix("_")
+    return _OUT_OF_PLACE.get(node.target) or getattr(torch, name, None) or getattr(torch.nn.functional, name, None)

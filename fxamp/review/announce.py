@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import nn
@@ -29,18 +30,22 @@ _folders: "weakref.WeakKeyDictionary[Engine, Path]" = weakref.WeakKeyDictionary(
 _configured: str | None = None
 
 
-def announce(converted: nn.Module) -> None:
+def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
     """Log what a conversion decided, and dump it where FXAMP_LOG_PATH says.
 
     The summary and what to know are logged at INFO, in at most MAX_LINES lines; every node's decision at DEBUG. That
     nothing can have been converted (Dynamo made no graph, or the weights are low already) is a WARNING, once. Called
     again for a model, after another graph was captured, it brings the same folder up to date.
+
+    Args:
+        warnings: more of them, each said once.
     """
     configure_logging()
     share, outside = uncaptured(require_engine(converted), converted)
     if share == 1:
         log.warning("nothing of %s was converted: %s", type(converted).__qualname__, outside)
-    for text in filter(None, (low_already(converted), *overrides_without_effect(require_engine(converted)))):
+    lost = overrides_without_effect(require_engine(converted))
+    for text in filter(None, (low_already(converted), *lost, *warnings)):
         if text not in _said.setdefault(converted, set()):
             _said[converted].add(text)
             log.warning(text)

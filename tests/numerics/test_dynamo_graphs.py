@@ -414,3 +414,32 @@ def test_an_override_of_a_module_behind_data_is_taken_and_a_misspelt_one_is_name
     assert {row.module: row.precision for row in fxamp.report(converted).rows if row.op == "linear"}["head"] == "high"
     with pytest.raises(OptionError, match=r"overrides: 'innre' matches no module.*Did you mean 'inner'"):
         fxamp.convert(Broken(), FP16, overrides={"innre": "deny"}, **options)
+
+
+class Later(nn.Module):
+    """Has an op in its second graph only."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.inner(x)
+        if y.sum() > 1e9:
+            y = y * 2
+        return self.head(torch.log1p(y.exp()))
+
+
+def test_an_override_of_a_node_behind_data_is_taken_and_one_that_nothing_has_is_told_at_the_first_call(caplog):
+    options = {"capture": "dynamo", "example_inputs": (X,)}
+    converted = fxamp.convert(Later(), FP16, overrides={"exp": "allow", "no_such": "deny"}, **options)
+    assert warnings_of(caplog) == []
+    converted(X)
+    converted(X)
+    assert [row.precision for row in fxamp.report(converted).rows if row.name == "exp"] == ["low"]
+    told = "of the graphs so far: overrides: 'no_such' matches no module and no node."
+    assert warnings_of(caplog) == [told]
+
+
+def warnings_of(caplog):
+    return [record.message for record in caplog.records if record.name == "fxamp" and record.levelname == "WARNING"]

@@ -9,7 +9,7 @@ import fxamp
 from fxamp import ir
 from fxamp.errors import OptionError
 from fxamp.lists import OpLists
-from fxamp.passes.rules import check_overrides
+from fxamp.passes.overrides import check_overrides
 from tests.language import (
     BF16,
     FP16,
