@@ -10,9 +10,9 @@ import types
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from fxamp.capture.objects import MISSING, MOST, attributes_of, is_descriptor, is_library, walk
+from fxamp.capture.objects import MISSING, MOST, SCALARS, attributes_of, is_descriptor, is_library, walk
 from fxamp.capture.state import read
 from fxamp.errors import CaptureError, FxampError, OptionError
 
@@ -143,10 +143,19 @@ class Effects:
     def _written_containers(self) -> list[str]:
         done = []
         for container, saved, title in self._containers:
+            if isinstance(container, dict):
+                _forget_traced_types(container)
             if not _is_as(container, saved):
                 _restore(container, saved)
                 done.append(f"writes into {title} ({type(container).__qualname__})")
         return done
+
+
+def _forget_traced_types(container: dict[Any, Any]) -> None:
+    """What is kept by the type of an argument, as einops keeps its backends, is kept for tensors, not for a trace."""
+    for key in [key for key in container if isinstance(key, type) and issubclass(key, fx.Proxy)]:
+        if not isinstance(container[key], SCALARS) and not isinstance(container[key], _CONTAINERS):
+            dict.pop(container, key)
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

@@ -95,7 +95,9 @@ def method_parts(value: Any) -> list[tuple[str, Any]] | None:
     return [("func", value.__name__), ("self", owner)] if is_plain else None
 
 
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fxamp", "numpy"}) - {"__main__"}
+# Packages that hold no state of a model's, but much of their own, and are handed no tensors.
+_TOOLS = frozenset({"mpmath", "pandas", "re", "scipy", "sympy", "tqdm"})
+_LIBRARIES = frozenset({*sys.stdlib_module_names, *_TOOLS, "torch", "fxamp", "numpy"}) - {"__main__"}
 # Written in Python: their methods tell which attributes matter, as those of the user's classes do.
 _WRAPPERS = (collections.UserDict, collections.UserList, collections.ChainMap)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace, *_WRAPPERS)
@@ -109,6 +111,11 @@ def is_library(kind: type) -> bool:
 def is_library_module(module: types.ModuleType) -> bool:
     """The same for a Python module."""
     return _is_library_name(module.__name__)
+
+
+def is_of_a_tool(function: types.FunctionType) -> bool:
+    """Whether a function is one of a package that holds no state of a model's."""
+    return str(function.__module__).partition(".")[0] in _TOOLS
 
 
 def _is_library_name(name: str) -> bool:

@@ -9,6 +9,7 @@ from torch import fx
 
 from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.locations import user_line
+from fxamp.capture.numbers import operator_of, plain_number
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
 
@@ -54,6 +55,8 @@ class ValueProxy(fx.Proxy):
         if k in ("_is_param", "_is_buffer"):  # asked by isinstance(x, nn.Parameter) and (x, nn.Buffer)
             return False
         value = self.node.meta.get("val", UNKNOWN)
+        if not _has(value, k):
+            raise AttributeError(f"{type(value).__name__!r} object has no attribute {k!r}")
         if isinstance(value, torch.Tensor) and k in ("ndim", "is_cuda", "is_sparse", "is_nested", "is_quantized"):
             return getattr(value, k)
         attribute = AttributeProxy(self, k)
@@ -108,7 +111,28 @@ class ValueProxy(fx.Proxy):
     def __float__(self) -> float:
         return float(self.tracer.decide(self, "float"))  # type: ignore[attr-defined]
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy  # it asks, so it is there
+
+        return numpy.asarray(self.tracer.decide(self, "numpy.asarray"), dtype)  # type: ignore[attr-defined]
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """`np.ceil(x.shape[0] / 4)` decides on a size; `np.float32(2) * x` is x's own operator, as in eager."""
+        traced = [given.node.meta.get("val", UNKNOWN) for given in inputs if issubclass(type(given), fx.Proxy)]
+        own = operator_of(ufunc, method, inputs)
+        if own is not None and not kwargs and any(isinstance(value, torch.Tensor) for value in traced):
+            return own(*map(plain_number, inputs))
+        numbers = [
+            self.tracer.decide(given, f"numpy.{ufunc.__name__}")  # type: ignore[attr-defined]
+            if issubclass(type(given), fx.Proxy)
+            else given
+            for given in inputs
+        ]
+        return getattr(ufunc, method)(*numbers, **kwargs)
+
     def __contains__(self, item: Any) -> bool:
+        if isinstance(self.node.meta.get("val", UNKNOWN), (tuple, list)):
+            return any(part is item or bool(part == item) for part in self)
         raise self.tracer._unfollowable("'in' on a traced value")  # type: ignore[attr-defined]
 
     def dim(self) -> Any:
@@ -122,6 +146,13 @@ class ValueProxy(fx.Proxy):
             if isinstance(value, torch.Tensor)
             else AttributeProxy(self, "is_floating_point")()
         )
+
+
+def _has(value: Any, name: str) -> bool:
+    """Whether a value may have an attribute: of one that is not known, and of tensors, protocols alone are asked."""
+    if value is UNKNOWN or isinstance(value, torch.Tensor):
+        return not name.startswith("__") or hasattr(torch.Tensor, name)
+    return hasattr(value, name)
 
 
 _HASHED = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
@@ -192,3 +223,10 @@ class AttributeProxy(ValueProxy):
 
     def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
         return self.tracer.create_proxy("call_method", self._name, (self._owner, *args), kwargs)
+
+
+def is_value(instance: Any) -> bool:
+    """Whether this is a traced value, and no method of one."""
+    if type(instance) is AttributeProxy:
+        return not callable(getattr(torch.Tensor, instance._name, None))
+    return type(instance) is ValueProxy or type(instance) is WeightProxy

@@ -22,6 +22,7 @@ from fxamp.capture.objects import (
     is_descriptor,
     is_library,
     is_library_module,
+    is_of_a_tool,
     method_parts,
     walk,
 )
@@ -208,7 +209,7 @@ class Reads:
     def _function(self, value: Any) -> None:
         """Look at what a function of the user's, and those that it can call by name, can read from outside."""
         for function in functions_in(value):
-            if id(function) in self._functions or is_foreign(function.__code__.co_filename):
+            if id(function) in self._functions or is_foreign(function.__code__.co_filename) or is_of_a_tool(function):
                 continue
             self._functions[id(function)] = function
             codes = list(codes_of(function.__code__))

@@ -13,7 +13,7 @@ from torch.fx import _symbolic_trace
 from torch.nn.utils import rnn
 
 from fxamp.capture.locations import is_foreign, user_line
-from fxamp.capture.proxies import ValueProxy, WeightProxy
+from fxamp.capture.proxies import ValueProxy, WeightProxy, is_value
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
 from fxamp.opnames import canonical_name
@@ -28,6 +28,13 @@ def paths_of_tensors(root: nn.Module) -> dict[int, str]:
             if isinstance(value, torch.Tensor):
                 paths.setdefault(id(value), f"{prefix}.{name}" if prefix else name)
     return paths
+
+
+def load_einops() -> None:
+    """Let einops load what it loads at its first tensor, which would look like a write of the model's."""
+    backends = sys.modules.get("einops._backends")
+    if backends is not None:
+        backends.get_backend(torch.empty(0))
 
 
 @contextlib.contextmanager
@@ -83,12 +90,13 @@ def grad_mode_reads(tracer: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def honest_isinstance() -> Iterator[None]:
-    """`isinstance(x, torch.Tensor)` in the model is as in eager where a proxy's value is known.
+def honest_questions() -> Iterator[None]:
+    """`isinstance(x, torch.Tensor)` and `callable(x)` in the model are as in eager where a proxy's value is known.
 
-    (A proxy whose `__class__` is Tensor would do for Python, but torch's C parser believes it too and crashes.)
+    (A proxy whose `__class__` is Tensor would do for Python, but torch's C parser believes it too and crashes. Every
+    fx.Proxy can be called.)
     """
-    original = builtins.isinstance
+    original, original_callable = builtins.isinstance, builtins.callable
 
     def isinstance_(instance: Any, kinds: Any) -> bool:
         if original(instance, kinds):
@@ -98,24 +106,30 @@ def honest_isinstance() -> Iterator[None]:
         value = instance.node.meta.get("val", UNKNOWN)
         return value is not UNKNOWN and original(value, kinds)
 
-    builtins.isinstance = isinstance_
+    def callable_(value: Any) -> bool:
+        return not is_value(value) and original_callable(value)
+
+    builtins.isinstance, builtins.callable = isinstance_, callable_  # type: ignore[assignment]
     try:
         yield
     finally:
-        builtins.isinstance = original
+        builtins.isinstance, builtins.callable = original, original_callable
 
 
 @contextlib.contextmanager
-def limits_of_dtypes(tracer: Any) -> Iterator[None]:
-    """`torch.finfo(x.dtype)` in the model is as in eager: torch's own takes no traced dtype."""
-    originals = {"finfo": torch.finfo, "iinfo": torch.iinfo}
+def plain_answers(tracer: Any) -> Iterator[None]:
+    """`torch.finfo(x.dtype)` and `torch._check(x.shape[0] == 4)` in the model are as in eager.
+
+    torch's own take no traced dtype and no traced flag.
+    """
+    originals = {name: getattr(torch, name) for name in ("finfo", "iinfo", "_check_with")}
 
     def asking(name: str, original: Any) -> Callable[..., Any]:
-        def limits(*dtype: Any) -> Any:
-            told = [tracer.decide(each, name) if issubclass(type(each), fx.Proxy) else each for each in dtype]
-            return original(*told)
+        def answer(*given: Any, **kwargs: Any) -> Any:
+            told = [tracer.decide(each, name) if issubclass(type(each), fx.Proxy) else each for each in given]
+            return original(*told, **kwargs)
 
-        return limits
+        return answer
 
     for name, original in originals.items():
         setattr(torch, name, asking(name, original))

@@ -31,6 +31,7 @@ from fxamp.capture.leaves import has_hooks, hooks_on, is_leaf
 from fxamp.capture.lengths import hands_on_open_length, has_open_length
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import explained, unfollowable, user_line
+from fxamp.capture.numbers import plain_number
 from fxamp.capture.promotion import Promotion, low_operands, widen
 from fxamp.capture.proxies import ValueProxy, WeightProxy, asks_of_autograd, is_static
 from fxamp.capture.reads import Place, Reads
@@ -38,11 +39,12 @@ from fxamp.capture.state import Cell
 from fxamp.capture.surroundings import (
     asked_by_torch_check,
     grad_mode_reads,
-    honest_isinstance,
+    honest_questions,
     idle_autocast,
-    limits_of_dtypes,
+    load_einops,
     opened_wraps,
     paths_of_tensors,
+    plain_answers,
     training_reads,
     unrepeatable_randomness,
 )
@@ -89,6 +91,7 @@ def _trace(
     root: nn.Module, spec: CallSpec, example: list[Any] | None, fakes: Fakes, live: frozenset[Place]
 ) -> Captured:
     tracer = SymbolicTracer(spec, example, fakes, live)
+    load_einops()
     try:
         graph = tracer.trace(root)
     except FxampError:
@@ -154,8 +157,8 @@ class SymbolicTracer(fx.Tracer):
             idle_autocast(self._device_type),
             attention.plain_paths(),
             whole_functions(self._function, self._checkpointed),
-            honest_isinstance(),
-            limits_of_dtypes(self),
+            honest_questions(),
+            plain_answers(self),
             traced_sizes(self),
             Creations(self),
             reads.noted(),
@@ -291,7 +294,7 @@ class SymbolicTracer(fx.Tracer):
             raise CaptureError(f"{user_line()}: forward draws from a torch.Generator, and a graph holds none")
         if isinstance(a, nn.Module):
             raise CaptureError(f"a module ({type(a).__qualname__}) is passed to a function as an argument")
-        return super().create_arg(a)
+        return super().create_arg(plain_number(a))
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
         self._follow_grad_mode()

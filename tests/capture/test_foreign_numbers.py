@@ -1,0 +1,130 @@
+"""Numbers and questions of other packages: numpy's scalars and functions, einops, torch._check, `callable`."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from einops import einsum, pack, rearrange, reduce, repeat, unpack
+from torch import nn
+from torch.nn import functional as F
+
+import fxamp
+
+LOW = torch.bfloat16
+
+
+class Model(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.fc, self.head, self.number = nn.Linear(8, 8), head, np.float64(2.5)
+
+    def forward(self, x):
+        return self.head(self, self.fc(x))
+
+
+class Temperature(float):
+    """Prints as no name of Python's."""
+
+    def __repr__(self):
+        return f"Temperature of {float(self)}"
+
+
+def checked(condition):
+    """As transformers does: a question, or an answer."""
+    if callable(condition):
+        condition = condition()
+    torch._check(condition, lambda: "the sizes differ")
+
+
+def as_checked(x):
+    checked(x.shape[0] * 2 == x.numel() // 4)
+    checked(lambda: x.dim() == 2)
+    assert not callable(x) and not callable(x.shape) and not callable(x.dtype) and callable(x.view)
+    return x
+
+
+HEADS = {
+    "numpy log": lambda m, x: x * np.log(3.0),
+    "numpy sqrt of a size": lambda m, x: x / np.sqrt(x.shape[-1]),
+    "numpy ceil of a size": lambda m, x: x[: int(np.ceil(x.shape[0] / 2))],
+    "numpy product of sizes": lambda m, x: x.reshape(int(np.prod(x.shape))),
+    "numpy number before": lambda m, x: np.float32(0.5) * x + np.float64(1.0) - np.int64(2) / (x * x + 1),
+    "numpy comparison": lambda m, x: x * (np.float32(0.5) < x),
+    "numpy attribute": lambda m, x: x * m.number,
+    "numpy in clamp": lambda m, x: x.clamp(max=np.float64(2)),
+    "numpy in full": lambda m, x: x + torch.full((8,), np.float64(2.0)),
+    "numpy slice": lambda m, x: x[:, : np.int64(4)],
+    "numpy in dropout": lambda m, x: F.dropout(x, np.float64(0.1), False),
+    "a kind of float": lambda m, x: F.leaky_relu(x, Temperature(0.25)),
+    "checked": lambda m, x: as_checked(x),
+    "size in sizes": lambda m, x: x * (2 if 8 in x.shape else 3) * (2 if -1 in x.shape else 3),
+    "einops": lambda m, x: rearrange(x, "b (h d) -> h b d", h=2),
+    "einops of sizes": lambda m, x: rearrange(x, "b d -> d b").view(8, x.shape[0]),
+    "einops others": lambda m, x: einsum(repeat(x, "b d -> b n d", n=3), x, "b n d, c d -> b n c").softmax(-1),
+    "einops reduce": lambda m, x: reduce(x, "b (h d) -> b h", "max", d=4),
+    "einops pack": lambda m, x: unpack(*pack([x, x + 1], "* d"), "* d")[1],
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"example_inputs": True}, {"example_inputs": True, "opt_level": "O2"}])
+@pytest.mark.parametrize("head", HEADS)
+def test_numbers_of_other_packages_are_as_in_eager(head, options):
+    torch.manual_seed(0)
+    model, inputs = Model(HEADS[head]), [torch.randn(rows, 8) for rows in (3, 5)]
+    wanted = [model(x).detach() for x in inputs]
+    given = {**options, "example_inputs": (inputs[0],)} if options else {}
+    ours = fxamp.convert(model, LOW, **given)
+    for x, want in zip(inputs, wanted, strict=True):
+        torch.testing.assert_close(ours(x).float(), want, rtol=0.05, atol=0.05)
+    assert set(fxamp.report(ours).captures) == {"symbolic"}
+
+
+def three_rows(m, x):
+    torch._check(x.shape[0] == 3, lambda: "three rows")
+    return x
+
+
+def test_a_check_that_fails_at_another_size_still_fails():
+    ours = fxamp.convert(Model(HEADS["checked"]), LOW, example_inputs=(torch.randn(3, 8),))
+    assert ours(torch.randn(7, 8)).shape == (7, 8)
+    odd = fxamp.convert(Model(three_rows), LOW, example_inputs=(torch.randn(3, 8),))
+    with pytest.raises(RuntimeError, match="three rows"):
+        odd(torch.randn(4, 8))
+
+
+def test_numpy_of_a_tensors_values_is_no_part_of_a_graph():
+    ours = fxamp.convert(Model(lambda m, x: x * float(np.sqrt(x.detach().abs().sum()))), LOW)
+    assert ours(torch.randn(3, 8)).shape == (3, 8) and set(fxamp.report(ours).captures) == {"dynamo"}
+    with pytest.raises(fxamp.CaptureError, match=r"numpy.sqrt\(\) of a traced value"):
+        fxamp.convert(ours, LOW, capture="symbolic", example_inputs=(torch.randn(3, 8),))
+
+
+KINDS: dict[type, object] = {}
+COUNTS: dict[type, int] = {}
+
+
+def dispatching(m, x):
+    """Keeps what it found by the type of its argument, as libraries do that know several frameworks."""
+    if type(x) not in KINDS:
+        KINDS[type(x)] = math
+    return x * KINDS[type(x)].pi
+
+
+def counting(m, x):
+    COUNTS[type(x)] = COUNTS.get(type(x), 0) + 1
+    return x * 2
+
+
+def test_what_is_kept_by_the_type_of_a_traced_value_is_forgotten():
+    KINDS[torch.Tensor] = math
+    model, x = Model(dispatching), torch.ones(2, 8)
+    ours = fxamp.convert(model, LOW, capture="symbolic", example_inputs=(x,))
+    assert set(KINDS) == {torch.Tensor}
+    torch.testing.assert_close(ours(x), model(x), rtol=0.05, atol=0.05)
+
+
+def test_a_count_by_the_type_of_a_traced_value_is_no_part_of_a_graph():
+    with pytest.raises(fxamp.CaptureError, match="writes into the global 'COUNTS'"):
+        fxamp.convert(Model(counting), LOW, capture="symbolic", example_inputs=(torch.ones(2, 8),))
+    assert COUNTS == {}
