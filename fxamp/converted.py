@@ -6,8 +6,10 @@ submodules with the original. It pickles and deep-copies as (the plain model, th
 same graphs, a loaded pickle captures them again at its first call.
 """
 
+import contextlib
 import copy
 import functools
+import inspect
 import weakref
 from typing import Any
 
@@ -58,6 +60,10 @@ def _make_class(base: Any) -> type:
         if not torch.compiler.is_compiling():
             take_over_writes()
         return engine(self, args, kwargs)
+
+    with contextlib.suppress(ValueError, TypeError):
+        forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    del forward.__wrapped__  # who unwraps forwards (Accelerate) would leave us behind
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         engine = self.__dict__.get(ENGINE)

@@ -1,9 +1,11 @@
 """The converted model is the user's model: class, state, methods, copies, modes."""
 
 import copy
+import functools
 import inspect
 import io
 import pickle
+import types
 
 import pytest
 import torch
@@ -58,6 +60,15 @@ def test_class_name_signature_and_docs_are_the_users(model):
     assert type(converted).__module__ == Net.__module__
     assert inspect.signature(converted.forward) == inspect.signature(model.forward)
     assert converted.forward.__doc__ == "Logits of images."
+
+
+def test_who_unwraps_forward_still_has_the_converted_one(model, x):
+    """As Accelerate's unwrap_model does, to take its own wrappers off."""
+    model.eval()
+    converted = bf16(model)
+    wrapped = functools.wraps(type(converted).forward)(lambda *args: None)
+    unwrapped = types.MethodType(inspect.unwrap(wrapped), converted)
+    assert torch.equal(unwrapped(x), converted(x)) and not torch.equal(unwrapped(x), model(x))
 
 
 def test_state_is_shared_and_in_the_same_order(model):

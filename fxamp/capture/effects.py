@@ -96,8 +96,8 @@ class Effects:
         if not done:
             return None
         return CaptureError(
-            f"forward {done[0]}, and a graph holds no such writes. Return the value instead, or write a buffer in "
-            "place (self.buffer.copy_(value))."
+            f"forward {done[0]}, and a graph holds no such writes. Return the value instead, write a buffer in place "
+            "(self.buffer.copy_(value)), or, where forward sets it once, set it before convert()."
         )
 
     def _set_variables(self) -> list[str]:
