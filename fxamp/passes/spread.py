@@ -44,20 +44,38 @@ def _keep_clear_between_deny_nodes(ruling: Ruling, carries: dict[fx.Node, fx.Nod
 
 
 def protect_domains(ruling: Ruling) -> None:
-    """Backward: infer nodes that reach a domain-sensitive argument through infer and clear nodes are high."""
+    """Backward: infer nodes that reach a domain-sensitive argument through infer and clear nodes are high.
+
+    So are those that are squared where the square is subtracted: 1 - tanh(x)**2 is positive, unless tanh(x) was rounded
+    to 1.
+    """
     reaches: dict[fx.Node, fx.Node] = {}
+    differs: set[fx.Node] = set()  # what is subtracted, or is subtracted from, on the way
     for node in reversed(ruling.graph.nodes):
         if node in reaches and ruling.colours[node] == "infer" and node not in ruling.fixed:
             end = reaches[node]
             text = f"feeds the argument of `{ir.mark(end).op}` ({end.name}), which must not round to 0 or below it"
             ruling.fix(node, "high", "upstream", text, end)
-        passes_on = node in reaches and ruling.colours[node] in ("infer", "clear")
+        passes_on = node in reaches and (
+            ruling.colours[node] in ("infer", "clear") or (node in differs and _is_square(ruling, node))
+        )
+        is_difference = passes_on and (node in differs or ir.mark(node).op in _DIFFERENCES)
         sensitive = DOMAIN_SENSITIVE.get(ir.mark(node).op, ())
         for read in ruling.reads[node]:
             end_of_way = node if read.position in sensitive else reaches[node] if passes_on else None
             if end_of_way is not None:
                 for source in ruling.sources_of(read, node):
                     reaches.setdefault(source, end_of_way)
+                    if is_difference:
+                        differs.add(source)
+
+
+_DIFFERENCES = frozenset({"sub", "rsub"})
+
+
+def _is_square(ruling: Ruling, node: fx.Node) -> bool:
+    verdict = ruling.fixed.get(node)
+    return ir.mark(node).op in ("pow", "square") or (verdict is not None and verdict.reason.kind == "square")
 
 
 def mark_born(ruling: Ruling) -> None:

@@ -173,6 +173,10 @@ def low_then(tail):
     return lambda x, w: F.linear(tail(F.linear(x, w)), w)
 
 
+def _squared(y):
+    return y * y
+
+
 @pytest.mark.parametrize(
     "tail, protected",
     [
@@ -182,6 +186,10 @@ def low_then(tail):
         (lambda y: 1 / (1 + torch.sigmoid(y)), {"add": "high upstream", "sigmoid": "high upstream"}),
         (lambda y: torch.div(y, other=torch.tanh(y)), {"tanh": "high upstream"}),
         (lambda y: torch.acos(torch.tanh(y)), {"tanh": "high upstream"}),
+        (lambda y: torch.sqrt(1 - torch.tanh(y) ** 2), {"tanh": "high upstream"}),
+        (lambda y: torch.sqrt(1 - torch.tanh(y).square()), {"tanh": "high upstream"}),
+        (lambda y: torch.log(1 - _squared(torch.tanh(y)) + 1e-6), {"tanh": "high upstream"}),
+        (lambda y: torch.sqrt(1 + torch.tanh(y) ** 2), {"tanh": "low"}),  # a sum of squares is positive
         (lambda y: torch.tanh(y) / 3.0, {"tanh": "low", "div": "low"}),  # a numerator is not sensitive
         (lambda y: torch.log(F.linear(torch.tanh(y), y)), {"tanh": "low"}),  # an allow node ends it
     ],
