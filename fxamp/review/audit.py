@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxamp.numerics.extent import Extent, check_finite
@@ -149,7 +150,9 @@ def _literal(row: Row, extent: Extent | None) -> tuple[str, str]:
     if "largest number" in row.reason:
         is_negative = "literal -" in row.reason or "number -" in row.reason
         is_mask = row.op in _FILLS or is_negative  # (1 - mask) * -1e9 is how many models write it
-        return ("mask" if is_mask else "literal"), "error"
+        # As torch.finfo(x.dtype).min reads while the model is in float32: it follows the dtype.
+        is_limit = str(torch.finfo(torch.float32).max) in row.reason
+        return ("mask" if is_mask else "literal"), "note" if is_limit else "error"
     return ("epsilon" if row.op in ("add", "sub", "clamp", "clamp_min", "rsub") else "literal"), "warning"
 
 

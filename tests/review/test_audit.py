@@ -21,6 +21,7 @@ def switched_off(m, x):
 
 PATTERNS = [
     ("mask", "error", lambda m, x: m.a(x).masked_fill(x > 1, -1e9).softmax(-1)),
+    ("mask", "note", lambda m, x: m.a(x).masked_fill(x > 1, torch.finfo(x.dtype).min).softmax(-1)),
     ("literal", "error", lambda m, x: m.a(x) * 1e6),
     ("epsilon", "warning", lambda m, x: m.a(x) + 1e-6),
     ("square", "warning", lambda m, x: m.a(x) * m.a(x) if False else (lambda y: y * y)(m.a(x))),
@@ -28,6 +29,7 @@ PATTERNS = [
     ("integers", "warning", lambda m, x: m.a(x) * torch.arange(8).float()),
     ("integers", "error", lambda m, x: m.a(x) * torch.arange(3000, 3008).float()),
     ("domain", "warning", lambda m, x: m.a(x).sigmoid().log()),
+    ("domain", "warning", lambda m, x: (1 - m.a(x).tanh() ** 2).sqrt()),
     ("protected", "note", switched_off),
     ("taint", "warning", lambda m, x: (m.a(x) * 1e6) + 1.0),
 ]
