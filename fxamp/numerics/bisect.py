@@ -8,8 +8,10 @@ from torch import nn
 
 from fxamp.engine import engine_of
 from fxamp.errors import OptionError
-from fxamp.numerics.compare import Loss, check_pair, compare, error_of, finite, record
+from fxamp.numerics.blocks import boundary_of
+from fxamp.numerics.compare import Loss, NodeError, check_pair, compare, error_of, finite
 from fxamp.numerics.progress import Progress
+from fxamp.numerics.recording import record
 from fxamp.numerics.run import Call, Rewriter, call_of, in_float32
 from fxamp.unconverted import check_left
 
@@ -21,7 +23,7 @@ class DenySet:
     """What a search found.
 
     Attributes:
-        nodes: names to deny.
+        nodes: names to deny; of a block that is converted by itself the path.
         error: largest relative error of an output (and of the loss) with them denied.
         tolerance: what was asked for; `is_met` says whether it is kept.
         runs: how many graphs were run.
@@ -68,9 +70,9 @@ def find_deny(
         found = fxamp.find_deny(model, converted, (x,), tolerance=1e-3)
         converted = fxamp.convert(model, overrides=found.overrides)
 
-    Low nodes are ordered by the error they introduce; the shortest prefix that is enough is found by bisection, and
-    then halves, quarters ... of it are taken out again where the tolerance allows. "Smallest" is meant so: no single
-    node can be taken out.
+    Low nodes, and blocks that are converted by themselves, are ordered by the error they introduce; the shortest
+    prefix that is enough is found by bisection, and then halves, quarters ... of it are taken out again where the
+    tolerance allows. "Smallest" is meant so: no single node can be taken out.
 
     Args:
         tolerance: largest relative error of any output, and of the loss where a loss function is given.
@@ -91,8 +93,13 @@ def find_deny(
         if compared.not_finite == 1.0:
             raise OptionError("no output is finite, in float32 either: there is no error to search by. See find_nan.")
         rows = sorted(compared.rows, key=lambda row: -row.introduced)
-        low = [row.name for row in rows if row.precision == "low" and row.colour != "clear"]
-        return search.smallest(list(dict.fromkeys(low)))  # a name denies the nodes of that name in every graph
+        low = [row.name for row in rows if row.name in search.blocks or _is_chosen_low(row)]
+        # a name denies the nodes of that name in every graph, a path the block that is there
+        return search.smallest(list(dict.fromkeys(search.blocks.get(name, name) for name in low)))
+
+
+def _is_chosen_low(row: NodeError) -> bool:
+    return row.precision == "low" and row.colour != "clear"
 
 
 class _Search:
@@ -107,6 +114,8 @@ class _Search:
     ) -> None:
         self.call, self.loss_fn, self.tolerance, self.max_runs, self.step = call, loss_fn, tolerance, max_runs, step
         self.exact = record(dataclasses.replace(call, weights=model), in_float32(call), None, as_float32=True)
+        graphs = [part.variant.graph for part in self.exact.parts.values()]
+        self.blocks = {node.name: path for graph in graphs for node in graph.nodes if (path := boundary_of(call, node))}
         self.known: dict[frozenset[str], float] = {}
 
     def smallest(self, candidates: Sequence[str]) -> DenySet:
@@ -166,7 +175,8 @@ class _Search:
     def _run(self, denied: Sequence[str]) -> float:
         call = self.call
         overrides = {**call.engine.options.overrides, **dict.fromkeys(denied, "deny")}
-        mixed = record(call, Rewriter(call, overrides=overrides), None)
+        plain_blocks = set(denied).intersection(self.blocks.values())
+        mixed = record(call, Rewriter(call, plain_blocks, overrides=overrides), None)
         errors = list(map(error_of, self.exact.outputs, mixed.outputs))
         if self.loss_fn is not None:
             one, other = (self.loss_fn(_outputs(found.outputs)) for found in (self.exact, mixed))

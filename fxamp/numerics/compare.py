@@ -12,26 +12,12 @@ from torch import fx, nn
 from fxamp import ir
 from fxamp.engine import engine_of
 from fxamp.errors import OptionError
-from fxamp.numerics.flow import CallFlow, CallWatcher
-from fxamp.numerics.run import (
-    Call,
-    Part,
-    Rewriter,
-    arguments,
-    call_of,
-    floats_in,
-    in_float32,
-    loss_of,
-    run,
-    state_kept,
-)
+from fxamp.numerics.recording import Recorded, record
+from fxamp.numerics.run import Part, arguments, call_of, floats_in, in_float32, loss_of, state_kept
 from fxamp.numerics.underflow import Underflow, underflows
 from fxamp.unconverted import check_left
 
 Loss = Callable[[Any], torch.Tensor]
-Key = tuple[int, int, str]
-"""(the graph's turn in the call, its number in the report, the node's name)"""
-Values = dict[Key, list[torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,22 +110,6 @@ def finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@dataclasses.dataclass
-class Recorded:
-    """One run: values and gradients by node, the outputs, and the loss; `parts` are the graphs that ran.
-
-    Attributes:
-        flow: what was not zero, where; None where that was not asked for.
-    """
-
-    parts: dict[int, Part]
-    values: Values
-    gradients: Values
-    outputs: list[torch.Tensor]
-    loss: float | None
-    flow: CallFlow | None = None
-
-
 def compare(
     model: nn.Module, converted: nn.Module, inputs: Any, loss_fn: Loss | None = None, scale: float = 1.0
 ) -> Comparison:
@@ -208,56 +178,6 @@ def _compare_whole(model: nn.Module, other: nn.Module, inputs: Any, loss_fn: Los
     return Comparison((), output, (losses[0], losses[1]) if losses else None)
 
 
-def record(
-    call: Call,
-    rewritten: Rewriter | None,
-    loss_fn: Loss | None,
-    scale: float = 1.0,
-    as_float32: bool = False,
-    counting: bool = False,
-) -> Recorded:
-    """Run one call and keep what it computes; `counting` also what is not zero, on every edge."""
-    watcher = CallWatcher(with_gradients=loss_fn is not None, counting=True) if counting else None
-    kept = Recorded({}, {}, {}, [], None, watcher.flow if watcher else None)
-
-    def see(part: Part, node: fx.Node, value: Any) -> Any:
-        if watcher is not None:
-            watcher.see(part, node, value)
-        if node.op in ("placeholder", "get_attr") or ir.mark(node).role:
-            return value
-        key = (part.number, part.graph, node.name)
-        kept.parts[part.number] = part
-        kept.values[key] = [tensor.detach() for tensor in floats_in(value)]
-        if loss_fn is not None:
-            for tensor in floats_in(value)[:1]:
-                _keep_gradient(tensor, key, kept.gradients, scale)
-        return value
-
-    with state_kept(call.model, call.weights), torch.set_grad_enabled(loss_fn is not None):
-        output = run(call, see, watcher.edge if watcher else None, rewritten, as_float32)
-        kept.outputs = [tensor.detach() for tensor in floats_in(output)]
-        if loss_fn is not None:
-            loss = loss_of(output, loss_fn)
-            kept.loss = float(loss.detach())
-            _run_backward(loss * scale, call.weights)
-    return kept
-
-
-def _keep_gradient(tensor: torch.Tensor, key: Key, kept: Values, scale: float) -> None:
-    def keep(gradient: torch.Tensor) -> None:
-        kept[key] = [gradient.detach().float() / scale]
-
-    if tensor.requires_grad:
-        tensor.register_hook(keep)  # type: ignore[no-untyped-call]
-
-
-def _run_backward(loss: torch.Tensor, model: nn.Module) -> None:
-    """Backward to the parameters, whose `.grad` is left as it is."""
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if loss.requires_grad and wanted:
-        torch.autograd.grad(loss, wanted, allow_unused=True)
-
-
 def _rows(exact: Recorded, mixed: Recorded) -> list[NodeError]:
     rows: list[NodeError] = []
     for number, part in exact.parts.items():
@@ -275,7 +195,8 @@ def _rows_of(fp32: Part, part: Part, exact: Recorded, mixed: Recorded) -> Iterat
         if real is None or not exact.values.get(key) or not mixed.values.get(key):
             continue
         errors[name] = max(map(error_of, exact.values[key], mixed.values[key]))
-        before = max((errors.get(given.name, 0.0) for given in node.all_input_nodes), default=0.0)
+        read = [_made_by(exact, fp32, given, node) for given in node.all_input_nodes]
+        before = max((errors.get(writer, errors.get(given, 0.0)) for given, writer in read), default=0.0)
         mark = ir.mark(real)
         gradients = exact.gradients.get(key), mixed.gradients.get(key)
         yield NodeError(
@@ -292,6 +213,11 @@ def _rows_of(fp32: Part, part: Part, exact: Recorded, mixed: Recorded) -> Iterat
             gradient=error_of(gradients[0][0], gradients[1][0]) if gradients[0] and gradients[1] else None,
             graph=part.graph,
         )
+
+
+def _made_by(recorded: Recorded, part: Part, given: fx.Node, reader: fx.Node) -> tuple[str, str]:
+    """The value's node, and the one that made what is read of it: the last that wrote it in place, or itself."""
+    return given.name, recorded.writers.get(((part.number, part.graph, given.name), reader.name), given.name)
 
 
 def error_of(exact: torch.Tensor, mixed: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.lists import TRAITS
 from fxamp.numerics.extent import Extent, extent_of, extent_of_all
 from fxamp.numerics.run import Call, Part, Rewriter, floats_in, loss_of, run, state_kept
 from fxamp.variant import Variant
@@ -170,7 +171,7 @@ class Watcher:
             if self.counting:
                 self.flow.counts[node.name] = [nonzero(tensor) for tensor in tensors]
         if self.is_written and ir.mutated(node):
-            self.writer_of.update({_storage(tensor): node.name for tensor in tensors})
+            self.writer_of.update({storage_of(tensor): node.name for tensor in tensors})
         if self.with_gradients and isinstance(value, torch.Tensor) and value.requires_grad:
             self._watch_sum(node, value)
         return value
@@ -194,7 +195,7 @@ class Watcher:
         if not tensors:
             return
         self.flow.reads[edge] = extent_of_all(tensors) if self.is_written else self.flow.values[given.name]
-        writer = self.writer_of.get(_storage(tensors[0]))
+        writer = self.writer_of.get(storage_of(tensors[0]))
         if writer is not None and writer != given.name:
             self.flow.writers[edge] = writer
 
@@ -231,9 +232,15 @@ def _unprobed(nodes: list[fx.Node]) -> frozenset[Edge]:
         written, reader = frontier.pop()
         if (written.name, reader.name) not in found:
             found.add((written.name, reader.name))
-            if ir.mark(written).colour == "clear" or ir.mutated(written):  # every view is a clear op
+            if _may_be_view(written) or ir.mutated(written):
                 frontier += [(given, written) for given in written.all_input_nodes]
     return frozenset(found)
+
+
+def _may_be_view(node: fx.Node) -> bool:
+    """Every view is on the clear list; the graph of the fp32 run, in which all is denied, does not say so."""
+    mark = ir.mark(node)
+    return mark.colour == "clear" or mark.op in TRAITS["view"]
 
 
 def nonzero(tensor: torch.Tensor) -> int:
@@ -241,7 +248,7 @@ def nonzero(tensor: torch.Tensor) -> int:
     return int(tensor.count_nonzero())
 
 
-def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     """What tells whose memory it is; an address would not: the next value may get a freed one's."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.errors import FxampError
+from fxamp.numerics.blocks import boundary_of
 from fxamp.numerics.flow import CallFlow, watch_flow
 from fxamp.numerics.origin import Origin, origin_of
 from fxamp.numerics.run import Call, Rewriter
@@ -30,10 +31,12 @@ def node_of(origin: Origin) -> fx.Node:
 def mending(call: Call, watched: CallFlow, origin: Origin, loss_fn: Loss | None) -> tuple[str, ...]:
     """The smallest of a growing series of sets around the node whose denial makes the run finite."""
     graphs = [part.variant.graph for part in watched.parts if part.part.number >= origin.flow.part.number]
-    for denied in _rings(node_of(origin), graphs, backward=origin.phase not in ("forward",)):
+    for nodes in _rings(node_of(origin), graphs, backward=origin.phase not in ("forward",)):
+        blocks = {node: path for node in nodes if (path := boundary_of(call, node))}
+        denied = tuple(dict.fromkeys(blocks.get(node, node.name) for node in nodes))
         overrides = {**call.engine.options.overrides, **dict.fromkeys(denied, "deny")}
         try:
-            flow = watch_flow(call, loss_fn, Rewriter(call, overrides=overrides))
+            flow = watch_flow(call, loss_fn, Rewriter(call, set(blocks.values()), overrides=overrides))
         except FxampError as error:
             log.debug("deny %s was tried and refused: %s", denied, error)
             continue
@@ -49,7 +52,7 @@ def _is_clean(flow: CallFlow, origin: Origin) -> bool:
     return origin_of(flow) is None and all(extent.is_finite for extent in own)
 
 
-def _rings(node: fx.Node, graphs: Sequence[fx.Graph], backward: bool) -> Iterator[tuple[str, ...]]:
+def _rings(node: fx.Node, graphs: Sequence[fx.Graph], backward: bool) -> Iterator[tuple[fx.Node, ...]]:
     """The node; with its readers; with their readers ... For a gradient also towards its inputs.
 
     Args:
@@ -59,7 +62,7 @@ def _rings(node: fx.Node, graphs: Sequence[fx.Graph], backward: bool) -> Iterato
     chosen = dict.fromkeys(_models_own(node))
     for _ in range(MAX_TRIES):
         if chosen:
-            yield tuple(dict.fromkeys(found.name for found in chosen))
+            yield tuple(chosen)
         here = list(chosen) or [node]
         following = [reader for found in here for reader in _models_readers(found)]
         ends = dict.fromkeys(found.graph for found in here if _is_returned(found))
@@ -101,4 +104,4 @@ def _is_operation(node: fx.Node) -> bool:
 
 def first_ring(node: fx.Node) -> tuple[str, ...]:
     """What is tried first."""
-    return next(_rings(node, (), backward=False), ())
+    return tuple(found.name for found in next(_rings(node, (), backward=False), ()))

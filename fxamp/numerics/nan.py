@@ -9,6 +9,7 @@ from torch import nn
 
 from fxamp import ir
 from fxamp.engine import engine_of
+from fxamp.numerics.blocks import block_of
 from fxamp.numerics.flow import CallFlow, watch_flow
 from fxamp.numerics.mending import mending, node_of
 from fxamp.numerics.origin import Origin, origin_of, vanished_origin
@@ -34,6 +35,7 @@ class BadNode:
         is_bad_in_float32: whether the fp32 run is not finite either: then it is not a matter of precision.
         error: what then stopped the run, "" where nothing did.
         has_infinite_inputs: whether the call was given infinities other than those of a mask.
+        block: path of the module, converted by itself, that the node calls: what overflows is in there.
         unknown: why it was not tried whether float32 is finite and `overrides` mend it; "" where it was.
     """
 
@@ -52,6 +54,7 @@ class BadNode:
     error: str = ""
     unknown: str = ""
     has_infinite_inputs: bool = False
+    block: str = ""
 
     def __str__(self) -> str:
         where = {"forward": "its output", "backward": "the gradient it passes back"}.get(self.phase, self.phase)
@@ -69,6 +72,11 @@ class BadNode:
     @property
     def remedy(self) -> str:
         """What to do, in a sentence."""
+        inside = f"; fxamp.find_nan(model.get_submodule({self.block!r}), what it is given) names the op in it"
+        return self._outer_remedy + (inside if self.block else "")
+
+    @property
+    def _outer_remedy(self) -> str:
         if self.phase == "input":
             return "the input itself is not finite: look at the data"
         if self.phase == "between graphs":
@@ -76,7 +84,8 @@ class BadNode:
         if self.phase == "parameter":
             return "the parameter itself is not finite: an earlier step wrote it, see fxamp.LossScaler"
         if self.unknown:
-            likely = f"convert(..., overrides={self.overrides}) may mend it" if self.overrides else "it runs in float32"
+            kept = "it is converted by itself" if self.block else "it runs in float32"
+            likely = f"convert(..., overrides={self.overrides}) may mend it" if self.overrides else kept
             return f"{likely}; another run was not tried: {self.unknown}"
         if self.is_bad_in_float32:
             where = "the infinities among the call's inputs" if self.has_infinite_inputs else "the line"
@@ -124,10 +133,10 @@ def describe(call: Call, flow: CallFlow, origin: Origin, loss_fn: Loss | None, e
     from_outside = origin.phase in FROM_OUTSIDE
     is_bad = not from_outside and not exact.is_finite
     mended = () if from_outside or is_bad else mending(call, flow, origin, loss_fn)
-    return bad_node(origin, mended, is_bad, flow)
+    return bad_node(call, origin, mended, is_bad, flow)
 
 
-def bad_node(origin: Origin, denied: tuple[str, ...], is_bad_in_float32: bool, flow: CallFlow) -> BadNode:
+def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_float32: bool, flow: CallFlow) -> BadNode:
     """What is known of an origin without another run."""
     node, reads = node_of(origin), origin.flow.reads
     mark = ir.mark(node)
@@ -147,5 +156,6 @@ def bad_node(origin: Origin, denied: tuple[str, ...], is_bad_in_float32: bool, f
         is_bad_in_float32=is_bad_in_float32,
         graph=origin.flow.part.graph,
         error="" if flow.error is None else f"{type(flow.error).__name__}: {flow.error}".partition("\n")[0],
+        block=block_of(call, node),
         has_infinite_inputs=any(extent.infs and not extent.is_mask for extent in flow.inputs),
     )

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from fxamp import ir
 from fxamp.numerics.extent import Extent
 from fxamp.numerics.flow import CallFlow, Edge, Flow
-from fxamp.numerics.twin import root_of, twins
+from fxamp.numerics.twin import given_to, root_of, twins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,29 @@ def _origin_of_what_reaches(flow: Flow, readers: list[fx.Node]) -> Origin | None
             if read is not None and not read.is_finite:
                 writer = flow.writers.get((given.name, node.name), "")
                 frontier.append(nodes[writer] if writer and not _is_bad(flow, given) else given)
+            elif _is_bad(flow, node):
+                frontier += _behind_a_clamp(flow, given)
     return _first_new(flow, [node for node in nodes.values() if node in reached])
+
+
+def _behind_a_clamp(flow: Flow, given: fx.Node) -> list[fx.Node]:
+    """What low precision alone made infinite, and a cast or clamp of fxamp's own made finite again, if anything.
+
+    The model knows nothing of that clamp, so what overflows behind it did not begin there.
+    """
+    while ir.mark(given).role and given.all_input_nodes:
+        given = given_to(given)
+        if _is_bad(flow, given):
+            return [] if _is_expected(flow, given) else [given]
+    return []
+
+
+def _is_expected(flow: Flow, node: fx.Node) -> bool:
+    """Whether it is as bad in fp32; without that run, whether it looks like a mask."""
+    own, name = flow.values[node.name], root_of(node).name
+    if flow.exact is None or name not in flow.exact.values:
+        return own.is_mask
+    return _bad_counts(own) == _bad_counts(flow.exact.values[name])
 
 
 def _first_new(flow: Flow, among: list[fx.Node]) -> Origin | None:

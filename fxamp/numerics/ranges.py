@@ -60,11 +60,13 @@ class Ranges:
         nodes: by node name.
         batches: how many were seen.
         low: the dtype that shares are told for.
+        weight_gradients: of the loss with respect to the parameters, and to inputs that want gradients.
     """
 
     nodes: dict[str, NodeRange]
     batches: int
     low: torch.dtype
+    weight_gradients: Histogram = dataclasses.field(default_factory=Histogram)
 
     @property
     def gradients(self) -> Histogram:
@@ -76,8 +78,11 @@ class Ranges:
 
     @property
     def loss_scale(self) -> float | None:
-        """The guide's static scale: the largest power of two that keeps every gradient below 65,504."""
-        largest = self.gradients.largest
+        """The guide's static scale: the largest power of two that keeps every gradient below 65,504.
+
+        That is each activation's, and each parameter's: a weight's is a sum over the batch, and is made low too.
+        """
+        largest = max(self.gradients.largest, self.weight_gradients.largest)
         return choose_scale(largest) if largest > 0 else None
 
     def deny(self, low: torch.dtype | None = None) -> dict[str, str]:
@@ -103,6 +108,7 @@ class Ranges:
             "loss_scale": self.loss_scale,
             "deny": self.deny(),
             "nodes": nodes,
+            "weight_gradients": _histogram_dict(self.weight_gradients),
         }
 
     def plot(self, path: str | Path) -> Path:
@@ -124,7 +130,10 @@ def load_ranges(path: str | Path) -> Ranges:
     try:
         read = json.loads(Path(path).read_text(encoding="utf-8"))
         nodes = {entry["name"]: _node_from(entry) for entry in read["nodes"]}
-        return Ranges(nodes, read["batches"], getattr(torch, read["low_dtype"]))
+        weights = Histogram()
+        if "weight_gradients" in read:  # earlier files have none
+            _fill(weights, read["weight_gradients"])
+        return Ranges(nodes, read["batches"], getattr(torch, read["low_dtype"]), weights)
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = f"{str(path)!r} holds no ranges ({error}). Write them with fxamp.profile(...).save(path)."
         raise OptionError(text) from error
@@ -143,12 +152,15 @@ def _histogram_dict(histogram: Histogram) -> dict[str, Any]:
 def _node_from(entry: dict[str, Any]) -> NodeRange:
     node = NodeRange(entry["name"], entry["op"], entry["module"], entry["source"])
     for kind in ("values", "gradients"):
-        histogram = getattr(node, kind)
-        for field in ("zeros", "infinite", "nan", "largest"):
-            setattr(histogram, field, entry[kind][field])
-        for exponent, count in entry[kind]["exponents"].items():
-            histogram.counts[int(exponent) - LOWEST] = count
+        _fill(getattr(node, kind), entry[kind])
     return node
+
+
+def _fill(histogram: Histogram, plain: dict[str, Any]) -> None:
+    for field in ("zeros", "infinite", "nan", "largest"):
+        setattr(histogram, field, plain[field])
+    for exponent, count in plain["exponents"].items():
+        histogram.counts[int(exponent) - LOWEST] = count
 
 
 def _evidence(values: Histogram, low: torch.dtype) -> str:
@@ -176,8 +188,7 @@ def profile_converted(
     Raises:
         OptionError: no batch, or a batch whose loss or inputs are not finite.
     """
-    nodes: dict[str, NodeRange] = {}
-    count, low = 0, torch.float16
+    ranges, count = Ranges({}, 0, torch.float16), 0
     fp32: tuple[Engine, Rewriter] | None = None
     for batch in watched(batches, "profile", progress):
         inputs, criterion = split_batch(batch, loss_fn)
@@ -185,12 +196,13 @@ def profile_converted(
         call = call_of(converted, inputs)
         if fp32 is None or fp32[0] is not call.engine:
             fp32 = call.engine, in_float32(call)
-        low = call.engine.options.low
-        _measure(call, fp32[1], criterion, nodes, count)
+        ranges.low = call.engine.options.low
+        _measure(call, fp32[1], criterion, ranges, count)
         count += 1
     if count == 0:
         raise OptionError("profile got no batches. Give an iterable with at least one (a generator may be used up).")
-    return Ranges(nodes, count, low)
+    ranges.batches = count
+    return ranges
 
 
 def split_batch(batch: Any, loss_fn: LossFn | None) -> tuple[Any, Callable[[Any], torch.Tensor] | None]:
@@ -217,7 +229,9 @@ def _arguments(loss_fn: LossFn) -> int:
     return len(needed)
 
 
-def _measure(call: Call, fp32: Rewriter, criterion: Any, nodes: dict[str, NodeRange], number: int) -> None:
+def _measure(call: Call, fp32: Rewriter, criterion: Any, ranges: Ranges, number: int) -> None:
+    nodes = ranges.nodes
+
     def see(part: Part, node: fx.Node, value: Any) -> Any:
         if node.op in ("placeholder", "get_attr"):
             return value
@@ -233,18 +247,20 @@ def _measure(call: Call, fp32: Rewriter, criterion: Any, nodes: dict[str, NodeRa
             loss = loss_of(output, criterion)
             if not bool(torch.isfinite(loss)):
                 raise OptionError(f"the loss of batch {number} is {float(loss.detach())} in float32: find out why.")
-            _backward(loss)
+            for gradient in _backward(loss):
+                ranges.weight_gradients.add(gradient)
 
 
 def _watch_gradient(tensor: torch.Tensor, histogram: Histogram) -> None:
     tensor.register_hook(lambda gradient: histogram.add(gradient))  # type: ignore[no-untyped-call]
 
 
-def _backward(loss: torch.Tensor) -> None:
-    """Run the hooks; the parameters' own gradients are left as they are."""
-    leaves = [leaf for leaf in _leaves(loss)]
-    if leaves:
-        torch.autograd.grad(loss, leaves, allow_unused=True)
+def _backward(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Run the hooks, and give the leaves' gradients; their `.grad` is left as it is."""
+    leaves = _leaves(loss)
+    found = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
+    gradients = [gradient for gradient in found if gradient is not None]
+    return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
 
 
 def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
@@ -299,6 +315,8 @@ def ranges_table(ranges: Ranges) -> str:
         lost = ranges.gradients.share_flushed(ranges.low)
         kept = ranges.gradients.share_flushed(ranges.low, scale)
         tail += f"; loss scale {scale:g}: gradients lost {lost:.2%} without it, {kept:.2%} with it"
+        largest = ranges.gradients.largest, ranges.weight_gradients.largest
+        tail += "; largest gradient of an activation {:.3g}, of a weight {:.3g}".format(*largest)
     return tabulate(rows, headers=headers, disable_numparse=True) + "\n" + tail
 
 

@@ -89,7 +89,7 @@ class Replay:
                 unknown = "run again, the call is finite: was it a derivative of a derivative, or a race?"
         node = node_of(origin)
         denied = first_ring(node) if ir.mark(node).precision == "low" else ()
-        return dataclasses.replace(bad_node(origin, denied, False, self.flow), unknown=unknown)
+        return dataclasses.replace(bad_node(self.call, origin, denied, False, self.flow), unknown=unknown)
 
     def _described(self, origin: Origin) -> BadNode | None:
         """None where it does not happen again: what another run would say is then no answer."""

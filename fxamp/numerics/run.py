@@ -1,12 +1,13 @@
 """Run a model's graphs node by node, on real values, and look at what flows: nothing of the model is changed."""
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -122,9 +123,11 @@ class Rewriter:
 
     Args:
         changes: of the options; see `rebuild_variant`.
+        plain_blocks: paths of modules, converted by themselves, that now run as they are written, in float32.
     """
 
-    def __init__(self, call: Call, **changes: Any) -> None:
+    def __init__(self, call: Call, plain_blocks: Collection[str] = (), **changes: Any) -> None:
+        self.plain_blocks = plain_blocks
         self.make: Callable[[Variant], Variant] = functools.partial(_rebuilt, call, changes)
         self.made: dict[int, tuple[Variant, Variant]] = {}
 
@@ -164,11 +167,19 @@ class Runner(fx.Interpreter):
         part: the graph.
         see: gets each node and its value, and gives the value that goes on.
         edge: gets (the node read, its reader, the value), and gives the value that the reader sees.
-        as_float32: parameters that are stored low (O2, O3) are read as the float32 numbers they stand for.
+        as_float32: parameters that are stored low (O2, O3) are read as the float32 numbers they stand for, and
+            modules that are converted by themselves run as they are written.
+        plain_blocks: of those modules the paths of some that do so in any case.
     """
 
     def __init__(
-        self, model: nn.Module, part: Part, see: See, edge: Edge | None = None, as_float32: bool = False
+        self,
+        model: nn.Module,
+        part: Part,
+        see: See,
+        edge: Edge | None = None,
+        as_float32: bool = False,
+        plain_blocks: Collection[str] = (),
     ) -> None:
         captured = part.variant.captured
         super().__init__(captured.root if part.variant.again else model, graph=part.variant.graph)
@@ -179,6 +190,7 @@ class Runner(fx.Interpreter):
         self.see = see
         self.edge = edge
         self.as_float32 = as_float32
+        self.plain_blocks = plain_blocks
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -204,7 +216,12 @@ class Runner(fx.Interpreter):
         return value
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.module.get_submodule(str(target))(*args, **kwargs)
+        module = self.module.get_submodule(str(target))
+        if self.as_float32 or any(self.module.get_submodule(path) is module for path in self.plain_blocks):
+            switched = _switched.get()  # none has weights stored low: neither O2 nor O3 takes such modules
+            converted = [part for part in module.modules() if ir.ENGINE in part.__dict__]
+            switched += [(part, part.__dict__.pop(ir.ENGINE)) for part in converted]
+        return module(*args, **kwargs)
 
 
 def run(
@@ -228,7 +245,8 @@ def run(
     def run_graph(variant: Variant, inputs: Any) -> Any:
         chosen = variant if rewritten is None else rewritten(variant)
         part = Part(next(numbers), call.graph_of(variant), chosen)
-        return run_part(runner(call.weights, part, see, edge, as_float32), inputs)
+        plain_blocks = () if rewritten is None else rewritten.plain_blocks
+        return run_part(runner(call.weights, part, see, edge, as_float32, plain_blocks), inputs)
 
     if call.variant is not None:
         return run_graph(call.variant, call.inputs)
@@ -252,19 +270,38 @@ def run_part(runner: Runner, inputs: Any) -> Any:
     return result if tree is None else pytree.tree_unflatten(result, tree)
 
 
+_switched: contextvars.ContextVar[list[tuple[nn.Module, Engine]]] = contextvars.ContextVar("blocks as written")
+
+
 @contextlib.contextmanager
 def state_kept(*models: nn.Module) -> Iterator[None]:
-    """Buffers, and torch's random numbers, are afterwards what they were: looking must not train batch norm."""
+    """Buffers, and torch's random numbers, are afterwards what they were: looking must not train batch norm.
+
+    So are blocks that ran as they are written, which they do until a backward that recomputes them is over.
+    """
     buffers = {id(value): value for model in models for value in model.buffers()}.values()
     saved = [(value, value.detach().clone()) for value in buffers]
     devices = sorted({value.device.index or 0 for model in models for value in model.parameters() if value.is_cuda})
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), _converted_again():
         try:
             yield
         finally:
             for value, before in saved:
                 if not torch.equal(value, before):  # by .data: a backward that saved the buffer may still come
                     value.data.copy_(before)
+
+
+@contextlib.contextmanager
+def _converted_again() -> Iterator[None]:
+    """On leaving, what ran as it is written has its engine again."""
+    switched: list[tuple[nn.Module, Engine]] = []
+    outer = _switched.set(switched)
+    try:
+        yield
+    finally:
+        for part, engine in switched:
+            part.__dict__[ir.ENGINE] = engine
+        _switched.reset(outer)
 
 
 def floats_in(value: Any) -> list[torch.Tensor]:

@@ -21,9 +21,14 @@ def _turn(flow: Flow) -> tuple[int, int]:
 def root_of(node: fx.Node) -> fx.Node:
     """The model's own value behind a cast, a pad or a packed weight: fp32's graph has a node of its name."""
     while ir.mark(node).role and node.all_input_nodes:
-        given = node.all_input_nodes[0]
-        node = given.all_input_nodes[position(node)] if takes_part(node) else given
+        node = given_to(node)
     return node
+
+
+def given_to(cast: fx.Node) -> fx.Node:
+    """What a cast, a pad or a clamp was given; of a packed cast's results, the weight that it was."""
+    given = cast.all_input_nodes[0]
+    return given.all_input_nodes[position(cast)] if takes_part(cast) else given
 
 
 def takes_part(node: fx.Node) -> bool:

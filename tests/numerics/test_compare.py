@@ -11,6 +11,8 @@ import fxamp
 from fxamp.errors import OptionError
 from fxamp.numerics.bisect import find_deny
 from fxamp.numerics.compare import compare, error_of
+from fxamp.numerics.recording import record
+from fxamp.numerics.run import call_of
 
 FP16, BF16 = torch.float16, torch.bfloat16
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -255,3 +257,105 @@ def test_a_padded_model_whose_result_is_a_slice():
     found = fxamp.compare(model, converted, call, lambda result: result[0])
     assert 0 < found.output < 0.02 and {"linear", "cross_entropy"} <= {row.op for row in found.rows}
     assert fxamp.find_nan(converted, call, lambda result: result[0]) is None
+
+
+def written(h):
+    """Writes of every kind, on values that others made."""
+    h.add_(1000.0)
+    half = h[:, :4]
+    half.mul_(0.5)
+    h[:, 4:] = half * 3.0
+    return torch.relu_(h - 500.0)
+
+
+def as_made(h):
+    """The same out of place; each value's name in `written`."""
+    added = h + 1000.0
+    half = added[:, :4] * 0.5
+    whole = torch.cat([half, half * 3.0], 1)
+    return {"linear": h, "add_": added, "getitem": added[:, :4], "mul_": half, "setitem": whole, "sub": whole - 500.0}
+
+
+class Writes(nn.Module):
+    def __init__(self, breaks=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.breaks = breaks
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+            h.add_(1000.0)
+            torch._dynamo.graph_break()
+            return self.last(h)
+        return self.last(written(h))
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_a_value_that_is_written_later_is_shown_as_it_was_made(with_loss):
+    model = Writes()
+    with torch.no_grad():
+        first = nn.functional.linear(X, model.first.weight, model.first.bias)
+        low = nn.functional.linear(X.half(), model.first.weight.half(), model.first.bias.half())
+    loss_fn = (lambda output: output.sum()) if with_loss else None
+    rows = {
+        row.name: row for row in compare(model, fxamp.convert(model, FP16, (X,), level="strict"), (X,), loss_fn).rows
+    }
+    mixed = as_made(low)  # what writes into a low value is low
+    expected = {name: error_of(value, mixed[name]) for name, value in as_made(first).items()}
+    assert {name: rows[name].error for name in expected} == expected
+
+
+def test_what_a_reader_introduces_is_counted_from_the_last_write():
+    class Offset(nn.Linear):
+        def forward(self, x):
+            h = super().forward(x)
+            h.add_(1000.0)
+            return h - 1000.0
+
+    torch.manual_seed(0)
+    model = Offset(8, 8)
+    rows = {row.name: row for row in compare(model, fxamp.convert(model, FP16, (X,), level="aggressive"), (X,)).rows}
+    assert rows["linear"].error == rows["linear"].introduced > 10 * rows["add_"].error
+    assert rows["sub"].introduced == rows["sub"].error - rows["add_"].error
+
+
+def test_an_activation_in_place_has_its_own_row():
+    torch.manual_seed(0)
+    layers = nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Conv1d(8, 4, 3)
+    model, x = nn.Sequential(*layers), torch.randn(2, 4, 16)
+    apart = nn.Sequential(*layers[:2], nn.ReLU(), layers[3])
+    one, other = (
+        {
+            row.op: (row.error, row.largest, row.flushed)
+            for row in compare(each, fxamp.convert(each, FP16, (x,)), (x,)).rows
+        }
+        for each in (model, apart)
+    )
+    assert one == other and one["batch_norm"][0] != one["relu"][0]
+
+
+def test_what_code_between_two_graphs_writes_is_not_what_the_graph_gave():
+    model, x = Writes(breaks=True), X.clone()
+    rows = compare(model, fxamp.convert(model, FP16, capture="dynamo"), (x,)).rows
+    with torch.no_grad():
+        first = nn.functional.linear(X, model.first.weight, model.first.bias)
+        low = nn.functional.linear(X.half(), model.first.weight.half(), model.first.bias.half())
+    assert [row.error for row in rows if row.graph == 0 and row.op == "linear"] == [error_of(first, low)]
+
+
+def test_only_what_is_written_is_copied():
+    class Viewed(nn.Linear):
+        def forward(self, x):
+            h = x + 1.0
+            kept = h.reshape(-1)
+            other = (h * 2.0).mul_(3.0)
+            return kept.sum() + other.sum()
+
+    call = call_of(fxamp.convert(Viewed(8, 8), FP16, (X,)), (X,))
+    values = {key[-1]: tensors[0] for key, tensors in record(call, None, None).values.items()}
+    assert values["reshape"].data_ptr() == values["add"].data_ptr()
+    assert values["mul"].data_ptr() != values["mul_"].data_ptr()
+    assert torch.equal(values["mul"] * 3.0, values["mul_"])

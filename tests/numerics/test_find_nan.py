@@ -43,6 +43,10 @@ def big(m, x):
     return m.a(x * 30000.0)
 
 
+def four_times(m, x):
+    return nn.functional.linear(x, m.b.weight * 4.0)
+
+
 # name of the node that must be named, forward, whether float32 is finite, and the function
 FORWARD = [
     ("add", True, lambda m, x: big(m, x) + big(m, x) + big(m, x)),
@@ -52,6 +56,7 @@ FORWARD = [
     ("conv1d", True, lambda m, x: nn.functional.conv1d(big(m, x)[..., None], m.conv.weight * 4.0)),
     ("bmm", True, lambda m, x: torch.bmm(big(m, x)[None], (m.b.weight * 4.0)[None])),
     ("to", True, lambda m, x: m.a(x * 1e3 * 1e3)),
+    ("add_1", True, lambda m, x: four_times(m, nn.functional.gelu((m.a(x) + 6e4 + 6e4) - 12e4))),
     ("exp", False, lambda m, x: (m.a(x) * 100.0).exp()),
     ("log", False, lambda m, x: (m.a(x) * 0.0).log()),
     ("truediv", False, lambda m, x: (m.a(x) * 0.0) / (m.b(x) * 0.0)),
@@ -74,6 +79,20 @@ def test_the_op_that_overflows_is_named(name, finite_in_float32, function):
         assert bool(torch.isfinite(mended(X)).all())
     else:
         assert found.overrides == {} and "not a matter of precision" in str(found)
+
+
+def test_a_mask_that_fxamp_clamps_explains_no_overflow():
+    def attention(m, x):
+        mask = (x.cumsum(-1) > 1.0).float().log() - 12e4  # -inf in float32 too; low it would not fit, and is clamped
+        return (four_times(m, big(m, x)) + mask).softmax(-1)
+
+    model = fxamp.convert(Net(attention), FP16, (X,), pad_to=0, overrides={"add": "allow"})
+    assert any(row.role == "cast" and row.op == "clamp" for row in fxamp.report(model).rows)
+    found = find_nan(model, (X,))
+    assert (found.name, found.is_bad_in_float32) == ("linear_1", False)
+    with watch_nan(model, raises=False) as watch:
+        model(X)
+    assert watch.found.name == "linear_1"
 
 
 class Deep(nn.Module):

@@ -1,5 +1,6 @@
 """profile: exponents counted exactly, shares that float16 really loses, and a conversion that uses them."""
 
+import json
 import math
 import sys
 
@@ -127,8 +128,47 @@ def test_the_loss_scale_is_the_guides():
     net = nn.Sequential(nn.Linear(8, 8))
     ranges = profile(net, [X], lambda output: output.sum() * 2.0**-20, progress=False)
     assert ranges.gradients.largest == 2.0**-20
-    assert ranges.loss_scale == 2.0**35
+    assert ranges.weight_gradients.largest == 2.0**-18  # the bias's: a sum over four rows
+    assert ranges.loss_scale == 2.0**33
     assert profile(net, [X], progress=False).loss_scale is None
+
+
+@pytest.mark.parametrize("rows", [4, 512])
+def test_the_loss_scale_keeps_the_weights_gradients_too(rows):
+    """A weight's gradient is a sum over the batch, and may be far larger than any activation's."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.rand(rows, 8) * 50
+    loss = lambda output: output.float().sum()  # noqa: E731
+    with torch.no_grad():
+        net[0].weight.abs_()
+    ranges = profile(net, [x[: rows // 2], x], loss, progress=False)
+    loss(net(x)).backward()
+    largest = max(float(weight.grad.abs().max()) for weight in net.parameters())
+    assert ranges.weight_gradients.largest == largest > 10 * ranges.gradients.largest
+    assert ranges.weight_gradients.total == 2 * sum(weight.numel() for weight in net.parameters())
+    assert ranges.loss_scale * largest <= 65504 < 2 * ranges.loss_scale * largest
+    converted = fxamp.convert(net, FP16, (x,))
+    converted.zero_grad()
+    scaler = fxamp.StaticLossScaler(ranges.loss_scale)
+    scaler.scale(loss(converted(x))).backward()
+    assert not scaler.step(torch.optim.SGD(converted.parameters(), 1e-6)).skipped
+    assert f"of a weight {largest:.3g}" in str(ranges).splitlines()[-1]
+
+
+def test_sparse_gradients_of_a_table():
+    table = nn.Embedding(10, 4, sparse=True)
+    ranges = profile(table, [torch.tensor([1, 1, 3])], lambda output: output.sum() * 3.0, progress=False)
+    assert ranges.weight_gradients.largest == 6.0
+
+
+def test_files_without_weights_gradients_are_read(tmp_path):
+    ranges = profile(Net(), [X], lambda output: output.mean() * 1e-6, progress=False)
+    plain = ranges.as_dict()
+    del plain["weight_gradients"]
+    (tmp_path / "ranges.json").write_text(json.dumps(plain))
+    again = load_ranges(tmp_path / "ranges.json")
+    assert again.nodes["linear"].gradients.largest == ranges.nodes["linear"].gradients.largest
+    assert again.weight_gradients.total == 0
 
 
 def test_pairs_and_batches_of_several_forms():

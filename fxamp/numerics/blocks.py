@@ -1,0 +1,23 @@
+"""Modules that a graph calls whole and that are converted by themselves: what is low in them the graph does not say."""
+
+from torch import fx
+
+from fxamp.engine import engine_of
+from fxamp.numerics.run import Call
+
+
+def block_of(call: Call, node: fx.Node) -> str:
+    """The path of the converted module that a node calls, or that is in what it calls; "" where there is none."""
+    if node.op != "call_module":
+        return ""
+    path = str(node.target)
+    inside = (name for name, module in call.model.get_submodule(path).named_modules() if engine_of(module) is not None)
+    return next((f"{path}.{name}".rstrip(".") for name in inside), "")
+
+
+def boundary_of(call: Call, node: fx.Node) -> str:
+    """Of a boundary the path that `overrides` of convert() knows it by; "" for all else."""
+    if not node.meta.get("boundary"):
+        return ""
+    module = call.model.get_submodule(str(node.target))
+    return next((path for path in call.engine.blocks if call.model.get_submodule(path) is module), "")
