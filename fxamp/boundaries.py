@@ -132,12 +132,14 @@ def make_tree(
     sibling = make_sibling(model, engine)
     copies: dict[int, nn.Module] = {}
     shared: dict[Any, Engine] = {}
+    modules = {path for path, _ in model.named_modules()}
+    nodes = {key: colour for key, colour in engine.options.overrides.items() if key not in modules}
     for path in paths:
         owner = sibling
         *above, name = path.split(".")
         for part in above:
             owner = _replaced(owner, part, copies, _shallow_copy)
-        _replaced(owner, name, copies, lambda block, path=path: _converted(block, path, engine, shared, build))  # type: ignore[misc]
+        _replaced(owner, name, copies, lambda block, path=path: _converted(block, path, engine, shared, build, nodes))  # type: ignore[misc]
     return sibling
 
 
@@ -161,9 +163,16 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 
 
 def _converted(
-    block: nn.Module, path: str, outer: Engine, shared: dict[Any, Engine], build: Callable[[Options], Engine]
+    block: nn.Module,
+    path: str,
+    outer: Engine,
+    shared: dict[Any, Engine],
+    build: Callable[[Options], Engine],
+    nodes: Mapping[str, Colour],
 ) -> nn.Module:
-    overrides = _inner_overrides(block, path, outer.options.overrides)
+    parts = {inner for inner, _ in block.named_modules()}
+    overrides = {key: colour for key, colour in nodes.items() if key.isidentifier() and key not in parts}
+    overrides |= _inner_overrides(block, path, outer.options.overrides)
     key = (*_likeness(block), tuple(sorted(overrides.items())))
     if key not in shared:
         shared[key] = build(dataclasses.replace(outer.options, overrides=overrides))

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -271,6 +272,31 @@ def test_overrides_reach_into_blocks():
     assert len(set(map(id, engine_of(converted).blocks.values()))) == 2
     high = {row.module for row in fxamp.report(converted).rows if row.op == "linear" and row.precision == "high"}
     assert high == {"blocks.1.mixer.up", "blocks.1.mixer.down"}
+
+
+class Doubled(nn.Module):
+    """Has an op of its own, and a part with the name of another model's module."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(torch.exp(self.inner(x)))
+
+
+def test_overrides_of_nodes_reach_into_blocks_and_those_of_the_models_modules_do_not():
+    model = nn.Sequential(OrderedDict(body=nn.Sequential(Doubled(), Doubled()), head=nn.Linear(8, 4)))
+    x = torch.randn(2, 8)
+    options = {"boundaries": [Doubled], "example_inputs": (x,), "overrides": {"exp": "allow", "head": "deny"}}
+    converted = fxamp.convert(model, LOW, **options)
+    rows = [row for row in fxamp.report(converted).rows if row.op in ("exp", "linear")]
+    assert {row.precision for row in rows if row.op == "exp"} == {"low"}
+    assert {row.module: row.precision for row in rows if row.op == "linear" and row.precision == "high"} == {
+        "head": "high"
+    }
+    with pytest.raises(OptionError, match="'exq' matches no module and no node"):
+        fxamp.convert(model, LOW, **{**options, "overrides": {"exq": "allow"}})
 
 
 def test_compile_around_boundaries():
