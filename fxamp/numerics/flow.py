@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from fxamp import ir
 from fxamp.lists import TRAITS
 from fxamp.numerics.extent import Extent, extent_of, extent_of_all
-from fxamp.numerics.run import Call, Part, Rewriter, floats_in, loss_of, run, state_kept
+from fxamp.numerics.run import Call, Part, Rewriter, floats_in, loss_of, run, state_kept, takes_derivative
 from fxamp.variant import Variant
 
 Edge = tuple[str, str]
@@ -97,7 +97,7 @@ def watch_flow(
     watcher = CallWatcher(with_gradients=loss_fn is not None, counting=counting)
     flow = watcher.flow
     flow.inputs = [extent_of(tensor) for tensor in floats_in((call.args, call.kwargs))]
-    with state_kept(call.model), torch.set_grad_enabled(loss_fn is not None):
+    with state_kept(call.model), torch.set_grad_enabled(loss_fn is not None or call.takes_derivatives):
         try:
             output = run(call, watcher.see, watcher.edge, rewritten, as_float32)
         except Exception as error:
@@ -151,7 +151,8 @@ class Watcher:
     """What a `Runner` calls while it runs: notes extents, and puts a probe on every edge that carries a gradient.
 
     A probe is a view, and autograd lets no view of a custom function be written in place: edges on which a value
-    comes to an in-place op have none, and their gradient is that of the whole value before it was written.
+    comes to an in-place op have none, and their gradient is that of the whole value before it was written. Nor have
+    those to a call of torch.autograd.grad: it asks for the value that others read, not for a view of it.
     """
 
     def __init__(self, flow: Flow, with_gradients: bool, counting: bool = False) -> None:
@@ -159,7 +160,9 @@ class Watcher:
         self.counting = counting
         nodes = list(flow.variant.graph.nodes)
         self.is_written = any(not ir.is_weight(written) for node in nodes for written in ir.mutated(node))
-        self.unprobed = _unprobed(nodes) if self.is_written else frozenset()
+        self.unprobed = (_unprobed(nodes) if self.is_written else frozenset()) | {
+            (given.name, node.name) for node in nodes if takes_derivative(node) for given in node.all_input_nodes
+        }
         self.with_gradients = with_gradients
         self.writer_of: dict[StorageWeakRef, str] = {}
         self.readers = {node.name: [user.name for user in node.users] for node in nodes}

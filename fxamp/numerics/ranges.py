@@ -241,7 +241,7 @@ def _measure(call: Call, fp32: Rewriter, criterion: Any, ranges: Ranges, number:
                 _watch_gradient(tensor, _record(nodes, node).gradients)
         return value
 
-    with state_kept(call.model), torch.set_grad_enabled(criterion is not None):
+    with state_kept(call.model), torch.set_grad_enabled(criterion is not None or call.takes_derivatives):
         output = run(call, see, rewritten=fp32, as_float32=True)
         if criterion is not None:
             loss = loss_of(output, criterion)

@@ -66,7 +66,7 @@ def record(
         keeper.before(_key(part, given), reader, value)
         return value if watcher is None else watcher.edge(part, given, reader, value)
 
-    with state_kept(call.model, call.weights), torch.set_grad_enabled(loss_fn is not None):
+    with state_kept(call.model, call.weights), torch.set_grad_enabled(loss_fn is not None or call.takes_derivatives):
         output = run(call, see, edge, rewritten, as_float32)
         kept.outputs = [tensor.detach() for tensor in floats_in(output)]
         if loss_fn is not None:

@@ -72,6 +72,16 @@ class Call:
         same = [number for number, text in enumerate(titles) if text == variant.before]
         return same[min(before, len(same) - 1)] if same else position
 
+    @property
+    def takes_derivatives(self) -> bool:
+        """Whether forward asks for gradients itself (forces, a penalty), and so runs with gradients on only."""
+        return self.variant is not None and any(map(takes_derivative, self.variant.graph.nodes))
+
+
+def takes_derivative(node: fx.Node) -> bool:
+    """Whether a node is a call of torch.autograd.grad."""
+    return node.op == "call_function" and node.target is torch.autograd.grad
+
 
 _looking: "weakref.WeakKeyDictionary[Engine, Any]" = weakref.WeakKeyDictionary()
 

@@ -1,0 +1,67 @@
+"""Models that differentiate in forward (forces from an energy, a penalty inside): every instrument works on them."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+class Forces(nn.Module):
+    """The gradient of an energy with respect to the input."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.energy, self.factor = nn.Sequential(nn.Linear(8, 8), nn.Softplus(), nn.Linear(8, 1)), factor
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = self.energy(x) * self.factor
+        (force,) = torch.autograd.grad(energy.sum() / self.factor, x, create_graph=True)
+        return force
+
+
+def loss_of(force):
+    return force.float().square().mean()
+
+
+@pytest.fixture
+def pair():
+    torch.manual_seed(0)
+    model = Forces()
+    return model, fxamp.convert(model, torch.float16, (X,))
+
+
+@pytest.mark.parametrize("loss_fn", [None, loss_of])
+def test_a_healthy_model_has_no_finding(pair, loss_fn):
+    model, converted = pair
+    assert fxamp.find_nan(converted, (X,), loss_fn) is None
+    found = fxamp.compare(model, converted, (X,), loss_fn)
+    assert found.output < 1e-2 and {"linear", "softplus"} <= {row.op for row in found.rows}
+    assert (found.loss is None) is (loss_fn is None)
+    assert fxamp.profile(model, [(X,)], loss_fn, progress=False).nodes
+    assert fxamp.find_deny(model, converted, (X,), 1e-6, progress=False).is_met
+
+
+def test_audit_reads_it(pair):
+    assert {finding.pattern for finding in fxamp.audit(pair[0], (X,)).findings} <= {"gemm"}
+
+
+def test_a_watched_step_trains(pair):
+    _, converted = pair
+    with fxamp.watch_nan(converted):
+        loss_of(converted(X)).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in converted.parameters())
+    assert converted.energy[0].weight.grad.any()
+
+
+def test_an_overflow_of_the_energy_is_named():
+    torch.manual_seed(0)
+    model = Forces(6e4)
+    with torch.no_grad():
+        model.energy[2].bias.fill_(8.0)
+    converted = fxamp.convert(model, torch.float16, (X,), level="aggressive", overrides={"mul": "allow"})
+    found = fxamp.find_nan(converted, (X,))
+    assert found is not None and found.name == "mul", str(found)
