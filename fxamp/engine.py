@@ -143,15 +143,18 @@ class Engine:
     def fall_back(self, module: nn.Module, reason: CaptureError) -> None:
         """Leave calls that symbolic capture cannot follow to Dynamo, saying why the first time.
 
+        Before any call was captured it is convert()'s preview that failed, which says nothing of the calls to come.
+
         Raises:
             CaptureError: the reason, where the user asked for symbolic capture, or for O2 or O3.
         """
         if self.options.capture == "symbolic" or self.options.opt_level != "O1":
             raise reason
-        text = str(reason)
-        if text not in self.fallbacks:
+        text, name = str(reason), type(module).__qualname__
+        if self.fingerprint is None:
+            log.info("no preview of %s from assumed types; its first call decides how it is captured: %s", name, text)
+        elif text not in self.fallbacks:
             level = logging.DEBUG if self.fallbacks else logging.INFO
-            name = type(module).__qualname__
             instead = "runs as written around its blocks" if self.blocks else "captured by Dynamo"
             log.log(level, "%s: %s, because symbolic capture cannot follow it: %s", name, instead, text)
             self.fallbacks[text] = None
@@ -187,6 +190,8 @@ class Engine:
             return capture(module, args, kwargs)  # type: ignore[no-any-return]
 
     def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        if self.fingerprint is None:
+            self.fingerprint = Structure(module).fingerprint
         key, inputs = call_key(args, kwargs)
         known = self.variants.setdefault(key, [])
         for variant in known:
@@ -202,8 +207,6 @@ class Engine:
                 "sizes or arguments that differ at every call. Pad the inputs to a few sizes, or use capture='dynamo'."
             )
         spec, inputs = flatten_call(args, kwargs)
-        if self.fingerprint is None:
-            self.fingerprint = Structure(module).fingerprint
         try:
             # torch.export calls a model under modes of its own, and checkpoint under hooks that count what is saved.
             with _disable_current_modes(), no_saved_tensor_hooks(), _no_jit_trace(), _no_inference_mode():

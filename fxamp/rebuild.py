@@ -8,29 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.engine import Engine, engine_of
-from fxamp.errors import OptionError
+from fxamp.engine import Engine
 from fxamp.variant import Variant
 from fxamp.views import plain_tree
 
 
-def rebuild(converted: nn.Module, **changes: Any) -> list[Variant]:
-    """Every graph of a converted model, captured again and rewritten with these fields of its options changed.
-
-        rebuild(model, lists=OpLists.default().override(deny=["softmax"]))
+def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **changes: Any) -> Variant:
+    """One graph again, captured again and rewritten with these fields of its options changed.
 
     Raises:
-        OptionError: the model was not converted.
         Exception: what convert() raises for such options.
     """
-    engine = engine_of(converted)
-    if engine is None:
-        raise OptionError(f"this {type(converted).__qualname__} was not converted: fxamp.convert(model) first.")
-    return [rebuild_variant(converted, engine, variant, **changes) for variant in engine.all_variants()]
-
-
-def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **changes: Any) -> Variant:
-    """One graph again; see `rebuild`."""
     captured = variant.captured
     options = dataclasses.replace(engine.options, **changes)
     if variant.again is not None:
@@ -39,8 +27,8 @@ def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **ch
         found.captured.forget_values()
         return found
     plain = plain_tree(converted)
-    inputs = None if variant.is_preview else [_with_data(value, plain) for value in captured.example or []]
-    with _training_flags(plain, captured.training):
+    inputs = None if variant.is_preview else [with_data(value, plain) for value in captured.example or []]
+    with training_flags(plain, captured.training):
         spec = None if variant.is_preview else captured.spec
         return engine.workshop.build(plain, spec, inputs, options, captured.live)
 
@@ -52,7 +40,7 @@ def reference(converted: nn.Module, engine: Engine, variant: Variant) -> Variant
     return rebuild_variant(converted, engine, variant, output_dtype=torch.float32, **options)
 
 
-def _with_data(value: Any, plain: nn.Module) -> Any:
+def with_data(value: Any, plain: nn.Module) -> Any:
     """A tensor of an example input's type; its numbers are never read."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -61,7 +49,7 @@ def _with_data(value: Any, plain: nn.Module) -> Any:
 
 
 @contextlib.contextmanager
-def _training_flags(plain: nn.Module, flags: tuple[tuple[str, bool], ...]) -> Iterator[None]:
+def training_flags(plain: nn.Module, flags: tuple[tuple[str, bool], ...]) -> Iterator[None]:
     """The training flags a graph was captured with."""
     modules = [(plain.get_submodule(path), flag) for path, flag in flags]
     saved = [module.training for module, _ in modules]

@@ -2,16 +2,18 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
+from fxamp.engine import Engine
 from fxamp.errors import FxampError, OptionError, nearest
-from fxamp.lists import COLOURS, Op, OpLists
-from fxamp.rebuild import rebuild
+from fxamp.lists import Op, OpLists
 from fxamp.review.find import find_rows
 from fxamp.review.report import Report, build_report, report, require_engine
 from fxamp.review.rows import Row
+from fxamp.review.trials import Trials
 from fxamp.review.words import bytes_in_words
 
 LAUNCH_BYTES = 4 << 20
@@ -38,30 +40,42 @@ def what_if(
         print(after.casts - fxamp.report(model).casts)
 
     A name is an op of the lists (`exp`), or else what `fxamp.explain` takes: a module path, a glob, a node, a source
-    line or a module class of the model.
+    line or a module class of the model. At O2 which parameters are stored low is decided anew, as a conversion of the
+    float32 model with the change would; where the model has several graphs, by the first.
 
     Raises:
-        OptionError: a name is neither, with the nearest one; or the model was not converted.
+        OptionError: a name is neither, with the nearest one, or means nodes of a block that is converted by itself; or
+            the model was not converted, or (O2) cannot be copied.
     """
     if (today := report(converted)).left:
         return today
-    options = require_engine(converted).options
-    lists, overrides = options.lists, dict(options.overrides)
-    rows, given = today.rows, dict[Op, str]()
-    for colour, names in zip(COLOURS, (allow, infer, deny, clear), strict=True):
+    engine = require_engine(converted)
+    moves = {"allow": allow, "infer": infer, "deny": deny, "clear": clear}
+    return _tried(Trials(converted, engine), today, _changes(today, engine, moves))
+
+
+def _tried(trials: Trials, today: Report, changes: dict[str, Any]) -> Report:
+    return build_report(trials.variants(**changes), dataclasses.replace(today._options, **changes), trials.converted)
+
+
+def _changes(today: Report, engine: Engine, moves: Mapping[str, Iterable[Op] | Op]) -> dict[str, Any]:
+    """The options that the moves, names by colour, mean."""
+    lists, overrides = engine.options.lists, dict(engine.options.overrides)
+    graphs = len(engine.all_variants())  # the blocks' graphs stand behind them
+    given = dict[Op, str]()
+    for colour, names in moves.items():
         for name in (names,) if isinstance(names, str) or callable(names) else names:
             if given.setdefault(name, colour) != colour:
                 raise OptionError(f"what_if: {name!r} stands in {given[name]} and in {colour}: give it one of them.")
-            op, keys = _meant(name, lists, rows)
+            op, keys = _meant(name, lists, today.rows, graphs)
             if op is not None:
                 lists = lists.override(**{colour: [op]})
             overrides.update(dict.fromkeys(keys, colour))
-    variants = rebuild(converted, lists=lists, overrides=overrides)
-    return build_report(variants, dataclasses.replace(options, lists=lists, overrides=overrides), converted)
+    return {"lists": lists, "overrides": overrides}
 
 
-def _meant(name: Op, lists: OpLists, rows: Sequence[Row]) -> tuple[Op | None, list[str]]:
-    """The op that a name means, or else the keys of `overrides=`."""
+def _meant(name: Op, lists: OpLists, rows: Sequence[Row], graphs: int) -> tuple[Op | None, list[str]]:
+    """The op that a name means, or else the keys of `overrides=`, which reach the first `graphs` graphs."""
     if not isinstance(name, str) or name in lists or any(row.op == name for row in rows):
         return name, []
     try:
@@ -72,6 +86,12 @@ def _meant(name: Op, lists: OpLists, rows: Sequence[Row]) -> tuple[Op | None, li
         raise OptionError(f"what_if: {error}{more}") from None
     if kind == "op":
         return found[0].op, []
+    within = [row.graph >= graphs for row in found]
+    if all(within) or (any(within) and kind != "node"):
+        raise OptionError(
+            f"what_if: {name!r} is inside of a block that is converted by itself (boundaries=). Ask the block: "
+            "fxamp.what_if(model.get_submodule(path), ...)."
+        )
     return None, [name] if kind in ("node", "module") else [row.name for row in found if not row.role]
 
 
@@ -111,21 +131,21 @@ def suggest(built: Report) -> list[Suggestion]:
     model = built._model
     if model is None:
         return []
-    found = [_saved(built, after, move, why_not) for move, after, why_not in _tried(built, model)]
+    found = [_saved(built, after, move, why_not) for move, after, why_not in _tries(built, model)]
     enough = [move for move in found if move.launches > 0 or move.nbytes > WORTH * traffic(built)]
     return sorted((move for move in enough if move.worth > 0), key=lambda suggestion: -suggestion.worth)
 
 
-def _tried(built: Report, model: nn.Module) -> Iterator[tuple[str, Report, str]]:
+def _tries(built: Report, model: nn.Module) -> Iterator[tuple[str, Report, str]]:
     """(move in words, the report it gives, reason today) of every move that can be made."""
+    engine, options = require_engine(model), built._options
+    trials = Trials(model, engine)
     for move, colour, name, why_not in list(_moves(built))[:MAX_MOVES]:
         with contextlib.suppress(FxampError):
-            yield move, what_if(model, **{colour: [name]}), why_not
-    options = built._options
+            yield move, _tried(trials, built, _changes(built, engine, {colour: [name]})), why_not
     if options.level in _WIDER:
-        wider = {"level": _WIDER[options.level]}
-        after = build_report(rebuild(model, **wider), dataclasses.replace(options, **wider), model)
-        yield f"convert(level={wider['level']!r})", after, f"level {options.level!r}"
+        wider = _WIDER[options.level]
+        yield f"convert(level={wider!r})", _tried(trials, built, {"level": wider}), f"level {options.level!r}"
 
 
 def _saved(built: Report, after: Report, move: str, why_not: str) -> Suggestion:

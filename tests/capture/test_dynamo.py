@@ -71,6 +71,46 @@ def test_auto_falls_back_to_dynamo_and_says_why_once(caplog):
     assert linears(converted) == ["low", "low"]
 
 
+class Checked(nn.Module):
+    """Symbolic capture can follow its check with sizes that are known, and not with assumed types alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] != 8:
+            raise ValueError("rows of 8")
+        return self.a(x)
+
+
+def test_a_preview_that_fails_does_not_say_how_the_calls_are_captured(caplog):
+    with caplog.at_level(logging.INFO, logger="fxamp"):
+        converted = fxamp.convert(Checked(), dtype=torch.bfloat16)
+        (said,) = [record.message for record in caplog.records]
+        assert "captured by Dynamo" not in said
+        assert said.startswith("no preview of Checked from assumed types") and "its first call decides" in said
+        caplog.clear()
+        converted(X)
+    assert fxamp.report(converted).captures == ("symbolic",)
+    assert not any("Dynamo" in record.message or "preview" in record.message for record in caplog.records)
+
+
+def test_a_preview_that_fails_does_not_hide_the_fallback_of_a_call(caplog):
+    with caplog.at_level(logging.INFO, logger="fxamp"):
+        converted = fxamp.convert(Deciding(), dtype=torch.bfloat16)
+        assert not any("captured by Dynamo" in record.message for record in caplog.records)
+        converted(X)
+    assert sum("captured by Dynamo" in record.message for record in caplog.records) == 1
+
+
+def test_example_inputs_that_cannot_be_followed_are_no_preview(caplog):
+    with caplog.at_level(logging.INFO, logger="fxamp"):
+        fxamp.convert(Deciding(), dtype=torch.bfloat16, example_inputs=(X,))
+    assert sum("captured by Dynamo" in record.message for record in caplog.records) == 1
+    assert not any("no preview" in record.message for record in caplog.records)
+
+
 def test_a_dynamo_captured_model_trains_as_eager():
     eager = Deciding()
     converted = fxamp.convert(copy.deepcopy(eager), dtype=torch.bfloat16)

@@ -1,5 +1,7 @@
 """fxamp.what_if and report.suggest: the numbers a conversion with that change really gives."""
 
+import copy
+
 import pytest
 import torch
 from review_cases import FP16, Language, Two, tokens
@@ -8,7 +10,8 @@ import fxamp
 from fxamp.errors import OptionError
 from fxamp.lists import OpLists
 from fxamp.review.report import report
-from fxamp.review.what_if import suggest, what_if
+from fxamp.review.what_if import MAX_MOVES, WORTH, _moves, _saved, suggest, traffic, what_if
+from tests.work import lines
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -98,3 +101,129 @@ def test_a_module_is_no_name(language):
 def test_a_name_in_two_lists_is_refused(language):
     with pytest.raises(OptionError, match="what_if: 'gelu' stands in infer and in deny: give it one of them"):
         what_if(language, infer=["gelu"], deny=["gelu"])
+
+
+class Branches(torch.nn.Module):
+    """Weights that are read low, high and by both; one is tied, one is never trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(30, 16)
+        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.norm = torch.nn.LayerNorm(16)
+        self.head = torch.nn.Linear(16, 30, bias=False)
+        self.head.weight = self.embed.weight
+        self.second.weight.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.embed(x)
+        x = x + torch.relu(self.first(x)).exp()
+        return self.head(self.norm(self.second(x)) * self.first.weight.sum(0))
+
+
+def recurrent():
+    return torch.nn.Sequential(torch.nn.Embedding(30, 16), torch.nn.LSTM(16, 16))
+
+
+LOW_WEIGHTS = [Branches, Language, recurrent]
+
+
+def costs(built):
+    """All that a conversion costs, and what runs where."""
+    nodes = [(row.name, row.precision) for row in built.rows if not row.role]
+    return *totals(built), built.launches, built.weight_cast_bytes, nodes
+
+
+@pytest.mark.parametrize("make", LOW_WEIGHTS)
+@pytest.mark.parametrize(
+    "move, conversion",
+    [
+        ({}, {}),
+        ({"deny": ["linear", "lstm"]}, {"lists": OpLists.default().override(deny=["linear", "lstm"])}),
+        ({"infer": ["exp", "softmax"]}, {"lists": OpLists.default().override(infer=["exp", "softmax"])}),
+        ({"allow": ["layer_norm"]}, {"lists": OpLists.default().override(allow=["layer_norm"])}),
+        ({"allow": ["embedding"]}, {"lists": OpLists.default().override(allow=["embedding"])}),
+        ({"deny": ["*"]}, {"overrides": {"*": "deny"}}),
+    ],
+)
+def test_at_o2_weights_are_stored_as_the_conversion_would(make, move, conversion):
+    torch.manual_seed(0)
+    model = make().eval()
+    options = {"dtype": FP16, "example_inputs": (tokens(),), "opt_level": "O2"}
+    expected = report(fxamp.convert(copy.deepcopy(model), **options, **conversion))
+    converted = fxamp.convert(model, **options)
+    before = {name: (id(value), value.dtype, value.clone()) for name, value in converted.named_parameters()}
+    assert costs(what_if(converted, **move)) == costs(expected)
+    for name, value in converted.named_parameters():
+        assert (id(value), value.dtype) == before[name][:2] and torch.equal(value, before[name][2])
+
+
+def test_at_o2_suggestions_save_what_the_conversion_would():
+    options = {"dtype": FP16, "example_inputs": (tokens(),), "opt_level": "O2", "level": "strict"}
+    today = report(fxamp.convert(Language().eval(), **options))
+    found = [move for move in suggest(today) if move.move.startswith("infer=")]
+    assert found
+    for move in found:
+        lists = OpLists.default().override(**eval(f"dict({move.move})"))
+        after = report(fxamp.convert(Language().eval(), lists=lists, **options))
+        assert (move.casts, move.launches) == (today.casts - after.casts, today.launches - after.launches)
+
+
+def test_a_model_at_o2_that_cannot_be_copied_says_so():
+    model = Branches()
+    converted = fxamp.convert(model, FP16, (tokens(),), opt_level="O2")
+    converted.stream = (each for each in ())
+    with pytest.raises(OptionError, match=r"store low is tried on a copy.*Branches cannot be copied.*generator"):
+        what_if(converted, deny=["linear"])
+
+
+@pytest.mark.parametrize("level, wider", [("strict", "balanced"), ("balanced", "aggressive")])
+def test_blocks_that_are_converted_by_themselves_count(level, wider):
+    def converted_at(level, lists=None):
+        options = {"level": level, "boundaries": "blocks", "lists": lists}
+        return fxamp.convert(Language().eval(), FP16, (tokens(),), **options)
+
+    converted = converted_at(level)
+    today = report(converted)
+    assert costs(what_if(converted)) == costs(today)
+    expected = report(converted_at(level, OpLists.default().override(deny=["gelu"])))
+    assert costs(what_if(converted, deny=["gelu"])) == costs(expected) != costs(today)
+    saved = today.launches - report(converted_at(wider)).launches
+    assert [move.launches for move in suggest(today) if wider in move.move] == ([saved] if saved > 0 else [])
+
+
+@pytest.mark.parametrize("name", ["blocks.0.qkv", "blocks.*"])
+def test_a_name_inside_of_a_block_is_refused(name):
+    converted = fxamp.convert(Language().eval(), FP16, (tokens(),), boundaries="blocks")
+    with pytest.raises(OptionError, match=r"what_if: 'blocks.* is inside of a block .*Ask the block"):
+        what_if(converted, deny=[name])
+
+
+CHECKED = [
+    (Language, lambda: tokens(), {"level": "strict"}),
+    (Language, lambda: tokens(), {"pad": "always"}),
+    (lambda: Two(lambda m, x: m.b(m.a(x).exp().add_(1.0)).unsqueeze_(0).softmax(-1)), lambda: X, {"level": "strict"}),
+    (lambda: Two(lambda m, x: m.b(m.a(x).exp()) + torch.arange(8)), lambda: X, {"capture": "dynamo"}),
+]
+
+
+@pytest.mark.parametrize("make, inputs, options", CHECKED, ids=["strict", "padded", "written", "dynamo"])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_suggestions_are_those_of_a_capture_for_each(make, inputs, options, is_training):
+    converted = fxamp.convert(make().train(is_training), FP16, (inputs(),), **options)
+    converted(inputs())
+    today, expected = report(converted), []
+    for move, colour, name, why_not in list(_moves(today))[:MAX_MOVES]:
+        expected.append(_saved(today, what_if(converted, **{colour: [name]}), move, why_not))
+    found = suggest(today)
+    worth = [move for move in expected if move.launches > 0 or move.nbytes > WORTH * traffic(today)]
+    assert {str(move) for move in found if "level=" not in move.move} == {str(move) for move in worth if move.worth > 0}
+
+
+def test_a_model_is_captured_once_for_all_suggestions(language):
+    today = report(language)
+    tries = len(list(_moves(today))) + 1
+    assert tries > 5
+    suggest(today)  # imports
+    capturing = lines(lambda: what_if(language, infer="softmax"))
+    assert lines(lambda: suggest(today)) < 0.7 * tries * capturing

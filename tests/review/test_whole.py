@@ -2,9 +2,11 @@
 
 import importlib.util
 import os
+import stat
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import torch
@@ -120,6 +122,92 @@ def test_a_killed_process_leaves_no_part_under_the_name(writer, tmp_path):
     text = textwrap.dedent(KILLED).format(here=os.path.dirname(__file__), writer=writer.__name__, folder=str(tmp_path))
     assert subprocess.run([sys.executable, "-c", text]).returncode == 9
     assert not (tmp_path / "file").exists()
+
+
+def test_a_full_device_stays_a_device(tmp_path):
+    with pytest.raises(OptionError, match=r"the plan cannot be written to .*full.*No space left on device"):
+        whole.write_whole(device(tmp_path / "full", 7), "text", "the plan")
+    assert stat.S_ISCHR(os.stat(tmp_path / "full").st_mode)
+    assert os.listdir(tmp_path) == ["full"]
+
+
+def device(path, minor):
+    """A device node of one's own: the machine's would be lost to a defect. 7: full."""
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, minor))
+        with open(path, "wb"):
+            return path
+    except (OSError, AttributeError) as error:
+        pytest.skip(f"no device node can be made and opened here: {error}")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+def test_a_named_pipe_is_written_into(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_text()), daemon=True)
+    reader.start()
+    assert whole.write_whole(tmp_path / "pipe", "text", "the plan") == tmp_path / "pipe"
+    assert stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
+    reader.join(10)
+    assert read == ["text"]
+
+
+TO_STDOUT = """
+import pathlib
+from fxamp.whole import write_whole
+print("before")
+write_whole(pathlib.Path("stdout"), "text\\n", "the plan")
+print("after")
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd/1"), reason="no /proc, in which /dev/stdout points")
+@pytest.mark.parametrize("kind", ["a pipe", "a file"])
+def test_standard_output_gets_it_in_its_place(kind, tmp_path):
+    (tmp_path / "stdout").symlink_to("/proc/self/fd/1")  # as /dev/stdout, which a defect would destroy
+    with open(tmp_path / "out", "wb") as out:
+        target = subprocess.PIPE if kind == "a pipe" else out
+        done = subprocess.run([sys.executable, "-c", TO_STDOUT], stdout=target, cwd=tmp_path, check=True)
+    assert (done.stdout or (tmp_path / "out").read_bytes()).decode() == "before\ntext\nafter\n"
+    assert (tmp_path / "stdout").is_symlink()
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["to a file", "to nothing yet"])
+def test_a_link_stays_and_its_file_is_written(is_there, tmp_path):
+    (tmp_path / "shared").mkdir()
+    if is_there:
+        (tmp_path / "shared" / "plan").write_text("old")
+    (tmp_path / "plan").symlink_to("shared/plan")
+    assert whole.write_whole(tmp_path / "plan", "new", "the plan") == tmp_path / "plan"
+    assert (tmp_path / "plan").is_symlink()
+    assert (tmp_path / "shared" / "plan").read_text() == "new"
+    assert os.listdir(tmp_path / "shared") == ["plan"]
+
+
+def test_a_link_in_a_circle_is_said(tmp_path):
+    (tmp_path / "plan").symlink_to("plan")
+    with pytest.raises(OptionError, match=r"the plan cannot be written to .*symbolic links"):
+        whole.write_whole(tmp_path / "plan", "new", "the plan")
+
+
+@pytest.mark.parametrize("umask, mode", [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_a_new_file_has_the_mode_that_the_umask_leaves(umask, mode, tmp_path):
+    before = os.umask(umask)
+    try:
+        whole.write_whole(tmp_path / "plan", "new", "the plan")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(os.stat(tmp_path / "plan").st_mode) == mode
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_a_file_that_is_there_keeps_its_mode(mode, tmp_path):
+    (tmp_path / "plan").write_text("old")
+    os.chmod(tmp_path / "plan", mode)
+    whole.write_whole(tmp_path / "plan", "new", "the plan")
+    assert stat.S_IMODE(os.stat(tmp_path / "plan").st_mode) == mode
+    assert (tmp_path / "plan").read_text() == "new"
 
 
 def test_a_page_of_an_earlier_dump_does_not_stay_beside_a_new_graph(tmp_path, monkeypatch, caplog):

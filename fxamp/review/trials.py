@@ -1,0 +1,255 @@
+"""A converted model's graphs under other options, captured once and rewritten for each; the model stays as it is."""
+
+import contextlib
+import copy
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxamp import ir
+from fxamp.capture.captured import Captured
+from fxamp.capture.inputs import unknown_call
+from fxamp.capture.symbolic import capture_symbolic
+from fxamp.codegen import CompiledForward
+from fxamp.engine import Engine, mark_block
+from fxamp.errors import OptionError
+from fxamp.fakes import Fakes, is_foreign
+from fxamp.lists import OpLists
+from fxamp.rebuild import rebuild_variant, training_flags, with_data
+from fxamp.runtime.masters import exact_values
+from fxamp.runtime.packed_weights import packed_cast
+from fxamp.storage import is_stored_low, logical_dtype, lower_parameters
+from fxamp.variant import Variant
+from fxamp.views import plain_tree
+
+
+class Trials:
+    """What the graphs of a converted model, and of its blocks, would be with fields of its options changed.
+
+        trials = Trials(model)
+        for op in ("softmax", "exp"):
+            trials.variants(lists=lists.override(infer=[op]))
+
+    1. A model is captured once: only which functions stay whole depends on the options, on the names in the lists.
+    2. A node that reads such values as one did in an earlier trial is not run again on fake tensors.
+    3. At O2 the options decide which parameters are stored low, by the first graph, as in a conversion.
+    4. Each block that is converted by itself has changed lists and levels too; changed overrides mean its outside.
+    """
+
+    def __init__(self, converted: nn.Module, engine: Engine) -> None:
+        self.converted = converted
+        self.engine = engine
+        self.is_o2 = engine.options.opt_level == "O2"
+        self.plain = _in_float32(plain_tree(converted)) if self.is_o2 else plain_tree(converted)
+        self.captures: dict[Any, _Capture] = {}
+        self.blocks: dict[int, Trials] = {}
+        for path, inner in engine.blocks.items():  # one of equal blocks stands for all
+            if id(inner) not in self.blocks:
+                self.blocks[id(inner)] = Trials(converted.get_submodule(path), inner)
+
+    def variants(self, **changes: Any) -> list[Variant]:
+        """The graphs with these fields of the options changed; they are to be looked at, not to be run.
+
+        Raises:
+            Exception: what convert() raises for such options.
+        """
+        options = dataclasses.replace(self.engine.options, **changes)
+        graphs = self.engine.all_variants()
+        stored = self._stored_low(graphs[0], options) if self.is_o2 and graphs else {}
+        with _stored(self.plain, stored):
+            own = [self._rewritten(variant, options) for variant in graphs]
+        changes.pop("overrides", None)
+        return own + [each for block in self.blocks.values() for each in block.variants(**changes)]
+
+    def _stored_low(self, first: Variant, options: Any) -> dict[str, nn.Parameter]:
+        """O2: the parameters that the first graph reads low alone, stored low, by path."""
+        graph = self._rewritten(first, options).graph
+        reads = [node for node in graph.nodes if node.op == "get_attr" and node.users]
+        low = [node for node in reads if all(ir.mark(user).role == "weight cast" for user in node.users)]
+        stored: dict[str, nn.Parameter] = {}
+        for path in (str(node.target) for node in low):
+            parameter, today = ir.attribute(self.plain, path), ir.attribute(self.converted, path)
+            if isinstance(parameter, nn.Parameter):
+                stored[path] = today if is_stored_low(today) else _lowered(parameter, options)
+        return stored
+
+    def _rewritten(self, variant: Variant, options: Any) -> Variant:
+        rewrite = getattr(self.engine.dynamo, "rewrite", None)
+        if variant.again is not None or rewrite is None:
+            changes = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+            return rebuild_variant(self.converted, self.engine, variant, **changes)
+        with training_flags(self.plain, variant.captured.training):
+            capture = self._captured(variant, options.lists)
+            captured = capture.copy()
+            rewrite(captured, None if variant.is_preview else capture.fakes, options)
+        found = Variant(captured, "", _NOT_RUN, len(capture.captured.graph.nodes), variant.is_preview)
+        if self.engine.is_boundary:
+            mark_block(found, self.engine.paths)
+        return found
+
+    def _captured(self, variant: Variant, lists: OpLists) -> "_Capture":
+        new = frozenset(op for op in lists if op not in self.engine.options.lists)
+        found = self.captures.get((id(variant), new))
+        if found is None or found.fakes.is_reshaped:
+            found = self.captures[id(variant), new] = _capture(self.plain, variant, lists)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Capture:
+    """A graph as it was captured, and the fake tensors of its values."""
+
+    captured: Captured
+    fakes: "_MemoisedFakes"
+
+    def copy(self) -> Captured:
+        """The same with nodes and metadata of its own, for passes to rewrite."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        output = graph.output(graph.graph_copy(self.captured.graph, copies))
+        copies[next(node for node in reversed(self.captured.graph.nodes) if node.op == "output")] = output
+        for node, twin in copies.items():
+            twin.meta = dict(node.meta)
+        return dataclasses.replace(self.captured, graph=graph, constants=dict(self.captured.constants))
+
+
+def _capture(plain: nn.Module, variant: Variant, lists: OpLists) -> _Capture:
+    before, fakes = variant.captured, _MemoisedFakes(plain, logical_dtype)
+    spec = unknown_call(plain) if variant.is_preview else before.spec
+    inputs = None if variant.is_preview else [with_data(value, plain) for value in before.example or []]
+    captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in lists, before.live)
+    fakes.is_on = not fakes.is_reshaped
+    return _Capture(captured, fakes)
+
+
+def _never_run(*_: Any) -> Any:
+    raise NotImplementedError("a graph that was tried is not for running")
+
+
+_NOT_RUN = CompiledForward(_never_run, "")
+
+
+# ------------------------------------------------------------------------------------------------- fake tensors
+
+
+class _MemoisedFakes(Fakes):
+    """Fakes that do not run again what torch's own functions gave for values of the same types, sizes and strides.
+
+    Attributes:
+        is_on: results are remembered once the model is captured, and may then stand for several nodes' values.
+        is_reshaped: whether a node changed another value's sizes in place, which no other node's may be.
+    """
+
+    def __init__(self, root: nn.Module, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> None:
+        super().__init__(root, dtype_of)
+        self.is_on = False
+        self.is_reshaped = False
+        self._results: dict[Any, Any] = {}
+
+    def run(self, node: fx.Node, values: Callable[[fx.Node], Any]) -> Any:
+        given = fx.node.map_arg((node.args, dict(node.kwargs)), values)
+        if node.target is operator.getitem and isinstance(given[0][0], (tuple, list)):
+            return operator.getitem(*given[0])
+        key = self._key_of(node, given) if self.is_on else None
+        if key is not None and key in self._results:
+            return self._results[key]
+        before = [(tensor._version, _look(tensor)) for tensor in _tensors_in(given)]
+        result = super().run(node, values)
+        after = [(tensor._version, _look(tensor)) for tensor in _tensors_in(given)]
+        self.is_reshaped |= [look for _, look in before] != [look for _, look in after]
+        if key is not None and before == after and any(True for _ in _tensors_in((given, result))):
+            self._results[key] = result
+        return result
+
+    def _key_of(self, node: fx.Node, given: Any) -> Any:
+        """What the result's type depends on, None where that cannot be told."""
+        state: tuple[Any, ...] = ()
+        if node.op == "call_module":
+            module = self.root.get_submodule(str(node.target))
+            is_plain = type(module).__module__.startswith("torch.nn.") and not module._modules
+            if not is_plain or module._parameters or module._buffers:
+                return None
+            state = (module.training,)
+        elif is_foreign(node.target) and node.target is not packed_cast:
+            return None
+        key = (node.op, node.target, *state, torch.is_grad_enabled(), _frozen(given))
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+
+def _look(value: torch.Tensor) -> tuple[Any, ...]:
+    """All that a fake tensor is; it has no numbers."""
+    strides = (value.stride(), value.storage_offset()) if value.layout is torch.strided else id(value)
+    return type(value), value.dtype, value.device, value.shape, strides, value.requires_grad
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _look(value)
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(_frozen, value)
+    if isinstance(value, dict):
+        return dict, *((name, _frozen(each)) for name, each in value.items())
+    if isinstance(value, slice):
+        return slice, _frozen(value.start), _frozen(value.stop), _frozen(value.step)
+    return type(value), value
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+
+
+# ---------------------------------------------------------------------------------------------------------- O2
+
+
+def _in_float32(plain: nn.Module) -> nn.Module:
+    """A copy of an O2 model as it was before parameters were lowered; all else, and all memory, is shared.
+
+    Raises:
+        OptionError: the model cannot be copied.
+    """
+    known: dict[int, Any] = {id(buffer): buffer for buffer in plain.buffers()}
+    for parameter in plain.parameters():
+        exact = exact_values(parameter) if is_stored_low(parameter) else parameter
+        known[id(parameter)] = nn.Parameter(exact.detach(), requires_grad=parameter.requires_grad)
+    try:
+        return copy.deepcopy(plain, known)
+    except Exception as error:
+        raise OptionError(
+            f"what_if: which parameters opt_level='O2' would store low is tried on a copy of the model, and "
+            f"{type(plain).__qualname__} cannot be copied: {error}. Convert it with the change and look at its report."
+        ) from error
+
+
+def _lowered(parameter: nn.Parameter, options: Any) -> nn.Parameter:
+    holder = nn.Module()
+    holder.only = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    lower_parameters(holder, ("only",), options.low, keep_masters=False, multiple=options.pad_to or 1)
+    return holder.only
+
+
+@contextlib.contextmanager
+def _stored(plain: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
+    """Let the copy of an O2 model hold these parameters, by path, for as long as the block runs."""
+    instead = {id(ir.attribute(plain, path)): parameter for path, parameter in parameters.items()}
+    slots = [(module._parameters, name) for module in plain.modules() for name in module._parameters]
+    before = [(entries, name, entries[name]) for entries, name in slots if id(entries[name]) in instead]
+    for entries, name, parameter in before:  # a tied one stands in several
+        entries[name] = instead[id(parameter)]
+    try:
+        yield
+    finally:
+        for entries, name, parameter in before:
+            entries[name] = parameter
