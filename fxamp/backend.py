@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fxamp import ir
+from fxamp import ir, pipeline
 from fxamp.capture.dynamo import adopt
 from fxamp.capture.inputs import refused_low_inputs
 from fxamp.capture.surroundings import idle_autocast
@@ -52,8 +52,6 @@ def backend(module: fx.GraphModule, example_inputs: list[Any], options: dict[str
     """
     from torch._dynamo.backends.registry import lookup_backend  # slow to import, and only needed here
 
-    from fxamp.convert import rewrite
-
     given = dict(options or {})
     for name in given:
         if name not in _OPTION_NAMES:
@@ -64,7 +62,7 @@ def backend(module: fx.GraphModule, example_inputs: list[Any], options: dict[str
     inner = lookup_backend(inner_name)
     checked = check_options(_device_of(example_inputs), **given)
     with no_saved_tensor_hooks():
-        variant = rewrite_dynamo_graph(module, example_inputs, module, checked, rewrite, fuses_casts=True)
+        variant = rewrite_dynamo_graph(module, example_inputs, module, checked, pipeline.rewrite, fuses_casts=True)
     call = run_checkpoints(module) if inner_name == "eager" else compiler_call(module)
     return inner(fx.GraphModule(module, fold_checkpoints(variant.graph, call)), example_inputs)
 

@@ -1,8 +1,8 @@
-"""convert(): capture a model, run the passes in their order, build the converted model."""
+"""convert(): build the converted model, with its first graph where there are example inputs."""
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,57 +11,31 @@ from torch import fx, nn
 from fxamp import ir
 from fxamp.backend import DynamoForward, trace_on_fakes
 from fxamp.boundaries import AsWritten, calls_of_blocks, check_boundaries, make_tree
-from fxamp.capture.captured import Captured
-from fxamp.capture.inputs import CallSpec, check_call_fits, normalise_example, unknown_call
-from fxamp.capture.leaves import has_hooks, is_boundary
-from fxamp.capture.reads import Place
-from fxamp.capture.symbolic import capture_symbolic
-from fxamp.codegen import compile_graph
+from fxamp.capture.inputs import check_call_fits, normalise_example
 from fxamp.converted import make_sibling
 from fxamp.engine import Engine, Workshop, engine_of, mark_block
 from fxamp.errors import CaptureError, OpListError, OptionError
-from fxamp.fakes import Fakes
 from fxamp.lists import OpLists
 from fxamp.lists.environment import disabled_by
-from fxamp.number_fits import NumberFits
-from fxamp.numerics.pins import as_ranges, ranges_pins
+from fxamp.numerics.pins import as_ranges
 from fxamp.options import (
     Options,
     check_blocks,
     check_model,
     check_options,
-    check_stored,
-    check_whole,
     device_of,
     differing,
     module_of,
     say_what_is_inside,
 )
-from fxamp.passes.absorb import Absorb
-from fxamp.passes.base import Pass, run_passes
-from fxamp.passes.cast import InsertCasts
-from fxamp.passes.colour import ColourNodes
-from fxamp.passes.fuse import FuseWrittenOut
-from fxamp.passes.keep import KeepWeights, forget_copies
-from fxamp.passes.literals import Fit, fit_in
-from fxamp.passes.losses import ReadLogitsLow
-from fxamp.passes.normalise import Normalise
-from fxamp.passes.overrides import check_overrides, names_kept, unmatched_overrides
-from fxamp.passes.pack import PackWeights
-from fxamp.passes.pad import PadGemms
-from fxamp.passes.pin import Decide, PinNodes
-from fxamp.passes.rules import Policy
-from fxamp.passes.settle_writes import SettleWrites
-from fxamp.passes.types import InferTypes
-from fxamp.passes.verify import ALWAYS, keeps_state, outputs_have, types_hold
+from fxamp.passes.overrides import check_overrides, unmatched_overrides
+from fxamp.pipeline import build_variant, keep_weights, rewrite
 from fxamp.review.announce import announce
-from fxamp.review.code import call_title
-from fxamp.review.plan import as_plan, plan_pins
-from fxamp.storage import is_stored_low, logical_dtype, lower_parameters, put_back, speak_float32
+from fxamp.review.plan import as_plan
+from fxamp.storage import lower_parameters, put_back, speak_float32
 from fxamp.unconverted import leave
 from fxamp.variant import Variant
 from fxamp.views import plain_tree, plain_view
-from fxamp.weight_fits import WeightFits
 
 log = logging.getLogger("fxamp")
 
@@ -241,155 +215,6 @@ def _preview(model: nn.Module, engine: Engine) -> Variant | None:
         mark_block(preview, engine.paths)
     engine.previews = [preview]
     return preview
-
-
-# --------------------------------------------------------------------------------------------- one variant
-
-
-def build_variant(
-    plain: nn.Module,
-    spec: CallSpec | None,
-    inputs: list[Any] | None,
-    options: Options,
-    live: frozenset[Place] = frozenset(),
-) -> Variant:
-    """Capture a model for one call and rewrite its graph.
-
-    Args:
-        plain: the model, of its own class.
-        spec: structure of the call; None: a preview for a call with assumed types.
-        inputs: the call's tensors and numbers; only their types are used.
-        live: numbers of modules that the graph reads at each call.
-    """
-    check_stored(plain, options.low)
-    if spec is None:
-        spec = unknown_call(plain)
-    fakes = Fakes(plain, logical_dtype)
-    captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in options.lists, live)
-    before = captured.text()
-    total = len(captured.graph.nodes)
-    fits = rewrite(captured, fakes if inputs is not None else None, options)
-    compiled = compile_graph(captured.graph, plain, captured.constants, captured.output_tree)
-    weights = WeightFits(fits, options.low)
-    numbers = NumberFits(captured.graph, options.low) or None
-    variant = Variant(captured, before, compiled, total, is_preview=inputs is None, weights=weights, numbers=numbers)
-    captured.forget_values()
-    return variant
-
-
-def keep_weights(variant: Variant, module: nn.Module) -> None:
-    """Let a variant keep its low weights from call to call; a variant that does so makes them again."""
-    if not KeepWeights().apply(variant.graph):
-        forget_copies(variant.graph)
-    variant.compiled = compile_graph(variant.graph, module, variant.captured.constants, variant.captured.output_tree)
-
-
-def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_casts: bool = False) -> Mapping[str, Fit]:
-    """Run the pipeline on a captured graph, in place, with every invariant checked between the passes.
-
-    Args:
-        fuses_casts: what runs the graph fuses casts itself (Inductor), so weights are cast one by one.
-
-    Returns:
-        How the weights that the rules asked about fit into the low dtype, by path.
-    """
-    root = captured.root
-    policy = policy_of(root, options)
-    fits: dict[str, Fit] = {}
-    fit_of = _weight_reader(captured, options, fits)
-    _note_storage(captured, options)
-    pipeline: tuple[Pass, ...] = (
-        InferTypes(root, fakes, captured.constants),  # every later pass asks for ops and dtypes
-        Normalise(),  # reads of dtypes must not see what casts will change
-        FuseWrittenOut(policy),  # before anything is decided: decisions are about the op that runs
-        PinNodes(pins_of(captured, options)),  # what a plan or measured ranges decided; the next passes must know it
-        SettleWrites(policy, fit_of),  # a written storage must be able to have one precision
-        ColourNodes(policy, fit_of),  # decides, changes nothing
-        InsertCasts(policy, options.output_dtype),  # does what was decided
-        Absorb(policy.low),  # kernels take casts inside; before padding hides what a cast feeds
-        ReadLogitsLow(policy.low, policy.device),  # so does the loss; the padding must see that nothing needs its cast
-        *_padding(captured, fakes, options),  # behind the casts: a cast moves the model's own sizes
-        *(() if fuses_casts else (PackWeights(),)),  # last: it groups the weight casts that are left
-    )
-    run_passes(captured.graph, pipeline, (*ALWAYS, keeps_state(root)))
-    outputs_have(options.output_dtype)(captured.graph)
-    if fakes is not None and captured.example is not None:
-        types_hold(root, fakes, captured.example)(captured.graph)
-    return {path: fit for path, fit in fits.items() if path not in captured.constants}
-
-
-def pins_of(captured: Captured, options: Options) -> tuple[Decide, ...]:
-    """What decides about single nodes before the rules do; a plan, which was reviewed, is stronger than ranges."""
-    found: list[Decide] = []
-    title = call_title(captured)
-    if options.ranges is not None:
-        found.append(lambda graph: ranges_pins(options.ranges, graph, options.low))
-    if options.plan is not None:
-        found.append(lambda graph: plan_pins(options.plan, graph, title))
-    return tuple(found)
-
-
-def _padding(captured: Captured, fakes: Fakes | None, options: Options) -> tuple[Pass, ...]:
-    """The padding pass; a graph of Dynamo's, and one that decided on sizes, is run with these sizes only."""
-    if not options.pad_to:
-        return ()
-    is_bound = bool(captured.decisions) or captured.method == "dynamo"
-    training = dict(captured.training)
-    return (PadGemms(captured.root, fakes, options.pad_to, options.pad, training, is_bound),)
-
-
-def _weight_reader(captured: Captured, options: Options, known: dict[str, Fit]) -> Callable[[fx.Node], Fit]:
-    """How a weight's numbers fit into the low dtype; read, once, only for weights that the rules ask about.
-
-    Args:
-        known: what was found, by path.
-    """
-
-    def fit_of(node: fx.Node) -> Fit:
-        if all(_is_gemm(user) for user in node.users):
-            return "normal"
-        path = str(node.meta.get(ir.WEIGHT_PATH, node.target))
-        if path not in known:
-            known[path] = fit_in(captured.weight(node), options.low)
-        return known[path]
-
-    def _is_gemm(user: fx.Node) -> bool:
-        op = ir.mark(user).op
-        return options.lists.colour(op) == "allow" and "attention" not in op  # attention reads masks
-
-    return fit_of
-
-
-def policy_of(root: nn.Module, options: Options) -> Policy:
-    """The colouring policy for a model."""
-    if options.output_dtype is None:
-        output_mode = "any"
-    else:
-        output_mode = "low" if options.output_dtype == options.low else "high"
-    return Policy(
-        low=options.low,
-        lists=options.lists,
-        level=options.level,
-        overrides=options.overrides,
-        protected=names_kept(root, options.low),
-        output_mode=output_mode,  # type: ignore[arg-type]
-        everything_low=options.opt_level == "O3",
-        device=next((t.device.type for t in (*root.parameters(), *root.buffers())), "cpu"),
-    )
-
-
-def _note_storage(captured: Captured, options: Options) -> None:
-    for node in captured.graph.nodes:
-        if node.op == "get_attr":
-            node.meta["stored_low"] = is_stored_low(ir.attribute(captured.root, node.target))
-        elif node.op == "call_module":
-            module = captured.root.get_submodule(str(node.target))
-            if options.opt_level != "O3":
-                check_whole(str(node.target), module)
-            node.meta["boundary"] = is_boundary(module)
-            node.meta["hooked"] = has_hooks(module)
-            node.meta["weights"] = any(True for _ in module.parameters())
-            node.meta["inplace"] = bool(getattr(module, "inplace", False))
 
 
 def _lowered_paths(graph: fx.Graph, opt_level: str, model: nn.Module) -> list[str]:

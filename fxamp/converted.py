@@ -61,9 +61,7 @@ def _make_class(base: Any) -> type:
             take_over_writes()
         return engine(self, args, kwargs)
 
-    with contextlib.suppress(ValueError, TypeError):
-        forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
-    del forward.__wrapped__  # who unwraps forwards (Accelerate) would leave us behind
+    _keep_unwrapped(forward, base.forward)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         engine = self.__dict__.get(ENGINE)
@@ -89,13 +87,6 @@ def _make_class(base: Any) -> type:
             engine.start_again()
         return self
 
-    def freeze(self: Any) -> Any:
-        """Keep the low weights for inference; call it again after a write through `p.data`. Returns the model."""
-        engine = self.__dict__.get(ENGINE)
-        if engine is not None:
-            engine.freeze(self)
-        return self
-
     names = {
         **({} if hasattr(base, "freeze") else {"freeze": freeze}),
         "forward": forward,
@@ -110,6 +101,21 @@ def _make_class(base: Any) -> type:
     }
     made: type = type(base)(base.__name__, (base,), names)
     return made
+
+
+def freeze(self: Any) -> Any:
+    """Keep the low weights for inference; call it again after a write through `p.data`. Returns the model."""
+    engine = self.__dict__.get(ENGINE)
+    if engine is not None:
+        engine.freeze(self)
+    return self
+
+
+def _keep_unwrapped(forward: Any, plain: Any) -> None:
+    """Let a forward have the signature of the plain one, but not lead to it: who unwraps forwards would take that."""
+    with contextlib.suppress(ValueError, TypeError):
+        forward.__signature__ = inspect.signature(plain)
+    del forward.__wrapped__
 
 
 def _rebuild(plain: nn.Module, engine: Engine | None) -> nn.Module:

@@ -32,7 +32,7 @@ from fxamp.views import plain_tree
 log = logging.getLogger("fxamp")
 
 
-Build = Callable[..., Variant]  # see fxamp.convert.build_variant
+Build = Callable[..., Variant]  # see fxamp.pipeline.build_variant
 
 
 @dataclasses.dataclass(frozen=True)

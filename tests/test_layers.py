@@ -49,6 +49,7 @@ ABOVE = {
     "dynamo_variant",
     "backend",
     "convert",
+    "pipeline",
     "instruments",
     "cli",
     "cli_measure",

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 import fxamp
 from fxamp import ir
 from fxamp.capture.inputs import flatten_call
-from fxamp.convert import build_variant
 from fxamp.engine import engine_of
+from fxamp.pipeline import build_variant
 from fxamp.views import plain_view
 
 BF16 = torch.bfloat16
