@@ -1,6 +1,7 @@
 """The command line: see what a conversion decides, without writing a script."""
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -152,8 +153,12 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument("--suggest", action="store_true", help="try moves of ops between lists, rank what they save")
     parser.add_argument("--plan", metavar="FILE", help="decide as this saved plan does")
     parser.add_argument("--save-plan", metavar="FILE", help="write the decisions, to review and to compare in CI")
-    parser.add_argument("--max-casts", type=int, metavar="N", help="exit with 1 if there are more activation casts")
-    parser.add_argument("--min-low", type=float, metavar="SHARE", help="exit with 1 if fewer nodes (0 to 1) run low")
+    parser.add_argument(
+        "--max-casts", type=_number(int, 0), metavar="N", help="exit with 1 if there are more activation casts"
+    )
+    parser.add_argument(
+        "--min-low", type=_number(float, 0, 1), metavar="SHARE", help="exit with 1 if fewer nodes (0 to 1) run low"
+    )
 
 
 def _add_explain(commands: Any) -> None:
@@ -213,13 +218,27 @@ def _add_compare(commands: Any) -> None:
     parser.add_argument("--loss", metavar="NAME", help="pkg.module:name of loss_fn(output): compare gradients too")
     parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="loss scale; float16 gradients need one")
     parser.add_argument(
-        "--tolerance", type=float, metavar="T", help="find the deny entries that bring outputs within it"
+        "--tolerance", type=_number(float, 0), metavar="T", help="find the deny entries that bring outputs within it"
     )
-    parser.add_argument("--max-runs", type=int, default=64, metavar="N", help="bound of that search")
+    parser.add_argument("--max-runs", type=_number(int, 1), default=64, metavar="N", help="bound of that search")
+
+
+def _number(kind: type, least: float, most: float = math.inf) -> Callable[[str], Any]:
+    """An argument that is a number from `least` to `most`."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not least <= value <= most:
+            allowed = f"{least} or more" if most == math.inf else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text} is not {allowed}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse: "invalid int value"
+    return read
 
 
 def _compare(chosen: argparse.Namespace) -> int:
-    if chosen.scale <= 0:
+    if not 0 < chosen.scale < math.inf:
         raise OptionError(f"--scale {chosen.scale:g}: a loss scale is positive, such as 65536.")
     return run_compare(chosen, converted(chosen))
 

@@ -327,6 +327,7 @@ def test_the_version_is_told(capsys):
         (("inspect", "cli_models:with_inputs", "--save-plan", "no/plan.json"), "'no/plan.json': No such file"),
         (("inspect", "cli_models:with_inputs", "--dump", "cli_models.py"), "the dump cannot be written"),
         (("compare", "cli_models:with_inputs", "--scale", "0"), "--scale 0: a loss scale is positive"),
+        (("compare", "cli_models:with_inputs", "--scale", "nan"), "--scale nan: a loss scale is positive"),
         (("demo", "--device", "foo"), "--device foo: torch cannot use it here"),
         (("demo", "--device", "cpu", "--out", "cli_models.py"), "--out cli_models.py: "),
     ],
@@ -336,6 +337,22 @@ def test_more_mistakes_are_exit_code_2(arguments, said, capsys, folder):
     assert run(*arguments) == 2
     assert said in capsys.readouterr().err
     assert sorted(folder.iterdir()) == before, "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("compare", "cli_models:with_inputs", "--tolerance", "nan"), "--tolerance: nan is not 0 or more"),
+        (("compare", "cli_models:with_inputs", "--max-runs", "0"), "--max-runs: 0 is not 1 or more"),
+        (("inspect", "cli_models:with_inputs", "--min-low", "2"), "--min-low: 2 is not from 0 to 1"),
+        (("inspect", "cli_models:with_inputs", "--max-casts", "-1"), "--max-casts: -1 is not 0 or more"),
+        (("inspect", "cli_models:with_inputs", "--max-casts", "few"), "invalid int value: 'few'"),
+    ],
+)
+def test_numbers_that_cannot_be_are_said_at_once(arguments, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(*arguments)
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 _said: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 _folders: "weakref.WeakKeyDictionary[Engine, Path]" = weakref.WeakKeyDictionary()
+_unwritable: set[Path] = set()
 _configured: str | None = None
 
 
@@ -57,8 +58,8 @@ def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
         log.info(line)
     if log.isEnabledFor(logging.DEBUG):
         _log_nodes(built)
-    if path:
-        log.info("written to %s", _dump(converted, Path(path)))
+    if path and (folder := _dump(converted, Path(path))) is not None:
+        log.info("written to %s", folder)
 
 
 def configure_logging() -> None:
@@ -84,7 +85,7 @@ def _log_nodes(built: Report) -> None:
         log.debug("%s (%s, %s): %s: %s", row.name, row.op, row.role or row.colour, row.runs_in, row.reason)
 
 
-def _dump(converted: nn.Module, parent: Path) -> Path:
+def _dump(converted: nn.Module, parent: Path) -> Path | None:
     """Dump into this model's own folder below `parent`; a dump that fails is only a warning."""
     engine = require_engine(converted)
     folder = _folders.get(engine)
@@ -93,8 +94,11 @@ def _dump(converted: nn.Module, parent: Path) -> Path:
             folder = _folders[engine] = _new_folder(parent, type(converted).__name__)
         return dump(converted, folder)
     except (OSError, OptionError) as error:
-        log.warning("FXAMP_LOG_PATH=%s: %s", parent, error)
-        return parent
+        why = getattr(error, "strerror", None) or error
+        if parent not in _unwritable:
+            _unwritable.add(parent)
+            log.warning("FXAMP_LOG_PATH=%s: nothing is dumped: %s. Name a folder that can be written.", parent, why)
+        return None
 
 
 def _new_folder(parent: Path, name: str) -> Path:
