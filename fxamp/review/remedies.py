@@ -79,7 +79,8 @@ def _listed(root: Row, lists: OpLists) -> Iterator[Remedy]:
         return
     text = (
         f"take `{root.op}` off the deny list: FXAMP_INFERLIST_ADD={root.op} moves it to infer: it then "
-        f"runs low where what it reads is low (FXAMP_DENYLIST_REMOVE={root.op} alone: unlisted, float32)"
+        "runs low where what it reads is low and that saves casts "
+        f"(FXAMP_DENYLIST_REMOVE={root.op} alone: unlisted, float32)"
     )
     yield Remedy(text, environment={"FXAMP_INFERLIST_ADD": root.op})
     yield _override(root, "allow", "runs this one low and leaves the list alone")
@@ -96,6 +97,14 @@ def _risky(danger: str) -> Callable[[Row, OpLists], Iterator[Remedy]]:
         yield _override(root, "allow", f"runs it low all the same; {danger}")
 
     return remedy
+
+
+def _literal(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    danger = "it is rounded there, to zero or away"
+    if "largest number" in root.reason:
+        danger = "torch refuses such a number there, or makes it infinite"
+        yield Remedy(f"change the number at {root.line or root.name}: a mask is filled with torch.finfo(x.dtype).min")
+    yield _override(root, "allow", f"runs it low all the same; {danger}")
 
 
 def _override_only(root: Row, lists: OpLists) -> Iterator[Remedy]:
@@ -188,7 +197,7 @@ def _boundary(root: Row, lists: OpLists) -> Iterator[Remedy]:
 _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
     "list": _listed,
     "unlisted": _unlisted,
-    "literal": _risky("change the literal in the code to one that low precision holds"),
+    "literal": _literal,
     "taint": _risky("numbers beyond the range become inf"),
     "integers": _integers,
     "rows": _rows,
