@@ -550,7 +550,7 @@ def test_a_global_with_the_name_of_an_attribute_is_not_watched(name, monkeypatch
         def forward(self, x):
             return (self.layer(x) * self.scale).sum(-1) * self.step
 
-    captures, module = [], sys.modules["fxamp.convert"]
+    captures, module = [], sys.modules["fxamp.pipeline"]
     rewrite = module.rewrite
     monkeypatch.setattr(module, "rewrite", lambda *args, **kwargs: captures.append(1) or rewrite(*args, **kwargs))
     monkeypatch.setitem(globals(), name, {"a": 0})
