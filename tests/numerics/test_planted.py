@@ -33,6 +33,27 @@ def test_a_fault_behind_any_node_is_named(name):
     assert [str(verdict) for verdict in found if not verdict.is_exact] == []
 
 
+class WrittenOut(torch.nn.Module):
+    """A GELU by hand: one op in the converted graph, eight in the float32 run."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.last(0.5 * y * (1.0 + torch.tanh(0.7978845608028654 * (y + 0.044715 * torch.pow(y, 3.0)))))
+
+
+def test_a_fault_behind_an_op_that_float32_has_written_out_is_named(monkeypatch):
+    made = WrittenOut(), (torch.linspace(-1, 1, 32).reshape(4, 8),), lambda output: output.square().sum()
+    monkeypatch.setitem(planting.SUBJECTS, "written out", (lambda: made, "symbolic"))
+    about = planting.subject("written out")
+    (node,) = [node for node in about.nodes if ir.mark(node).op == "gelu"]
+    verdicts = [planting.judged(about, node, fault) for fault in planting.FAULTS]
+    assert len(verdicts) == 6 and [str(verdict) for verdict in verdicts if not verdict.is_exact] == []
+
+
 def noisy(names):
     """Nodes whose values are half wrong wherever they run low."""
 
