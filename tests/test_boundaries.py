@@ -295,8 +295,9 @@ def test_overrides_of_nodes_reach_into_blocks_and_those_of_the_models_modules_do
     assert {row.module: row.precision for row in rows if row.op == "linear" and row.precision == "high"} == {
         "head": "high"
     }
-    with pytest.raises(OptionError, match="'exq' matches no module and no node"):
-        fxamp.convert(model, LOW, **{**options, "overrides": {"exq": "allow"}})
+    for wrong in ("exq", "inner"):  # a part of a block is named by its whole path
+        with pytest.raises(OptionError, match=f"'{wrong}' matches no module and no node"):
+            fxamp.convert(model, LOW, **{**options, "overrides": {wrong: "allow"}})
 
 
 def test_compile_around_boundaries():

@@ -104,8 +104,9 @@ def unmatched_overrides(
 ) -> dict[str, str]:
     """The keys that match no module and no node -> a sentence that says so, with the nearest name."""
     nodes = [node for graph in ((graphs,) if isinstance(graphs, fx.Graph) else graphs) for node in graph.nodes]
-    matched = {override_for(node, overrides) for node in nodes}
-    known = {name for node in nodes for name in (node.name, *module_paths(node))}
+    outer = [node for node in nodes if ir.BLOCK_PATH not in node.meta]  # a block's own know paths inside it alone
+    matched = {override_for(node, overrides) for node in outer}
+    known = {node.name for node in nodes}.union(*map(module_paths, outer))
     return {
         key: f"overrides: {key!r} matches no module and no node.{nearest(key, sorted(known))}"
         for key in overrides

@@ -1,11 +1,12 @@
 """Numbers and questions of other packages: numpy's scalars and functions, einops, torch._check, `callable`."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
-from einops import einsum, pack, rearrange, reduce, repeat, unpack
+from einops import _backends, einsum, pack, rearrange, reduce, repeat, unpack
 from torch import nn
 from torch.nn import functional as F
 
@@ -128,3 +129,21 @@ def test_a_count_by_the_type_of_a_traced_value_is_no_part_of_a_graph():
     with pytest.raises(fxamp.CaptureError, match="writes into the global 'COUNTS'"):
         fxamp.convert(Model(counting), LOW, capture="symbolic", example_inputs=(torch.ones(2, 8),))
     assert COUNTS == {}
+
+
+def test_einops_may_see_its_first_tensor_in_a_capture(monkeypatch):
+    """It then loads its backend, and remembers it in a global."""
+    monkeypatch.setattr(_backends, "_loaded_backends", {})
+    monkeypatch.setattr(_backends, "_type2backend", {})
+    ours = fxamp.convert(Model(HEADS["einops"]), LOW, capture="symbolic", example_inputs=(torch.randn(3, 8),))
+    assert ours(torch.randn(3, 8)).shape == (2, 3, 4)
+
+
+def named(m, x):
+    return x * (2 if re.fullmatch(r"fc\d*", "fc") else 3)
+
+
+def test_what_python_keeps_of_patterns_is_no_state_of_the_models():
+    re.purge()
+    ours = fxamp.convert(Model(named), LOW, capture="symbolic", example_inputs=(torch.randn(3, 8),))
+    assert ours(torch.randn(3, 8)).shape == (3, 8)

@@ -188,6 +188,8 @@ def _squared(y):
         (lambda y: torch.acos(torch.tanh(y)), {"tanh": "high upstream"}),
         (lambda y: torch.sqrt(1 - torch.tanh(y) ** 2), {"tanh": "high upstream"}),
         (lambda y: torch.sqrt(1 - torch.tanh(y).square()), {"tanh": "high upstream"}),
+        (lambda y: torch.sqrt(torch.rsub(torch.tanh(y).square(), 1.0)), {"tanh": "high upstream"}),
+        (lambda y: torch.sqrt(1 - 0.5 * torch.tanh(y) ** 2), {"tanh": "high upstream"}),
         (lambda y: torch.log(1 - _squared(torch.tanh(y)) + 1e-6), {"tanh": "high upstream"}),
         (lambda y: torch.sqrt(1 + torch.tanh(y) ** 2), {"tanh": "low"}),  # a sum of squares is positive
         (lambda y: torch.tanh(y) / 3.0, {"tanh": "low", "div": "low"}),  # a numerator is not sensitive
