@@ -441,5 +441,25 @@ def test_an_override_of_a_node_behind_data_is_taken_and_one_that_nothing_has_is_
     assert warnings_of(caplog) == [told]
 
 
+class Numbered(nn.Module):
+    """Its second graph has a node `linear_1`, and the model a module `linear1`."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear1, self.other, self.head = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        y = self.linear1(x)
+        if y.sum() > 1e9:
+            y = y * 2
+        return self.head(torch.tanh(self.other(y)))
+
+
+def test_the_number_of_a_node_is_no_misspelling_of_a_module():
+    converted = fxamp.convert(Numbered(), FP16, (X,), capture="dynamo", overrides={"linear_1": "deny"})
+    converted(X)
+    assert [row.precision for row in fxamp.report(converted).rows if row.name == "linear_1"] == ["high"]
+
+
 def warnings_of(caplog):
     return [record.message for record in caplog.records if record.name == "fxamp" and record.levelname == "WARNING"]
