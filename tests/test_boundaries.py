@@ -291,10 +291,14 @@ def test_overrides_of_nodes_reach_into_blocks_and_those_of_the_models_modules_do
     options = {"boundaries": [Doubled], "example_inputs": (x,), "overrides": {"exp": "allow", "head": "deny"}}
     converted = fxamp.convert(model, LOW, **options)
     rows = [row for row in fxamp.report(converted).rows if row.op in ("exp", "linear")]
-    assert {row.precision for row in rows if row.op == "exp"} == {"low"}
+    assert {row.reason for row in rows if row.op == "exp"} == {"overrides['exp'] = 'allow'"}
     assert {row.module: row.precision for row in rows if row.op == "linear" and row.precision == "high"} == {
         "head": "high"
     }
+    model = nn.Sequential(OrderedDict(body=nn.Sequential(Doubled(), Doubled()), exp=nn.Linear(8, 4)))
+    converted = fxamp.convert(model, LOW, **{**options, "overrides": {"exp": "allow"}})
+    reasons = [row.reason for row in fxamp.report(converted).rows if row.op == "exp"]
+    assert reasons and not any("overrides" in reason for reason in reasons), "it is the name of a module"
     for wrong in ("exq", "inner"):  # a part of a block is named by its whole path
         with pytest.raises(OptionError, match=f"'{wrong}' matches no module and no node"):
             fxamp.convert(model, LOW, **{**options, "overrides": {wrong: "allow"}})
