@@ -496,6 +496,12 @@ class SAM(torch.optim.SGD):
         if zero_grad:
             self.zero_grad()
 
+    @torch.no_grad()
+    def scale_gradients(self, factor):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.grad * factor
+
     def with_closure(self, scale, closure=None):
         loss = closure()
         self.step()
@@ -540,6 +546,15 @@ def test_methods_of_an_optimizers_own_update_masters(kind, use):
     follow(model, optimizer, reference, kind(reference, 0.05, momentum=0.9), use)
     assert torch.equal(model[0].weight, master_of(model[0].weight).to(torch.bfloat16))
     assert set(optimizer.state) <= set(model.parameters())
+
+
+def test_such_a_method_changes_the_models_gradients():
+    model = low_model()
+    optimizer = MasterWeightOptimizer(SAM(model.parameters(), 0.05))
+    before = give_gradients(model, 1)
+    optimizer.scale_gradients(0.5)
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        assert parameter.grad.dtype == parameter.dtype and torch.equal(parameter.grad.float(), gradient / 2)
 
 
 def test_a_closure_of_such_a_method_sees_the_models_parameters():
