@@ -33,6 +33,8 @@ WRITES = "fxamp_writes"
 # Set by a capture on a node whose sizes the data decides: a value of the right rank and dtype, see
 # fxamp.capture.guesses. Its sizes are an example of what may come, good for costs and for nothing that must hold.
 GUESS = "fxamp_guess"
+# What stays of a guess when values are forgotten: the sizes in the node's type are the most that may come.
+GUESSED = "fxamp_guessed"
 # Set on a node that stands for an expression of the model: the ops it was written with, see fxamp.passes.fuse.
 WRITTEN_OUT = "fxamp_written_out"
 # Set on the nodes of a block that is converted by itself: the block's path in the model.

@@ -58,6 +58,8 @@ class Captured:
     def forget_values(self) -> None:
         """Drop fake values and data: types stand in the marks, and fakes would keep whole models alive."""
         for node in self.graph.nodes:
+            if ir.GUESS in node.meta:
+                node.meta[ir.GUESSED] = True
             for key in ("val", ir.GUESS, "example_value", "grapharg"):
                 node.meta.pop(key, None)
         if self.example is not None:

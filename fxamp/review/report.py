@@ -172,11 +172,13 @@ class Report:
 
     @property
     def launches(self) -> int:
-        """Kernels that only convert: one per activation cast, per weight cast, and per bucket of weights."""
-        weights = [row for row in self.rows if row.role == "weight cast"]
-        buckets = {(row.graph, row.name) for row in weights if not is_weight_cast(row)}
-        packed = sum((row.graph, row.inputs[0]) in buckets for row in weights if is_weight_cast(row))
-        return self.casts + self.weight_casts - packed + len(buckets)
+        """Kernels that only convert, in one forward of every graph; a bucket of weights is one."""
+        return sum(row.launches for row in self.rows)
+
+    @property
+    def cast_bytes_are_exact(self) -> bool:
+        """Whether no cast is of a size that depends on data: behind a packed sequence `cast_bytes` is the most."""
+        return not any(row.is_estimate for row in self.rows if is_cast(row))
 
     def summary(self) -> str:
         """One line: low nodes of all nodes, casts to low, parameters cast.
@@ -198,7 +200,8 @@ class Report:
             for field in dataclasses.fields(self)
             if not field.name.startswith("_") and field.name != "rows"
         }
-        computed = {"summary": self.summary(), "casts": self.casts, "coverage": self.coverage}
+        names = ("casts", "launches", "cast_bytes_are_exact", "coverage")
+        computed = {"summary": self.summary(), **{name: getattr(self, name) for name in names}}
         return {**computed, **fields, "rows": _plain(self.rows)}
 
     def to_json(self) -> str:
@@ -316,13 +319,8 @@ def build_report(variants: Iterable[Variant], options: Any, model: nn.Module) ->
 
 
 def _moved(casts: Sequence[Row]) -> int | None:
-    """Bytes that casts read and write (4 and 2 for each element), None where one is not known."""
-    total = 0
-    for cast in casts:
-        if cast.nbytes is None:
-            return None
-        total += cast.nbytes * 6 // (2 if cast.precision == "low" else 4)
-    return total
+    known = [cast.moved for cast in casts if cast.moved is not None]
+    return sum(known) if len(known) == len(casts) else None
 
 
 def _paddings(rows: Sequence[Row]) -> Iterable[Padding]:

@@ -8,6 +8,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.dtypes import dtype_name
+from fxamp.review.conversions import conversion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,10 @@ class Row:
         inputs: names of the nodes it reads, each once.
         requires_grad: whether backward passes through its value.
         written_out: the ops that the model writes it out with, where it writes more than the one.
+        is_estimate: its size depends on data (behind a packed sequence): `shape`, `nbytes` and `moved` are the most
+            that there can be.
+        launches: kernels that it starts only to convert.
+        moved: bytes that its conversion reads and writes, 0 where it makes none; None where not known.
     """
 
     graph: int
@@ -48,6 +53,9 @@ class Row:
     inputs: tuple[str, ...]
     requires_grad: bool
     written_out: str = ""
+    is_estimate: bool = False
+    launches: int = 0
+    moved: int | None = 0
 
     @property
     def line(self) -> str:
@@ -78,6 +86,7 @@ def row_of(node: fx.Node, number: int = 0) -> Row:
     dtypes = dict.fromkeys(dtype_name(found.dtype) for found in types if found.dtype is not None)
     sizes = [found.nbytes for found in types]
     path, module_class = _innermost(node)
+    launches, moved = conversion(node)
     return Row(
         graph=number,
         name=node.name,
@@ -97,7 +106,17 @@ def row_of(node: fx.Node, number: int = 0) -> Row:
         inputs=tuple(given.name for given in node.all_input_nodes),
         requires_grad=any(found.requires_grad for found in types),
         written_out=node.meta.get(ir.WRITTEN_OUT, ""),
+        is_estimate=_is_estimate(node),
+        launches=launches,
+        moved=moved,
     )
+
+
+def _is_estimate(node: fx.Node) -> bool:
+    """Whether the value, or the one that a pass made it of, has a size that was guessed."""
+    while ir.GUESSED not in node.meta and ir.mark(node).role and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return ir.GUESSED in node.meta
 
 
 def _innermost(node: fx.Node) -> tuple[str, str]:

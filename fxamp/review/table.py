@@ -32,7 +32,8 @@ def overview(built: "Report") -> Iterator[str]:
         plural(built.casts_to_low, "cast") + f" to {built.low_dtype}",
         f"{built.casts_to_high} to float32",
     ]
-    moved = f", {bytes_in_words(built.cast_bytes)} moved" if built.cast_bytes is not None else ""
+    most = "" if built.cast_bytes_are_exact else "at most "
+    moved = f", {most}{bytes_in_words(built.cast_bytes)} moved" if built.cast_bytes is not None else ""
     weights = f" ({bytes_in_words(built.weight_cast_bytes)})" if built.weight_cast_bytes is not None else ""
     yield f"casts: {' and '.join(cost)}{moved}; {plural(built.weight_casts, 'weight cast')}{weights}"
     if built.user_casts:

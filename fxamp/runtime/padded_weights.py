@@ -85,9 +85,14 @@ def empty_grown(weight: torch.Tensor, dims: Dims, dtype: torch.dtype) -> torch.T
     return torch.empty_permuted(shape, order, dtype=dtype, device=weight.device)
 
 
+def adds_rows(dims: Dims) -> bool:
+    """Whether a weight grows behind its last row alone."""
+    return dims[0][0] == 1 and not any(extra for _, extra in dims[1:])
+
+
 def grows_in_rows(weight: torch.Tensor, dims: Dims) -> bool:
-    """Whether only whole rows are added behind a weight's own: then that part is as dense as the weight."""
-    if dims[0][0] != 1 or any(extra for _, extra in dims[1:]):
+    """Whether only rows are added, and the weight's own part of them is as dense as the weight is."""
+    if not adds_rows(dims):
         return False
     layout = _CHANNELS_LAST.get(weight.dim(), torch.contiguous_format)
     return weight.is_contiguous() or weight.is_contiguous(memory_format=layout)

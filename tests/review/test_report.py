@@ -8,6 +8,7 @@ from review_cases import CASES, FP16, Language, Two, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxamp
+from fxamp.counting.counts import Counter
 from fxamp.counting.zoo import MODELS
 from fxamp.review.gemms import gemms_of
 from fxamp.review.regions import regions_of
@@ -75,6 +76,56 @@ def test_counted_casts_are_those_that_run_in_real_models(name):
     model = fxamp.convert(step.model, torch.bfloat16, step.inputs)
     built = report(model)
     assert executed(model, *step.inputs) == built.casts + built.weight_casts + built.casts_inside + built.user_casts
+
+
+class Grown(torch.nn.Module):
+    """Weights whose padded copies grow in every way: rows, columns, channels, the gates of an LSTM."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(3, 30, 3, padding=1), torch.nn.Conv2d(30, 20, 3, padding=1)
+        self.lstm, self.head = torch.nn.LSTM(20, 13), torch.nn.Linear(13, 17)
+
+    def forward(self, images):
+        features = self.second(self.first(images).relu()).mean(3)
+        return self.head(self.lstm(features.permute(0, 2, 1))[0])
+
+
+@pytest.mark.parametrize("pad", ["auto", "always"])
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_counted_launches_and_bytes_are_those_of_the_counter(opt_level, pad):
+    images = torch.randn(2, 3, 16, 16)
+    model = fxamp.convert(Grown(), torch.float16, (images,), opt_level=opt_level, pad=pad)
+    built = report(model)
+    with Counter() as counter:
+        model(images)
+    assert built.launches == counter.counts.forward_casts
+    assert built.cast_bytes + built.weight_cast_bytes == counter.counts.cast_nbytes
+    assert built.cast_bytes_are_exact and bool(built.padded) == (pad == "always")
+
+
+class Packed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = torch.nn.LSTM(16, 16, batch_first=True), torch.nn.Linear(16, 8)
+
+    def forward(self, x, lengths):
+        packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return self.head(self.lstm(packed)[0].data)
+
+
+@pytest.mark.parametrize("lengths", [[5, 5, 5], [5, 3, 2]])
+def test_bytes_behind_a_packed_sequence_are_the_most_there_can_be(lengths):
+    inputs = torch.randn(3, 5, 16), torch.tensor(lengths)
+    built = report(model := fxamp.convert(Packed(), torch.float16, inputs))
+    with Counter() as counter:
+        model(*inputs)
+    assert built.launches == counter.counts.forward_casts
+    told = built.cast_bytes + built.weight_cast_bytes
+    saved = 6 * (15 - sum(lengths)) * (16 + 8)  # rows that are cast: 16 numbers on the way in, 8 on the way out
+    assert told == counter.counts.cast_nbytes + saved
+    assert not built.cast_bytes_are_exact and "at most" in str(built)
+    assert not json.loads(built.to_json())["cast_bytes_are_exact"]
 
 
 def test_counting_notices_a_cast_that_is_not_counted(language):
