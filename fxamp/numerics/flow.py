@@ -1,7 +1,7 @@
 """Where values and gradients stop being finite: one call, watched on every edge of its graphs, forward and backward."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -152,7 +152,8 @@ class Watcher:
 
     A probe is a view, and autograd lets no view of a custom function be written in place: edges on which a value
     comes to an in-place op have none, and their gradient is that of the whole value before it was written. Nor have
-    those to a call of torch.autograd.grad: it asks for the value that others read, not for a view of it.
+    those to a call of torch.autograd.grad: it asks for the value that others read, not for a view of it. What is
+    returned has a plain view's hook instead: the caller may write it in place.
     """
 
     def __init__(self, flow: Flow, with_gradients: bool, counting: bool = False) -> None:
@@ -160,7 +161,7 @@ class Watcher:
         self.counting = counting
         nodes = list(flow.variant.graph.nodes)
         self.is_written = any(not ir.is_weight(written) for node in nodes for written in ir.mutated(node))
-        self.unprobed = (_unprobed(nodes) if self.is_written else frozenset()) | {
+        self.unprobed = _unprobed(nodes) | {
             (given.name, node.name) for node in nodes if takes_derivative(node) for given in node.all_input_nodes
         }
         self.with_gradients = with_gradients
@@ -186,10 +187,30 @@ class Watcher:
         edge = (self.flow.writers.get((given.name, reader.name), given.name), reader.name)
         if type(value) in (tuple, list):  # the parts of a split, or of a bucket of weights
             return type(value)(self._probed(edge, part) for part in value)
-        return self._probed(edge, value)
+        return self._returned(edge, given, value) if reader.op == "output" else self._probed(edge, value)
+
+    def _returned(self, edge: Edge, given: fx.Node, value: Any) -> Any:
+        """A view that the caller may write in place.
+
+        That takes its hook away, and those of the views it is of; then all their gradients are told by what they are
+        views of, before it was written.
+        """
+        if not _has_gradient(value):
+            return value
+        view, seen, version = value.view_as(value), value.detach(), value._version
+        views = list(_view_edges(given))
+
+        def note_written(gradient: torch.Tensor) -> None:
+            for lost in (edge, *views) if seen._version != version else ():
+                if lost not in self.flow.edges:
+                    self._note(lost, gradient)
+
+        view.register_hook(lambda gradient: self._note(edge, gradient))
+        (value if value._base is None else value._base).register_hook(note_written)
+        return view
 
     def _probed(self, edge: Edge, value: Any) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.requires_grad and value.is_floating_point()):
+        if not _has_gradient(value):
             return value
         return _Probe.apply(value, lambda gradient: self._note(edge, gradient))  # type: ignore[no-untyped-call]
 
@@ -227,17 +248,30 @@ class Watcher:
         value.register_hook(note)  # type: ignore[no-untyped-call]
 
 
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_floating_point()
+
+
 def _unprobed(nodes: list[fx.Node]) -> frozenset[Edge]:
-    """Edges on which a value, or a view of it, comes to an op that writes it."""
+    """Edges on which a value, or a view of it, comes to an op that writes it, or on which a view of it is returned."""
     found: set[Edge] = set()
     frontier = [(written, node) for node in nodes for written in ir.mutated(node)]
+    returned = (value for node in nodes if node.op == "output" for value in node.all_input_nodes)
+    views = {edge for value in returned for edge in _view_edges(value)}
     while frontier:
         written, reader = frontier.pop()
         if (written.name, reader.name) not in found:
             found.add((written.name, reader.name))
             if _may_be_view(written) or ir.mutated(written):
                 frontier += [(given, written) for given in written.all_input_nodes]
-    return frozenset(found)
+    return frozenset(found | views)
+
+
+def _view_edges(node: fx.Node) -> Iterator[Edge]:
+    """Edges over which a value is a view of others, the last first."""
+    while node.all_input_nodes and _may_be_view(node):
+        yield node.all_input_nodes[0].name, node.name
+        node = node.all_input_nodes[0]
 
 
 def _may_be_view(node: fx.Node) -> bool:

@@ -1,5 +1,6 @@
 """watch_nan: a step that goes wrong is run again as it was, and says what find_nan says."""
 
+import contextlib
 import gc
 import weakref
 
@@ -326,3 +327,51 @@ def test_inside_autocast_it_is_run_again_without():
     with fxamp.watch_nan(model, raises=False) as watch, torch.autocast("cpu", torch.bfloat16):
         model(X).mean().backward()
         assert watch.found.is_bad_in_float32 is False and watch.found.overrides and not watch.found.unknown
+
+
+RETURNED = {
+    "value": lambda m, x: m.a(x),
+    "float32 value": lambda m, x: m.a(x).sin(),
+    "view": lambda m, x: m.a(x).sin()[1:].transpose(0, 1).unsqueeze(0),
+    "reshape": lambda m, x: m.a(x).sin().reshape(2, -1),
+    "value that is read inside too": lambda m, x: (h := m.a(x).sin(), m.a(h + 1)),
+    "view of such a value": lambda m, x: ((h := m.a(x).sin())[1:], m.a(h + 1)),
+    "several": lambda m, x: {"first": m.a(x), "second": m.a(x).sin()},
+    "input": lambda m, x: (x.view(-1), m.a(x)),
+}
+
+
+def step_on(function, loss, watched):
+    torch.manual_seed(0)
+    model = fxamp.convert(Net(function), FP16, (X,), pad_to=0)
+    x = X.clone().requires_grad_()
+    inputs = x * 1.0
+    with fxamp.watch_nan(model, raises=False) if watched else contextlib.nullcontext() as watch:
+        loss(first(model(inputs))).backward()
+    return x.grad, model.a.weight.grad, watch and watch.found
+
+
+def first(output):
+    return (
+        output
+        if isinstance(output, torch.Tensor)
+        else next(iter(output.values() if isinstance(output, dict) else output))
+    )
+
+
+@pytest.mark.parametrize("function", RETURNED.values(), ids=RETURNED)
+def test_training_code_may_write_into_what_it_is_given(function):
+    def loss(output):
+        return output.sub_(0.25).mul_(2.0).square().sum()
+
+    plain, watched = step_on(function, loss, False), step_on(function, loss, True)
+    assert watched[2] is None
+    for expected, found in zip(plain[:2], watched[:2], strict=True):
+        assert (found is None) is (expected is None) and (expected is None or torch.equal(found, expected))
+
+
+@pytest.mark.parametrize("function", RETURNED.values(), ids=RETURNED)
+def test_a_loss_that_spoils_the_gradients_in_place_is_told_as_one_that_does_not(function):
+    in_place = step_on(function, lambda output: output.mul_(0.0).sqrt().sum(), True)[2]
+    aside = step_on(function, lambda output: output.mul(0.0).sqrt().sum(), True)[2]
+    assert in_place is not None and (in_place.name, in_place.phase) == (aside.name, aside.phase), (in_place, aside)
