@@ -2,12 +2,13 @@
 
 import dataclasses
 import linecache
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.graph import _format_target
+from torch.fx.graph import PythonCode
 from torch.utils import _pytree as pytree
 
 from fxamp.recompute import eager_call, fold_checkpoints
@@ -47,19 +48,35 @@ def compile_graph(
         output_tree: what the flat outputs are made into; None: they are what forward returns.
     """
     graph = fold_checkpoints(graph, eager_call(lambda inner: compile_graph(inner, root, constants).run))
-    code = graph.python_code("self")
-    paths = {
-        _format_target("self", str(node.target)): _access(root, str(node.target), node.op, constants)
+    places = {
+        node: _access(root, str(node.target), node.op, constants)
         for node in graph.nodes
         if node.op in ("get_attr", "call_module")
     }
-    lines = [_rewrite(line, paths) for line in code.src.splitlines()]
+    code = _python_code(graph, {node: f"{_PLACE}{number}" for number, node in enumerate(places)})
+    found = list(places.values())
+    lines = re.sub(rf"\bself\.{_PLACE}(\d+)\b", lambda match: found[int(match[1])], code.src).splitlines()
     if any(node.target is torch._C._set_grad_enabled for node in graph.nodes):
         lines = _restoring_grad_mode(lines)
     source = "\n".join(lines) + "\n"
     namespace = {**code.globals, **{_constant(name): value for name, value in constants.items()}}
     exec(compile(source, _file_name(source), "exec"), namespace)
     return CompiledForward(_unflattening(namespace["forward"], output_tree), source)
+
+
+_PLACE = "_fxamp_place_"
+
+
+def _python_code(graph: fx.Graph, names: dict[fx.Node, str]) -> PythonCode:
+    """The graph's code with other names for what it reads of the module: a path may hold anything, names may not."""
+    targets = {node: node.target for node in names}
+    try:
+        for node, name in names.items():
+            node.target = name
+        return graph.python_code("self")
+    finally:
+        for node, target in targets.items():
+            node.target = target
 
 
 def _unflattening(forward: Callable[..., Any], tree: pytree.TreeSpec | None) -> Callable[..., Any]:
@@ -84,20 +101,6 @@ def _access(root: nn.Module, path: str, op: str, constants: dict[str, torch.Tens
 
 def _constant(name: str) -> str:
     return f"_fxamp{name}"
-
-
-def _rewrite(line: str, paths: dict[str, str]) -> str:
-    """Replace the module access that stands right of the first `=` of a line."""
-    left, equals, right = line.partition(" = ")
-    if not equals or not right.startswith(("self", "getattr(self")):
-        return line
-    end = min((right.find(stop) for stop in (";", "  #") if right.find(stop) >= 0), default=len(right))
-    if right[:end] in paths:
-        return left + equals + paths[right[:end]] + right[end:]
-    call = right.find("(")
-    while call >= 0 and right[:call] not in paths:
-        call = right.find("(", call + 1)
-    return line if call < 0 else left + equals + paths[right[:call]] + right[call:]
 
 
 def _restoring_grad_mode(lines: list[str]) -> list[str]:

@@ -304,3 +304,34 @@ def test_an_override_of_a_node_that_writes_in_place_is_followed_under_its_name(n
     (row,) = [row for row in fxamp.report(ours).rows if row.name == name]
     assert row.precision == {"allow": "low", "deny": "high"}[colour]
     torch.testing.assert_close(ours(*inputs), model(*inputs), rtol=1e-2, atol=1e-2)
+
+
+ODD_NAMES = ["a\nb", 'q"u', "it's", "a b", "class", "\\", "{x}", "<b>&", "self._fxamp_place_0", "0"]
+
+
+class OddNames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in ODD_NAMES:
+            self.add_module(name.replace(".", "-"), nn.Linear(8, 8))
+        self.register_parameter("w\nw", nn.Parameter(torch.ones(8)))
+        self.register_buffer("b u\n", torch.ones(8))
+
+    def forward(self, x):
+        for module in self.children():
+            x = module(x)
+        return x * self._parameters["w\nw"] + self._buffers["b u\n"]
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_modules_and_weights_may_have_any_name(opt_level, tmp_path):
+    torch.manual_seed(0)
+    model, x = OddNames(), torch.randn(2, 8)
+    expected = model(x)
+    converted = fxamp.convert(model, torch.float16, (x,), opt_level=opt_level)
+    torch.testing.assert_close(converted(x), expected, atol=5e-3, rtol=0)
+    fxamp.dump(converted, tmp_path)
+    assert [row.module for row in fxamp.report(converted).rows if row.op == "linear"] == [*model._modules]
+    plan = fxamp.report(converted).save_plan(tmp_path / "plan.json")
+    again = fxamp.convert(OddNames(), torch.float16, (x,), opt_level=opt_level, plan=plan)
+    assert again(x).shape == expected.shape
