@@ -97,6 +97,27 @@ def test_the_zoo_says_who_is_far_who_lacks_and_who_failed(tmp_path):
     assert "| near" in region(tmp_path, "zoo-rows")
 
 
+def test_the_zoo_says_who_is_further_at_every_seed(tmp_path):
+    def row(name, *ours):
+        pairs = [[each * 1e-3, 1e-3] for each in ours]
+        errors = {"outputs": pairs[0], "gradients": pairs[0]}
+        return {"name": name, "errors": errors, "low_share": 1.0, "autocast_low_share": 1.0,
+                "seeds": {"outputs": pairs, "gradients": [[1e-3, 1e-3]] * 3}}  # fmt: skip
+
+    rows = [row("further", 1.2, 1.1, 1.3), row("noise", 1.5, 0.9, 1.5), row("hardly", 1.01, 1.02, 1.03)]
+    rows += [row("nearer", 0.5, 0.9, 0.8), row("worst", 1.6, 1.6, 1.6)]
+    data = {"rows": rows, "failures": [], "headers": ["model"], "cells": [["near"]]}
+    record(tmp_path, "zoo", data)
+    text = " ".join(region(tmp_path, "zoo").split())
+    assert "outputs from fp32, of autocast's: 1.12 (geomean of all models, 3 seeds each)" in text
+    assert "5% or more in the mean, 2 are further (worst 1.60, further 1.20) and 1 nearer." in text
+    assert "gradients from fp32, of autocast's: 1.00" in text and "0 are further and 0 nearer" in text
+    for each in rows:
+        each["seeds"] = {what: pairs[:1] for what, pairs in each["seeds"].items()}
+    record(tmp_path, "zoo", data)
+    assert "geomean" not in region(tmp_path, "zoo")
+
+
 def test_a_saved_record_leaves_out_where_it_was_saved(tmp_path):
     def command(*typed):
         return results.make("tools/count", typed, {}, 1.0)["command"]

@@ -7,9 +7,10 @@
 
 import argparse
 import re
+import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,29 @@ def zoo_summary(data: Any) -> str:
     ]
     failed = [f"Failed: {failure}." for failure in failures]
     headers = ("the others", "further from fp32 (ours / autocast's)", "low GEMMs, ours / autocast's")
-    return "\n\n".join([_prose(words), *([_markdown(cells, headers)] if cells else []), *failed])
+    table = [_markdown(cells, headers)] if cells else []
+    return "\n\n".join([_prose(words), *table, *failed, *map(_prose, _against_seeds(rows))])
+
+
+def _against_seeds(rows: list[Record]) -> Iterator[str]:
+    """Who is further from fp32 than autocast, and who nearer, beyond what the seeds differ by."""
+    seeds = min((len(pairs) for row in rows for pairs in row.get("seeds", {}).values()), default=0)
+    for what in ("outputs", "gradients") if seeds > 1 else ():
+        ratios = {row["name"]: [(a + NOTHING) / (b + NOTHING) for a, b in row["seeds"][what]] for row in rows}
+        means = {name: statistics.geometric_mean(found) for name, found in ratios.items()}
+        further = [name for name, found in ratios.items() if min(found) > 1 and means[name] > CLEARLY]
+        nearer = [name for name, found in ratios.items() if max(found) < 1 and means[name] < 1 / CLEARLY]
+        named = ", ".join(f"{name} {means[name]:.2f}" for name in sorted(further, key=lambda name: -means[name]))
+        yield (
+            f"Distance of {what} from fp32, of autocast's: {statistics.geometric_mean(means.values()):.2f} (geomean of "
+            f"all models, {seeds} seeds each); at every seed and by {CLEARLY - 1:.0%} or more in the mean, "
+            f"{len(further)} are further{f' ({named})' if named else ''} and {len(nearer)} nearer."
+        )
+
+
+CLEARLY = 1.05
+NOTHING = 1e-6
+"""Two roundings differ by less."""
 
 
 def far(row: Record) -> list[str]:
@@ -142,8 +165,8 @@ def far(row: Record) -> list[str]:
 
 
 def is_far(ours: float, theirs: float) -> bool:
-    """Whether a distance from fp32 is more than twice autocast's; two roundings differ by less than 1e-6."""
-    return ours > 2 * theirs + 1e-6
+    """Whether a distance from fp32 is more than twice autocast's."""
+    return ours > 2 * theirs + NOTHING
 
 
 def zoo_rows(data: Any) -> str:

@@ -59,8 +59,8 @@ class Row:
     """A model's line in the table; errors are distances from fp32, relative (L2).
 
     Attributes:
-        more: the same with other seeds, where the first seed was more than twice as far from fp32 as autocast; errors
-            are then root mean squares over all.
+        more: the same with other seeds, where they were asked for, or the first one was more than twice as far from
+            fp32 as autocast; errors are then root mean squares over all.
     """
 
     name: str
@@ -76,10 +76,12 @@ class Row:
 
     def error(self, run: Run, what: str) -> float:
         """Distance of our or autocast's outputs, gradients, evaluated outputs or buffers from fp32's."""
-        rows = [self, *self.more]
-        runs = [row.ours if run is self.ours else row.auto for row in rows]
-        pairs = [(tensors_of(one, what), tensors_of(row.full, what)) for one, row in zip(runs, rows, strict=True)]
-        return math.sqrt(sum(distance(*pair) ** 2 for pair in pairs) / len(pairs))
+        of_seeds = [ours if run is self.ours else theirs for ours, theirs in self.errors_of_seeds(what)]
+        return math.sqrt(sum(error**2 for error in of_seeds) / len(of_seeds))
+
+    def errors_of_seeds(self, what: str) -> list[tuple[float, float]]:
+        """Our distance and autocast's, seed by seed."""
+        return [(_error(row.ours, row.full, what), _error(row.auto, row.full, what)) for row in (self, *self.more)]
 
     @property
     def is_near(self) -> bool:
@@ -110,11 +112,18 @@ class CountGemms:
                 self.low += bool(floats) and _WIDTHS[floats[0]] == 16
 
 
-def measure(name: str, make: Callable[[], nn.Module], call: Call, capture: str = "auto", **options: Any) -> Row:
-    """Train and evaluate three models that start equal; from three seeds where one may be noise."""
+def _error(one: Run, full: Run, what: str) -> float:
+    return distance(tensors_of(one, what), tensors_of(full, what))
+
+
+def measure(
+    name: str, make: Callable[[], nn.Module], call: Call, capture: str = "auto", seeds: int = 1, **options: Any
+) -> Row:
+    """Train and evaluate three models that start equal; from three seeds at least where one may be noise."""
     row = _measure(0, name, make, call, capture, options)
     if not row.is_near:
-        row.more = [_measure(seed, name, make, call, capture, options) for seed in (1, 2)]
+        seeds = max(seeds, 3)
+    row.more = [_measure(seed, name, make, call, capture, options) for seed in range(1, seeds)]
     return row
 
 

@@ -1,6 +1,7 @@
 """The zoo as a table: `tools/zoo [name ...]`, or the hand-written models and then transformers' architectures."""
 
 import argparse
+import functools
 import importlib
 import os
 import sys
@@ -32,11 +33,12 @@ def _errors(row: measure.Row, what: str) -> str:
 
 
 def facts(row: measure.Row) -> dict[str, object]:
-    """The same as numbers: distances from fp32 (ours, autocast's), shares of low GEMMs."""
+    """The same as numbers: distances from fp32 (ours, autocast's), seed by seed too, and shares of low GEMMs."""
     errors = {what: [row.error(row.ours, what), row.error(row.auto, what)] for what in measure.ERRORS}
     return {
         "name": row.name,
         "errors": errors,
+        "seeds": {what: row.errors_of_seeds(what) for what in measure.ERRORS},
         "low_share": row.ours.share,
         "autocast_low_share": row.auto.share,
         "low": row.ours.low,
@@ -44,14 +46,15 @@ def facts(row: measure.Row) -> dict[str, object]:
     }
 
 
-def measured(name: str, level: str) -> measure.Row:
+def measured(name: str, level: str, seeds: int) -> measure.Row:
     torch._dynamo.reset()
     if name in HAND_WRITTEN:
         module = importlib.import_module(f"tests.zoo.{name}")
         torch.manual_seed(1)
-        return measure.measure(name, module.make, (module.inputs(), {}), level=level)
+        return measure.measure(name, module.make, (module.inputs(), {}), seeds=seeds, level=level)
     kind = name.removeprefix("hf:")
-    return measure.measure(name, lambda: hugging_face.make(kind), hugging_face.call(kind), level=level)
+    make, call = functools.partial(hugging_face.make, kind), hugging_face.call(kind)
+    return measure.measure(name, make, call, seeds=seeds, level=level)
 
 
 def main() -> None:
@@ -60,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tools/zoo", description=__doc__)
     parser.add_argument("names", nargs="*", help="models; those of transformers as hf:bert")
     parser.add_argument("--level", default="balanced", choices=("strict", "balanced", "aggressive"))
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each model; default 3")
     results.add_save(parser, "zoo")
     given = parser.parse_args()
     names = given.names or [*HAND_WRITTEN, *(f"hf:{name}" for name in hugging_face.ARCHITECTURES)]
@@ -67,7 +71,7 @@ def main() -> None:
     for name in names:
         start = time.time()
         try:
-            row = measured(name, given.level)
+            row = measured(name, given.level, given.seeds)
             rows.append(line(row, time.time() - start))
             numbers.append(facts(row))
         except Exception as error:  # one model that fails must not hide the others
