@@ -192,7 +192,7 @@ def _first_graph(model: nn.Module, engine: Engine, example: tuple[Any, Any] | No
     if engine.options.capture != "dynamo":
         try:
             if example is not None:
-                return engine.capture(model, *example)
+                return engine.capture(model, *example, is_example=True)
             return _preview(model, engine)
         except CaptureError as error:
             engine.fall_back(model, error)

@@ -179,17 +179,23 @@ class Engine:
                 self.previews.clear()  # Dynamo gave up, whatever the preview promised
             self.workshop.announce(module)
 
-    def capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
-        """Make, or find, the variant for one call; nothing is run on the real inputs. One thread at a time."""
+    def capture(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_example: bool = False
+    ) -> Variant:
+        """Make, or find, the variant for one call; nothing is run on the real inputs. One thread at a time.
+
+        Args:
+            is_example: the call itself is not made: the model keeps the state that it had.
+        """
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break()  # compiling.py has tried
         capture: Any = self._capture
         if "torch._dynamo" in sys.modules:  # which would trace a trace, called inside of a compiled function
             capture = torch._dynamo.disable(capture)  # type: ignore[no-untyped-call]
         with _capturing:  # a trace patches torch's modules for its length
-            return capture(module, args, kwargs)  # type: ignore[no-any-return]
+            return capture(module, args, kwargs, is_example)  # type: ignore[no-any-return]
 
-    def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+    def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_example: bool) -> Variant:
         if self.fingerprint is None:
             self.fingerprint = Structure(module).fingerprint
         key, inputs = call_key(args, kwargs)
@@ -215,6 +221,13 @@ class Engine:
             if self.options.capture != "symbolic" and self.options.opt_level == "O1":
                 self.unfollowable[circumstances] = error  # Dynamo takes such calls; where it does not, try again
             raise
+        if (settings := variant.captured.settings) is not None:
+            settings.make()
+            same = next((other for other in known if other.holds(module, inputs)), None)
+            if is_example:
+                settings.undo()
+            if same is not None:
+                return same  # from before they were taken back
         if self.is_frozen:
             self.workshop.keep_weights(variant, module)
         if self.is_boundary:

@@ -1,6 +1,8 @@
 """What every capture gives: one graph, and the conditions under which it may be used."""
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from torch.utils import _pytree as pytree
 from fxamp import ir
 from fxamp.capture.inputs import CallSpec
 from fxamp.capture.reads import Place
+from fxamp.capture.settings import Settings
 from fxamp.capture.state import Cell
+from fxamp.errors import CaptureError
 
 
 @dataclasses.dataclass
@@ -31,6 +35,7 @@ class Captured:
         live: numbers of modules that the graph reads at each call.
         grad_mode: what torch.is_grad_enabled() was where the model asked, None where it did not.
         output_tree: how the graph's flat outputs become what forward returns; None: they are that already.
+        settings: what forward sets in a first call alone; `state` is as it is after that call.
     """
 
     root: nn.Module
@@ -45,6 +50,7 @@ class Captured:
     state: tuple[Cell, ...] = ()
     live: frozenset[Place] = frozenset()
     grad_mode: bool | None = None
+    settings: Settings | None = None
 
     def text(self) -> str:
         """The graph as Python code."""
@@ -68,3 +74,38 @@ class Captured:
 
 def _without_data(value: Any) -> Any:
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def settled(first: Captured, again: Callable[[], Captured]) -> Captured:
+    """A graph for the call and for those that follow: captured with the settings made, after which forward makes none.
+
+    Args:
+        first: captured from a forward that may have made settings.
+        again: captures once more.
+
+    Raises:
+        CaptureError: forward makes settings at every call, or does something else once they are made.
+    """
+    settings = first.settings
+    if settings is None:
+        return first
+    with contextlib.suppress(CaptureError), settings.made():
+        second = again()
+        if second.settings is None and _are_equal(first, second):
+            second.settings = settings
+            return second
+    raise CaptureError(settings.refusal)
+
+
+def _are_equal(one: Captured, other: Captured) -> bool:
+    """Whether two graphs compute the same from the same inputs."""
+    if ir.canonical_text(one.graph) != ir.canonical_text(other.graph) or one.output_tree != other.output_tree:
+        return False
+    pairs = [(value, other.constants.get(name)) for name, value in one.constants.items()]
+    return len(pairs) == len(other.constants) and all(_are_same(*pair) for pair in pairs)
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    if one is other or other is None or one.is_meta or other.is_meta:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one, other)

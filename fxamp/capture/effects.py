@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from fxamp.capture.objects import MISSING, MOST, SCALARS, attributes_of, is_descriptor, is_library, walk
+from fxamp.capture.settings import Settings
 from fxamp.capture.state import read
 from fxamp.errors import CaptureError, FxampError, OptionError
 
@@ -27,7 +28,7 @@ class Effects:
     def __init__(self) -> None:
         self.classes: dict[type, dict[str, Any]] = {}
         self._variables: list[tuple[Any, str, Any, str]] = []  # owner, name, value, title
-        self._containers: list[tuple[Any, Any, str]] = []  # container, copy, title
+        self._containers: dict[int, tuple[Any, Any, str]] = {}  # id -> container, copy, title
         self._generators: dict[int, tuple[Any, Any]] = {}  # id -> generator, state
         self._opened: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # (id of owner, name) -> owner, name, value
         self._caches: dict[int, tuple[Any, int]] = {}  # id -> cached function, values it has kept
@@ -52,7 +53,8 @@ class Effects:
 
     def remember_containers(self, value: Any, title: str = "a") -> None:
         """Remember what the containers in a value hold."""
-        self._containers += [(container, saved, title) for container, saved in _containers(value)]
+        for container, saved in _containers(value):
+            self._containers.setdefault(id(container), (container, saved, title))  # as it was when it was first read
 
     def remember_class(self, value: Any) -> None:
         """Remember what a class of the user's holds, a value's or the value itself: forward may count in it."""
@@ -76,18 +78,25 @@ class Effects:
         """What stood in a place where `value` stands during the trace."""
         return self._opened[id(owner), name][2] if (id(owner), name) in self._opened else value
 
-    def undo(self) -> FxampError | None:
-        """Put everything as it was; the error that names what forward has first done to it, None for nothing."""
+    def undo(self) -> FxampError | Settings | None:
+        """Put everything as it was; the error that names what forward has first done to it, None for nothing.
+
+        Settings where all it did was to put plain values into dictionaries: perhaps it does so in its first call alone.
+        """
         for owner, name, cached in self._opened.values():
             _put(owner, name, cached)
+        for container, _, _ in self._containers.values():
+            if isinstance(container, dict):
+                _forget_traced_types(container)
         drawn = self._drawn_generators()
         done = [
             *self._set_variables(),
             *self._set_in_classes(),
             *(f"draws from a {kind.__qualname__}" for kind in drawn),
             *self._filled_caches(),
-            *self._written_containers(),
         ]
+        set_once = self._plain_values_set() if not done else []
+        done += self._written_containers()
         if any(issubclass(kind, random.Random) for kind in drawn):
             return OptionError(
                 "forward draws from a random.Random of its own, which a graph, and torch.compile too, would freeze to "
@@ -95,10 +104,28 @@ class Effects:
             )
         if not done:
             return None
-        return CaptureError(
+        text = (
             f"forward {done[0]}, and a graph holds no such writes. Return the value instead, write a buffer in place "
             "(self.buffer.copy_(value)), or, where forward sets it once, set it before convert()."
         )
+        return Settings(tuple(set_once), text) if set_once else CaptureError(text)
+
+    def _plain_values_set(self) -> list[tuple[dict[Any, Any], Any, Any, Any]]:
+        """What forward has put into dictionaries, if it wrote plain values alone: (dictionary, key, before, after)."""
+        found = []
+        for container, saved, _ in self._containers.values():
+            if _is_as(container, saved):
+                continue
+            if not isinstance(container, dict) or saved.keys() - container.keys():
+                return []
+            for name, value in dict.items(container):
+                before = saved.get(name, MISSING)
+                if before is value:
+                    continue
+                if not isinstance(value, SCALARS) or not (before is MISSING or isinstance(before, SCALARS)):
+                    return []
+                found.append((container, name, before, value))
+        return found
 
     def _set_variables(self) -> list[str]:
         done = []
@@ -142,9 +169,7 @@ class Effects:
 
     def _written_containers(self) -> list[str]:
         done = []
-        for container, saved, title in self._containers:
-            if isinstance(container, dict):
-                _forget_traced_types(container)
+        for container, saved, title in self._containers.values():
             if not _is_as(container, saved):
                 _restore(container, saved)
                 done.append(f"writes into {title} ({type(container).__qualname__})")

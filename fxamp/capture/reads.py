@@ -26,8 +26,9 @@ from fxamp.capture.objects import (
     method_parts,
     walk,
 )
+from fxamp.capture.settings import Settings
 from fxamp.capture.state import LIFTED, Cell, paths_of, read
-from fxamp.errors import CaptureError, OptionError
+from fxamp.errors import CaptureError, FxampError, OptionError
 
 # What nn.Module itself keeps in an instance; Structure looks after parameters, modules and hooks.
 _OWN = frozenset({*nn.Module().__dict__, "__dict__", "__class__", "_fxamp_engine"})
@@ -62,6 +63,7 @@ class Reads:
         self._classes: dict[type, None] = {}  # of the user's objects: where they have defaults and methods from
         self._modules: set[int] = set()
         self._effects = Effects()
+        self.settings: Settings | None = None  # what forward put into dictionaries, perhaps only this once
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -97,9 +99,10 @@ class Reads:
             self._check_hooks()
         finally:
             del nn.Module.__getattribute__
-            error = self._effects.undo()
-        if error is not None:
-            raise error
+            done = self._effects.undo()
+        if isinstance(done, FxampError):
+            raise done
+        self.settings = done
 
     def _check_hooks(self) -> None:
         """Raise where forward reads what a hook may write: hooks run at each call, and a graph has read it before."""

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.capture import attention, recurrent
-from fxamp.capture.captured import Captured
+from fxamp.capture.captured import Captured, settled
 from fxamp.capture.creations import Creations, traced_sizes
 from fxamp.capture.functions import whole_functions
 from fxamp.capture.guesses import guess
@@ -35,6 +35,7 @@ from fxamp.capture.numbers import plain_number
 from fxamp.capture.promotion import Promotion, low_operands, widen
 from fxamp.capture.proxies import ValueProxy, WeightProxy, asks_of_autograd, is_static
 from fxamp.capture.reads import Place, Reads
+from fxamp.capture.settings import Settings
 from fxamp.capture.state import Cell
 from fxamp.capture.surroundings import (
     asked_by_torch_check,
@@ -80,11 +81,15 @@ def capture_symbolic(
     fakes = fakes or Fakes(root)
     try:
         with opened_wraps(keep_whole) as opened:
-            return _trace(root, spec, example, fakes, live)
+            return _settled_trace(root, spec, example, fakes, live)
     except CaptureError:
         if not opened:
             raise
-    return _trace(root, spec, example, fakes, live)
+    return _settled_trace(root, spec, example, fakes, live)
+
+
+def _settled_trace(*given: Any) -> Captured:
+    return settled(_trace(*given), lambda: _trace(*given))
 
 
 def _trace(
@@ -110,6 +115,7 @@ def _trace(
         state=tracer.state,
         live=live,
         grad_mode=tracer.grad_mode,
+        settings=tracer.settings,
     )
 
 
@@ -128,6 +134,7 @@ class SymbolicTracer(fx.Tracer):
         self.constants: dict[str, torch.Tensor] = {}
         self.output_tree: pytree.TreeSpec | None = None
         self.state: tuple[Cell, ...] = ()
+        self.settings: Settings | None = None
         self.grad_mode: bool | None = None
         self.evaluating = False
         self._numbers = LiveNumbers(live, self._attribute)
@@ -164,7 +171,7 @@ class SymbolicTracer(fx.Tracer):
             reads.noted(),
         ):
             graph = super().trace(root)
-        self.state = reads.cells(self._numbers.decided)
+        self.state, self.settings = reads.cells(self._numbers.decided), reads.settings
         return graph
 
     def create_args_for_root(

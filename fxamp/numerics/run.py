@@ -120,7 +120,7 @@ def _symbolic(converted: nn.Module, engine: Engine, args: tuple[Any, ...], kwarg
     if engine.options.capture == "dynamo":
         return None
     try:
-        return engine.capture(converted, args, kwargs)
+        return engine.capture(converted, args, kwargs, is_example=True)
     except CaptureError as error:
         engine.fall_back(converted, error)
         return None
