@@ -42,8 +42,28 @@ def agree_(found_inf: torch.Tensor, groups: list[Any]) -> None:
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
 
 
-def norm_over(norm: torch.Tensor, groups: list[Any]) -> torch.Tensor:
-    """Euclidean norm of shards held by all ranks, from this rank's (0-d float32)."""
+def shard_groups(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The process groups among which a DTensor is divided: those of its sharded mesh dimensions; () for a plain one."""
+    mesh = None if type(tensor) is torch.Tensor else getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return ()
+    return tuple(mesh.get_group(dim) for dim, placed in enumerate(tensor.placements) if placed.is_shard())  # type: ignore[attr-defined]
+
+
+def without_partial(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor whose ranks hold addends, added up; any other tensor as it is."""
+    placements = () if type(tensor) is torch.Tensor else getattr(tensor, "placements", ())
+    if not any(placed.is_partial() for placed in placements):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    whole = [Replicate() if placed.is_partial() else placed for placed in placements]
+    added: torch.Tensor = tensor.redistribute(placements=whole)  # type: ignore[attr-defined]
+    return added
+
+
+def norm_over(norm: torch.Tensor, groups: tuple[Any, ...]) -> torch.Tensor:
+    """Euclidean norm of shards held by all ranks of all groups, from this rank's (0-d float32)."""
     for group in groups:
         square = norm.square()
         dist.all_reduce(square, group=group)

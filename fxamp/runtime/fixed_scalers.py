@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from fxamp.errors import CheckpointError
+from fxamp.dtypes import NAMES
+from fxamp.errors import CheckpointError, OptionError, nearest
 from fxamp.runtime.scale_rule import ScaleRule, checked_scale
 from fxamp.runtime.scaler import LossScaler
 
@@ -52,6 +53,26 @@ class NoOpLossScaler(LossScaler):
         """Ignores the state: a run may go on without scaling."""
 
 
-def scaler_for(dtype: torch.dtype, **options: Any) -> LossScaler:
-    """The scaler a precision needs: LossScaler for float16, NoOpLossScaler for anything wider in range."""
-    return LossScaler(**options) if dtype is torch.float16 else NoOpLossScaler()
+def scaler_for(dtype: torch.dtype | str, **options: Any) -> LossScaler:
+    """The scaler a precision needs: LossScaler for float16, NoOpLossScaler for what has float32's range.
+
+        scaler = fxamp.scaler_for(fxamp.report(model).low_dtype)
+
+    Args:
+        dtype: torch.float16, torch.bfloat16, torch.float32 or torch.float64, or a name of one ("fp16", "bfloat16").
+        options: LossScaler's arguments; not used where nothing is scaled.
+
+    Raises:
+        OptionError: another dtype or name ("auto" is one that convert() resolves).
+    """
+    names = {**NAMES, "fp32": torch.float32, "float32": torch.float32, "float64": torch.float64}
+    known = names.get(dtype) if isinstance(dtype, str) else dtype
+    if known is torch.float16:
+        return LossScaler(**options)
+    if known in (torch.bfloat16, torch.float32, torch.float64):
+        return NoOpLossScaler()
+    raise OptionError(
+        f"dtype={dtype!r} is none that gradients are scaled for or are left alone in. Allowed: torch.float16, "
+        f"torch.bfloat16, torch.float32, torch.float64 and their names ({', '.join(map(repr, names))}); of a converted "
+        "model it is fxamp.report(model).low_dtype." + (nearest(dtype, names) if isinstance(dtype, str) else "")
+    )

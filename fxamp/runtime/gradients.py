@@ -1,10 +1,13 @@
 """Questions about the gradients of an optimizer: where they are, whether they are finite, how large."""
 
+import dataclasses
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from fxamp.errors import OptionError
 from fxamp.runtime import distributed
@@ -55,6 +58,10 @@ def values_of(parameter: torch.Tensor) -> torch.Tensor | None:
             gradient = gradient.float().coalesce().to(torch.float16)
             parameter.grad = gradient
         gradient = gradient._values()
+    return _local_numbers(gradient)
+
+
+def _local_numbers(gradient: torch.Tensor) -> torch.Tensor:
     gradient = distributed.local(gradient)
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
@@ -63,6 +70,14 @@ def dense(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """`values_of` every parameter that has a gradient."""
     found = (values_of(parameter) for parameter in parameters(optimizer))
     return [gradient for gradient in found if gradient is not None]
+
+
+def groups(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The process groups whose ranks have parts of an optimizer's gradients: those of DTensors.
+
+    A rank that has no gradient for a parameter is one of them all the same.
+    """
+    return distributed.groups_of([p if p.grad is None else p.grad for p in parameters(optimizer)])
 
 
 def unscale_and_check(
@@ -125,13 +140,13 @@ def warn_of_pure_bfloat16(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+def total_norm(gradients: list[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
     """Euclidean norm of all gradients together, 0-d float32, computed as torch's clip_grad_norm_ does.
 
-    16-bit gradients are read in float32, so that their norm cannot overflow.
+    16-bit gradients are read in float32, so that their norm cannot overflow. Of no gradients it is a 0 on `device`.
     """
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros((), device=device)
     per_tensor: list[torch.Tensor] = []
     with torch.no_grad():
         for same in _by_device(gradients):
@@ -143,6 +158,30 @@ def total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
         stacked = torch.stack([norm.to(first) for norm in per_tensor])
         total: torch.Tensor = torch.linalg.vector_norm(stacked, 2.0)
     return total.float()
+
+
+def global_norm(optimizer: torch.optim.Optimizer, process_group: Any = None) -> torch.Tensor:
+    """Euclidean norm of all gradients of an optimizer over all ranks that share them, 0-d float32.
+
+    A part that several ranks hold counts once: of a DTensor, norms are added over its sharded mesh dimensions alone.
+
+    Args:
+        process_group: ranks that hold shards as plain tensors; then all gradients are taken for such shards.
+    """
+    bins: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
+    device = torch.device("cpu")
+    for parameter in parameters(optimizer):
+        device = distributed.local(parameter).device
+        shared = parameter if parameter.grad is None else parameter.grad
+        found = bins[(process_group,) if process_group is not None else distributed.shard_groups(shared)]
+        values = values_of(parameter)
+        if values is not None:
+            added = distributed.without_partial(parameter.grad)  # type: ignore[arg-type]
+            found.append(values if added is parameter.grad else _local_numbers(added))
+    norms = [distributed.norm_over(total_norm(found, device), groups) for groups, found in bins.items()]
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])) if norms else torch.zeros(())
 
 
 def clip_(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
@@ -158,9 +197,12 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return ((norm + 1e-6).reciprocal() * max_norm).clamp(max=1.0)
 
 
-def nonfinite_names(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of the parameters whose gradient holds an inf or a NaN. Reads the device."""
-    return [name for name, parameter in names(optimizer) if is_nonfinite(parameter)]
+def nonfinite_names(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> list[str]:
+    """Names of the parameters whose gradient holds an inf or a NaN, by id in `known`, else the optimizer's own.
+
+    Reads the device.
+    """
+    return [known.get(id(parameter), name) for name, parameter in names(optimizer) if is_nonfinite(parameter)]
 
 
 def is_nonfinite(parameter: torch.Tensor) -> bool:
@@ -169,12 +211,29 @@ def is_nonfinite(parameter: torch.Tensor) -> bool:
     return gradient is not None and not bool(torch.isfinite(gradient).all())
 
 
-def mark(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
-    """Identity of the gradients now: it differs once they are zeroed, replaced or accumulated into."""
-    for parameter in parameters(optimizer):
-        if parameter.grad is not None:
-            return id(parameter.grad), parameter.grad._version
-    return None
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """The gradients of an optimizer at one time, told by the first of them: it is of an object, not of an address."""
+
+    gradient: TensorWeakRef | None
+    version: int
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the gradients are still those: neither zeroed, nor replaced, nor accumulated into."""
+        now = _first_gradient(optimizer)
+        if now is None or self.gradient is None:
+            return now is None and self.gradient is None
+        return self.gradient() is now and now._version == self.version
+
+
+def mark(optimizer: torch.optim.Optimizer) -> Mark:
+    """The gradients as they are now."""
+    now = _first_gradient(optimizer)
+    return Mark(None, 0) if now is None else Mark(TensorWeakRef(now), now._version)
+
+
+def _first_gradient(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    return next((parameter.grad for parameter in parameters(optimizer) if parameter.grad is not None), None)
 
 
 def why_none(optimizer: torch.optim.Optimizer) -> str:

@@ -27,6 +27,7 @@ def take_closure(args: tuple[Any, ...], closure: Closure | None) -> tuple[tuple[
 
 
 def plain_step(
+    scaler: "LossScaler",
     optimizer: torch.optim.Optimizer,
     args: tuple[Any, ...],
     closure: Closure | None,
@@ -39,9 +40,7 @@ def plain_step(
     def clip() -> None:
         nonlocal norm
         if max_grad_norm is not None:
-            found = gradients.dense(optimizer)
-            norm = gradients.total_norm(found)
-            gradients.clip_(found, norm, max_grad_norm)
+            norm, _ = scaler._clip(optimizer, max_grad_norm, None)
 
     if closure is None:
         clip()
@@ -54,7 +53,7 @@ def plain_step(
             return loss
 
         returned = optimizer.step(evaluate, *args, **kwargs)
-    return plain_result(optimizer, skipped=False, norm=norm, returned=returned)
+    return plain_result(optimizer, scaler._about(optimizer), skipped=False, norm=norm, returned=returned)
 
 
 def step_with_closure(
@@ -102,7 +101,8 @@ def step_with_closure(
     except _OverflowInClosure:
         skipped = True
         before.restore()
-    return plain_result(optimizer, skipped=skipped, scale=scaler.get_scale(), norm=norm, returned=returned)
+    about = scaler._about(optimizer)
+    return plain_result(optimizer, about, skipped=skipped, scale=scaler.get_scale(), norm=norm, returned=returned)
 
 
 class _Backup:

@@ -14,7 +14,7 @@ from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.scale_rule import ScaleRule, checked_scale
 from fxamp.runtime.scaler_base import ScalerBase
 from fxamp.runtime.scaler_state import combined_found_inf
-from fxamp.runtime.step_result import HostCopy, StepResult, result_of
+from fxamp.runtime.step_result import Gradients, HostCopy, StepResult, result_of
 
 logger = logging.getLogger("fxamp")
 
@@ -151,11 +151,11 @@ class LossScaler(ScalerBase):
         args, closure = host_step.take_closure(args, closure)
         if max_grad_norm is not None and not max_grad_norm >= 0:
             raise OptionError(f"max_grad_norm={max_grad_norm!r} must be >= 0, or None for no clipping.")
-        if not self._has_looked_at_precision:
-            self._has_looked_at_precision = True
+        if optimizer not in self._looked_at:
+            self._looked_at.add(optimizer)
             gradients.warn_of_pure_bfloat16(optimizer)
         if not self._enabled:
-            return host_step.plain_step(optimizer, args, closure, max_grad_norm, kwargs)
+            return host_step.plain_step(self, optimizer, args, closure, max_grad_norm, kwargs)
         if closure is not None and self._scale is None:
             self._lazy_init_scale_growth_tracker(next(gradients.parameters(optimizer)).device)
         state = self._state_of(optimizer, "step()")
@@ -192,16 +192,18 @@ class LossScaler(ScalerBase):
             norm, divisor = self._clip(optimizer, max_grad_norm, divisor)
         settle(optimizer)
         returned = step_unless(optimizer, found_inf, lambda: optimizer.step(*args, **kwargs), grad_scale=divisor)
-        return result_of(optimizer, found_inf, self._scale, norm, returned=returned, scaled_gradients=unscales_itself)
+        about = self._about(optimizer)
+        return result_of(
+            optimizer, found_inf, self._scale, about, norm, returned=returned, scaled_gradients=unscales_itself
+        )
 
     def _clip(
         self, optimizer: torch.optim.Optimizer, max_norm: float, divisor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Norm of the unscaled gradients; clips them, or folds clipping into the divisor still to apply."""
-        found = gradients.dense(optimizer)
-        norm = distributed.norm_over(gradients.total_norm(found), self._groups(optimizer))
+        norm = gradients.global_norm(optimizer, self.process_group)
         if divisor is None:
-            gradients.clip_(found, norm, max_norm)
+            gradients.clip_(gradients.dense(optimizer), norm, max_norm)
             return norm, None
         norm = norm.to(divisor.device) / divisor
         return norm, divisor / gradients.clip_factor(norm, max_norm)
@@ -212,7 +214,7 @@ class LossScaler(ScalerBase):
             logger.warning("step() did nothing: %s", gradients.why_none(optimizer))
         state["found_inf_per_device"] = {}
         assert self._scale is not None
-        return result_of(optimizer, torch.ones_like(self._scale), self._scale)
+        return result_of(optimizer, torch.ones_like(self._scale), self._scale, self._about(optimizer))
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Move the scale by what this iteration's steps found, or set it. Safe to call without a step.
@@ -293,7 +295,7 @@ class LossScaler(ScalerBase):
         if not any(float(flag) > 0 for flag in flags):
             return
         optimizers = [optimizer for state in states if (optimizer := state["optimizer"]())]
-        culprits = [name for optimizer in optimizers for name in self._nonfinite(optimizer)]
+        culprits = [name for each in optimizers for name in gradients.nonfinite_names(each, self._names)]
         culprits = culprits or ["none on this rank, but on another"]
         skips, self.watch.skips_at_floor = self.watch.skips_at_floor, 0
         raise ScaleCollapseError(
@@ -303,13 +305,6 @@ class LossScaler(ScalerBase):
             "and the loss for inf or NaN (fxamp.find_nan), keep the operation in question in float32, or "
             "lower the learning rate; max_skips= and min_scale= set this limit."
         )
-
-    def _nonfinite(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        return [
-            self._names.get(id(parameter), name)
-            for (name, parameter) in gradients.names(optimizer)
-            if gradients.is_nonfinite(parameter)
-        ]
 
     def name_parameters(self, model: torch.nn.Module) -> None:
         """Use a model's parameter names in messages, where the optimizer was built without names."""
@@ -327,7 +322,7 @@ class LossScaler(ScalerBase):
         return torch.zeros((), dtype=torch.float32, device=self._scale.device)
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        if self.process_group is not None:
-            return [self.process_group]
-        found = [p.grad for p in gradients.parameters(optimizer) if p.grad is not None]
-        return distributed.groups_of(found)
+        return gradients.groups(optimizer) if self.process_group is None else [self.process_group]
+
+    def _about(self, optimizer: torch.optim.Optimizer) -> Gradients:
+        return Gradients(gradients.mark(optimizer), self.process_group is not None, self._names)

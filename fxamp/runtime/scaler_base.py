@@ -49,7 +49,7 @@ class ScalerBase(torch.amp.GradScaler):
         self._hysteresis_left: torch.Tensor | None = None
         self._names: dict[int, str] = {}
         self._has_warned_empty = False
-        self._has_looked_at_precision = False
+        self._looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._scale_calls = 0
         self.forget_iteration()
         if self._enabled and device is not None:

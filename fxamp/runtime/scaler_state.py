@@ -1,5 +1,6 @@
 """Saving, loading, copying and reading the state of a loss scaler."""
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 DEVICE_STATE = ("_scale", "_growth_tracker", "_hysteresis_left")
-NOT_PICKLED = ("process_group", "_per_optimizer_states", "_names")
+NOT_PICKLED = ("process_group", "_per_optimizer_states", "_names", "_looked_at")
 
 
 def combined_found_inf(state: dict[str, Any], device: torch.device) -> torch.Tensor:
@@ -73,7 +74,7 @@ def pickled(scaler: "ScalerBase") -> dict[str, Any]:
 
 def unpickle(scaler: "ScalerBase", attributes: dict[str, Any]) -> None:
     """The inverse of `pickled`; the device state comes back with the first loss."""
-    vars(scaler).update(attributes, process_group=None, _names={})
+    vars(scaler).update(attributes, process_group=None, _names={}, _looked_at=weakref.WeakSet())
     scaler.forget_iteration()
 
 

@@ -1,15 +1,29 @@
 """What one optimizer step did, readable without stopping the device."""
 
+import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fxamp.errors import FxampError
+from fxamp.errors import FxampError, OptionError
 from fxamp.runtime import gradients
 
-REPLAYED = (0, 0)  # a mark that no gradient has: `.grad` may belong to another graph
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """What a result must know to tell of a step's gradients later.
+
+    Attributes:
+        mark: which they were; None after a replay, when `.grad` may belong to another graph.
+        has_group: the scaler was given a process group whose ranks hold parts of them.
+        names: id of a parameter -> its name, where the optimizer has none.
+    """
+
+    mark: gradients.Mark | None
+    has_group: bool = False
+    names: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
 class StaleResultError(FxampError, RuntimeError):
@@ -77,6 +91,7 @@ class StepResult:
         self,
         optimizer: torch.optim.Optimizer,
         copy: HostCopy,
+        about: Gradients,
         *,
         returned: Any = None,
         scaled_gradients: bool = False,
@@ -84,8 +99,8 @@ class StepResult:
         self.returned = returned
         self.copy = copy
         self._optimizer = weakref.ref(optimizer)
+        self._about = about
         self._scaled_gradients = scaled_gradients
-        self._mark = gradients.mark(optimizer)
 
     @property
     def is_ready(self) -> bool:
@@ -115,33 +130,39 @@ class StepResult:
 
         Raises:
             StaleResultError: the gradients have been zeroed or replaced since.
+            OptionError: other ranks hold parts of them, and the step was not asked for their norm.
         """
         values = self.copy.values
         if len(values) > 2:
             return values[2]
-        norm = float(gradients.total_norm(gradients.dense(self._live_optimizer("grad_norm"))))
+        optimizer = self._live_optimizer("grad_norm")
+        if self._about.has_group or gradients.groups(optimizer):
+            raise OptionError(
+                "grad_norm of gradients that are sharded over ranks is no rank's to compute alone. Pass "
+                "max_grad_norm=math.inf to step(), which computes it in the step, on all ranks."
+            )
+        norm = float(gradients.total_norm(gradients.dense(optimizer)))
         return norm / self.scale if self._scaled_gradients else norm
 
     @property
     def nonfinite(self) -> list[str]:
-        """Names of the parameters whose gradients hold an inf or a NaN; `len()` of it is the count.
+        """Names of the parameters whose gradients, as far as this rank has them, hold an inf or a NaN.
 
         Raises:
             StaleResultError: as for `grad_norm`.
         """
-        return gradients.nonfinite_names(self._live_optimizer("nonfinite"))
+        return gradients.nonfinite_names(self._live_optimizer("nonfinite"), self._about.names)
 
     def replayed(self) -> "StepResult":
         """The result of the graph's replay launched last; for a result made while capturing."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        result = StepResult(optimizer, self.copy.replayed())
-        result._mark = REPLAYED
-        return result
+        return StepResult(optimizer, self.copy.replayed(), dataclasses.replace(self._about, mark=None))
 
     def _live_optimizer(self, asked: str) -> torch.optim.Optimizer:
         optimizer = self._optimizer()
-        if optimizer is None or gradients.mark(optimizer) != self._mark:
+        mark = self._about.mark
+        if optimizer is None or mark is None or not mark.holds(optimizer):
             raise StaleResultError(
                 f"{asked} was read after the step's gradients were zeroed or replaced. Read it before "
                 "zero_grad(), or pass max_grad_norm=math.inf to step(), which computes the norm in the step."
@@ -158,6 +179,7 @@ def result_of(
     optimizer: torch.optim.Optimizer,
     found_inf: torch.Tensor,
     scale: torch.Tensor,
+    about: Gradients,
     norm: torch.Tensor | None = None,
     *,
     returned: Any = None,
@@ -170,11 +192,12 @@ def result_of(
     """
     parts: Sequence[torch.Tensor] = (found_inf, scale) if norm is None else (found_inf, scale, norm)
     packed = torch.stack([part.detach().reshape(()) for part in parts])
-    return StepResult(optimizer, HostCopy(packed), returned=returned, scaled_gradients=scaled_gradients)
+    return StepResult(optimizer, HostCopy(packed), about, returned=returned, scaled_gradients=scaled_gradients)
 
 
 def plain_result(
     optimizer: torch.optim.Optimizer,
+    about: Gradients,
     *,
     skipped: bool,
     scale: float = 1.0,
@@ -183,6 +206,6 @@ def plain_result(
 ) -> StepResult:
     """An outcome that the host knows already; `norm` (0-d) may still be on the device."""
     if norm is None:
-        return StepResult(optimizer, HostCopy(torch.tensor([float(skipped), scale])), returned=returned)
+        return StepResult(optimizer, HostCopy(torch.tensor([float(skipped), scale])), about, returned=returned)
     known = [torch.full_like(norm, value) for value in (float(skipped), scale)]
-    return result_of(optimizer, known[0], known[1], norm, returned=returned)
+    return result_of(optimizer, known[0], known[1], about, norm, returned=returned)

@@ -7,9 +7,10 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fxamp.errors import ScaleCollapseError
+from fxamp.errors import OptionError, ScaleCollapseError
 from fxamp.runtime.distributed import reduce_gradients_in
 from fxamp.runtime.master_weights import MasterWeightOptimizer, master_of
 from fxamp.runtime.scaler import LossScaler
@@ -216,6 +217,67 @@ def fully_sharded(make, dtype):
             torch.testing.assert_close(parameter.full_tensor(), wanted, rtol=2**-18, atol=2**-20)
 
 
+def norm_of_gradients(scaler):
+    """Sharded, replicated, sharded over one of two mesh dimensions, addends, plain: each part counts once."""
+    line, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+    values = [torch.tensor([3.0, 0.0, 0.0, 4.0]), torch.tensor([1.0, 2.0]), torch.tensor([6.0, 8.0])]
+    placed = [(line, [Shard(0)]), (line, [Replicate()]), (square, [Replicate(), Shard(0)])]
+    weights = [
+        torch.nn.Parameter(distribute_tensor(torch.zeros_like(v), *at)) for v, at in zip(values, placed, strict=True)
+    ]
+    weights.append(torch.nn.Parameter(torch.zeros(1)))  # on every rank alike
+    weights.append(torch.nn.Parameter(distribute_tensor(torch.zeros(2), line, [Replicate()])))
+    optimizer = torch.optim.SGD(weights, 1.0, foreach=False)
+    scale = scaler.get_scale() if scaler.is_enabled() else 1.0
+    scaler.scale(torch.zeros(()))
+    for weight, value, at in zip(weights, values, placed, strict=False):
+        weight.grad = distribute_tensor(value * scale, *at)
+    weights[3].grad = torch.tensor([2.0]) * scale
+    weights[4].grad = DTensor.from_local(torch.tensor([2.0, 1.5]) * scale, line, [Partial()])
+    everything = torch.cat([*values, torch.tensor([2.0, 4.0, 3.0])])
+    result = scaler.step(optimizer, max_grad_norm=1.0)
+    assert math.isclose(result.grad_norm, float(everything.norm()), rel_tol=1e-6), result.grad_norm
+    clipped = everything / everything.norm()
+    found = [weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad for weight in weights]
+    torch.testing.assert_close(torch.cat([found[0], found[1], found[2], found[3], found[4]]), clipped)
+
+
+def norm_of_two_dimensions():
+    """HSDP: replicas of shards, here on a mesh of 2 x 1, as torch's clip_grad_norm_ has it."""
+    model = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.ones_(model.weight)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 1.0), LossScaler()
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    result = scaler.step(optimizer, max_grad_norm=math.inf)
+    assert result.grad_norm == 2.0, result.grad_norm
+
+
+def norm_asked_later():
+    weight = torch.nn.Parameter(distribute_tensor(torch.zeros(2), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    plain = torch.nn.Parameter(torch.zeros(2))
+    for parameter, scaler in ((weight, LossScaler()), (plain, LossScaler(process_group=dist.group.WORLD))):
+        optimizer = torch.optim.SGD([parameter], 1.0)
+        scaler.scale(torch.zeros(()))
+        parameter.grad = torch.ones_like(parameter)
+        result = scaler.step(optimizer)
+        try:
+            raise AssertionError(f"a norm of one rank's part: {result.grad_norm}")
+        except OptionError as error:
+            assert "max_grad_norm=math.inf" in str(error)
+
+
+def sharded_weight_without_gradient():
+    """On one rank alone: it takes part in what the others add up."""
+    weight = torch.nn.Parameter(distribute_tensor(torch.zeros(2), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    optimizer, scaler = torch.optim.SGD([weight], 1.0), LossScaler(8.0)
+    scaler.scale(torch.zeros(()))
+    if dist.get_rank() == 0:
+        weight.grad = torch.full_like(weight, 24.0)
+    result = scaler.step(optimizer, max_grad_norm=math.inf)
+    assert (result.skipped, result.grad_norm) == (False, 3.0)
+
+
 def clipped_in_one_process(values, make):
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
     with torch.no_grad():
@@ -322,6 +384,11 @@ CHECKS = {
     "fsdp_blocks": lambda: converted_blocks_fully_sharded(at_root=False),
     "fsdp_blocks_and_root": lambda: converted_blocks_fully_sharded(at_root=True),
     "fsdp_outside": sharded_weight_outside_of_its_unit,
+    "norm": lambda: norm_of_gradients(LossScaler(16.0)),
+    "norm_unscaled": lambda: norm_of_gradients(LossScaler(dtype=torch.bfloat16)),
+    "norm_two_dimensions": norm_of_two_dimensions,
+    "norm_asked_later": norm_asked_later,
+    "norm_one_rank_without": sharded_weight_without_gradient,
     "fsdp_fused_masters": lambda: fully_sharded(fused_adam, torch.bfloat16),
 }
 

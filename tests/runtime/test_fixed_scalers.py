@@ -90,3 +90,15 @@ def test_scaler_for_a_precision():
     assert type(scaler_for(torch.float16, init_scale=8.0)) is LossScaler
     assert scaler_for(torch.float16, init_scale=8.0).get_scale() == 8.0
     assert type(scaler_for(torch.bfloat16)) is type(scaler_for(torch.float32)) is NoOpLossScaler
+
+
+@pytest.mark.parametrize("name", ["fp16", "half", "float16"])
+def test_scaler_for_takes_the_names_that_convert_takes(name):
+    assert type(scaler_for(name, init_scale=8.0)) is LossScaler
+    assert type(scaler_for("bf16")) is type(scaler_for("fp32")) is NoOpLossScaler
+
+
+@pytest.mark.parametrize("dtype", ["auto", None, torch.int8, torch.float8_e4m3fn, "flaot16"])
+def test_scaler_for_refuses_what_it_does_not_know(dtype):
+    with pytest.raises(OptionError, match=r"low_dtype\.( Did you mean 'float16')?"):
+        scaler_for(dtype)

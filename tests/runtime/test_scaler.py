@@ -203,6 +203,41 @@ def test_result_tells_what_happened():
     assert [(r.step, r.scale, r.skipped) for r in scaler.history()] == [(1, 16.0, False), (2, 16.0, True)]
 
 
+def test_a_norm_read_late_is_never_that_of_another_step():
+    """New gradients take the addresses, and the versions, of those before them."""
+    weights = [torch.nn.Parameter(torch.ones(64)) for _ in range(3)]
+    optimizer, scaler, results = torch.optim.SGD(weights, 0.1), LossScaler(), []
+    for factor in (1.0, 10.0, 100.0, 1000.0, 5.0):
+        optimizer.zero_grad()
+        scaler.scale(sum((weight * factor).sum() for weight in weights)).backward()
+        results.append(scaler.step(optimizer))
+        scaler.update()
+    for result in results[:-1]:
+        with pytest.raises(RuntimeError, match="before zero_grad"):
+            _ = result.grad_norm
+    assert results[-1].grad_norm == pytest.approx(5 * 192**0.5)
+
+
+def test_names_of_nonfinite_gradients_are_the_models():
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), LossScaler()
+    scaler.name_parameters(model)
+    assert one_step(scaler, optimizer, model.weight, [math.nan]).nonfinite == ["weight"]
+
+
+def test_each_optimizer_of_pure_bfloat16_is_warned_about(caplog):
+    scaler = LossScaler(dtype=torch.bfloat16)
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        optimizer = kind([weight], 0.1)
+        for _ in range(2):
+            weight.grad = torch.ones_like(weight)
+            scaler.step(optimizer)
+    copy.deepcopy(scaler).step(optimizer)
+    told = [record.message.split()[0] for record in caplog.records if "directly" in record.message]
+    assert told == ["SGD", "Adam", "Adam"]
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_norm_read_after_zero_grad_says_so(set_to_none):
     weight = parameter(1.0)
