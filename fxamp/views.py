@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from fxamp.capture.leaves import is_boundary
+from fxamp.capture.leaves import TABLES, is_boundary
 from fxamp.ir import ENGINE
 
 
@@ -56,9 +56,7 @@ def plain_inside(model: nn.Module, paths: list[str]) -> Iterator[None]:
 
 
 def own_state(model: nn.Module) -> dict[str, Any]:
-    """A copy of `__dict__`: own children and hooks, the same parameters and buffers."""
+    """A copy of `__dict__`: own children and hooks, all else the same objects, parameters and buffers included."""
     state = dict(model.__dict__)
-    for name, value in state.items():
-        if name not in ("_parameters", "_buffers") and isinstance(value, dict) and name.startswith("_"):
-            state[name] = value.copy()
-    return state
+    own = {name: state[name].copy() for name in TABLES if name in state and name not in ("_parameters", "_buffers")}
+    return state | own

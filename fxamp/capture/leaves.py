@@ -18,6 +18,9 @@ _OPAQUE = (nn.AdaptiveLogSoftmaxWithLoss,)
 # Hooks that only compute a weight from parameters are traced with the forward they stand before.
 _TRACED_HOOKS = (WeightNorm,)
 
+# What torch keeps in dictionaries of each module: parameters, buffers, children, hooks.
+TABLES = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.capture.leaves import recomputed_weights
+from fxamp.capture.leaves import TABLES, recomputed_weights
 from fxamp.errors import CaptureError
 
 
@@ -38,7 +38,7 @@ def untouched(root: nn.Module) -> Iterator[None]:
 
 
 def _snapshot(module: nn.Module) -> dict[str, dict[str, Any]]:
-    dictionaries = {name: value for name, value in module.__dict__.items() if name in _KEPT}
+    dictionaries = {name: value for name, value in module.__dict__.items() if name in TABLES}
     return {"__dict__": dict(module.__dict__), **{name: dict(value) for name, value in dictionaries.items()}}
 
 
@@ -46,7 +46,7 @@ def _difference(path: str, module: nn.Module, saved: dict[str, dict[str, Any]]) 
     for owner, entries in saved.items():
         now = module.__dict__ if owner == "__dict__" else module.__dict__[owner]
         for name in [*entries, *(name for name in now if name not in entries)]:
-            if name in _KEPT or name in recomputed_weights(module):
+            if name in TABLES or name in recomputed_weights(module):
                 continue
             full = f"{path}.{name if isinstance(name, str) else owner}".lstrip(".")  # a hook has a number
             old, new = entries.get(name, _MISSING), now.get(name, _MISSING)
@@ -56,8 +56,6 @@ def _difference(path: str, module: nn.Module, saved: dict[str, dict[str, Any]]) 
 
 
 _MISSING = object()
-# What a module keeps in dictionaries of its own; a hook that forward registers would be registered once, at capture.
-_KEPT = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 
 
 def _is_same_plain_value(old: Any, new: Any) -> bool:
@@ -79,7 +77,7 @@ def _is_written_in_place(new: Any, path: str) -> bool:
 
 
 def _restore(module: nn.Module, saved: dict[str, dict[str, Any]]) -> None:
-    for owner in _KEPT:
+    for owner in TABLES:
         if owner in saved:
             contents = saved["__dict__"][owner]
             contents.clear()
