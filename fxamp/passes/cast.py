@@ -92,7 +92,8 @@ def _make_cast(
 ) -> fx.Node:
     with graph.inserting_before(_place(value, reader, aliases)):
         source = value
-        if ir.mark(value).tainted and dtype == low:
+        writer = aliases.last_writer(value, reader)
+        if dtype == low and (ir.mark(value).tainted or (writer is not None and ir.mark(writer).tainted)):
             limits = torch.finfo(low)
             source = graph.call_method("clamp", (value, limits.min, limits.max))
             _describe(source, value, ir.mark(value).type, "cast")

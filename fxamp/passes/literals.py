@@ -34,6 +34,11 @@ _SCALARS: dict[str, tuple[tuple[int, str], ...]] = {
     "masked_fill": ((2, "value"),),
     "fill": ((1, "value"),),
     "full": ((1, "fill_value"),),
+    "tensor": ((0, "data"),),
+    "new_tensor": ((1, "data"),),
+    "as_tensor": ((0, "data"),),
+    "asarray": ((0, "obj"),),
+    "scalar_tensor": ((0, "s"),),
     "full_like": ((1, "fill_value"),),
     "new_full": ((2, "fill_value"),),
     "where": ((1, "input"), (2, "other")),
@@ -92,12 +97,21 @@ def _scalars(node: fx.Node) -> Iterator[tuple[str, Number]]:
     op = ir.mark(node).op
     for position, keyword in _SCALARS.get(op, ()):
         given = ir.argument_of(node, position, keyword)
-        if isinstance(given, (int, float)) and not isinstance(given, bool):
-            yield f"literal {given!r}", given
+        if isinstance(given, (int, float, list, tuple)) and not isinstance(given, bool):
+            yield from ((f"literal {number!r}", number) for number in _numbers_in(given))
         elif isinstance(given, fx.Node) and (number := number_now(given)) is not None:
             given.meta[ASKED] = op in _ADDENDS or given.meta.get(ASKED, False)
             value = number.node.hint if isinstance(number, torch.SymFloat) else number
             yield f"number {value!r} ({given.target if given.op == 'get_attr' else given.name})", number
+
+
+def _numbers_in(given: Any) -> Iterator[Number]:
+    """A number, or those in the lists that a tensor is made of."""
+    if isinstance(given, (list, tuple)):
+        for part in given:
+            yield from _numbers_in(part)
+    elif isinstance(given, (int, float)) and not isinstance(given, bool):
+        yield given
 
 
 def number_now(node: fx.Node) -> Number | None:

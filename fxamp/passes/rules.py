@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
-from fxamp.dtypes import dtype_name
+from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.ir import Colour, Reason
 from fxamp.lists import TRAITS
 from fxamp.passes.literals import Fit
@@ -28,11 +28,10 @@ from fxamp.passes.reads import Read, asked_dtype, converts_to, is_conversion
 from fxamp.passes.ruling import Ruling, Verdict, start_ruling
 from fxamp.passes.spread import mark_born, protect_domains, spread_deny
 from fxamp.passes.streams import protect_streams
-from fxamp.passes.values import fix_destroyed_values, mark_integers, reduces_everything, spread_taint
+from fxamp.passes.values import fix_destroyed_values, is_dot_product, is_sum_of_squares, mark_integers, spread_taint
 
 __all__ = ["LEVELS", "Level", "Policy", "Ruling", "Verdict", "apply_rules"]
 
-_LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def apply_rules(graph: fx.Graph, policy: Policy, fit_of: Callable[[fx.Node], Fit]) -> Ruling:
@@ -72,7 +71,7 @@ def choose_colours(ruling: Ruling) -> None:
         elif part := protected_part(node, policy):
             ruling.colours[node] = "deny"
             ruling.chosen[node] = Reason("override", f"the model's _keep_in_fp32_modules names {part!r}")
-        elif reduces_everything(node) and not policy.is_users_choice("einsum"):
+        elif is_dot_product(node) and not policy.is_users_choice(ir.mark(node).op):
             ruling.colours[node] = "deny"
 
 
@@ -102,6 +101,7 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
         _fix_conversion(ruling, node)
     elif asked_dtype(node) == torch.float32 and ir.holds_float32(node):
         ruling.fix(node, "high", "user dtype", "the user asked for a float32 result (dtype=torch.float32)")
+        spread_taint(ruling, node)
     elif op in TRAITS["factory"] and asked_dtype(node) is None and ir.holds_float32(node):
         ruling.fix(node, "high", "creation", "no operand decides its dtype: it is torch's default")
         spread_taint(ruling, node)
@@ -117,8 +117,10 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
         _fix_rows(ruling, node)
     elif colour == "allow":
         _fix_allow(ruling, node)
+    elif colour == "deny" and is_sum_of_squares(ruling, node):
+        ruling.fix(node, "high", "square", "a sum of squares overflows fp16 early and loses half the exponent range")
     elif colour == "deny":
-        ruling.fix(node, "high", "list", f"`{op}` is on the deny list: {_deny_reason(ruling.policy, op)}")
+        ruling.fix(node, "high", "list", f"`{op}` is on the deny list: {_deny_reason(ruling.policy, node)}")
     elif colour == "unlisted":
         ruling.fix(node, "high", "unlisted", f"`{op}` is on no list, so it runs in the dtypes it had before")
     else:
@@ -136,14 +138,14 @@ def _fix_source(ruling: Ruling, node: fx.Node) -> None:
             ruling.tainted.add(node)
 
 
-def _deny_reason(policy: Policy, op: str) -> str:
-    row = policy.lists.row(op)
+def _deny_reason(policy: Policy, node: fx.Node) -> str:
+    row = policy.lists.row(ir.mark(node).op)
     if row is None:
         return ""
     if row.origin != "default":
         return f"set by {row.origin}"
-    if op == "einsum":
-        return "this one reduces everything, which is a large sum of products"
+    if is_dot_product(node):
+        return "this one is a dot product, a large sum of products and no GEMM"
     return row.reason if row.colour == "deny" else "torch.autocast runs it in float32, and so does level 'strict'"
 
 
@@ -247,7 +249,7 @@ def _fix_conversion_to_float32(ruling: Ruling, node: fx.Node, sources: set[torch
     elif node in ruling.chosen and ruling.colours[node] == "allow":
         text = f"makes float32; that its readers need not be is by {ruling.chosen[node].text}"
         ruling.fix(node, "high", "conversion", text)
-    elif torch.float32 in sources or sources & {*_LOW_DTYPES}:
+    elif torch.float32 in sources or sources & {*LOW_DTYPES}:
         ruling.fix(node, "high", "user cast", "the user cast to float32 here")
     elif node in ruling.integers:
         ruling.fix(node, "high", "integers", "makes floats of integers, which low precision rounds")

@@ -90,20 +90,43 @@ def spread_taint(ruling: Ruling, node: fx.Node) -> None:
 
 def _multiplies_itself(ruling: Ruling, node: fx.Node) -> bool:
     factors = [ir.argument_of(node, position, keyword) for position, keyword in ((0, "input"), (1, "other"))]
-    if not all(isinstance(factor, fx.Node) for factor in factors):
-        return False
-    one, other = (ruling.through_clear(factor) if _is_view(factor) else factor for factor in factors)
-    return one is other
+    return all(isinstance(factor, fx.Node) for factor in factors) and _are_one(ruling, factors)
+
+
+def _are_one(ruling: Ruling, factors: list[fx.Node]) -> bool:
+    return len({ruling.through_clear(factor) if _is_view(factor) else factor for factor in factors}) == 1
 
 
 def _is_view(node: fx.Node) -> bool:
     return ir.mark(node).op in TRAITS["view"] and ir.mark(node).op not in ("getitem", "dropout")
 
 
-def reduces_everything(node: fx.Node) -> bool:
-    """Whether a GEMM is a full reduction: einsum("...->", a, b) is a sum of squares or a dot product."""
-    equation = node.args[0] if node.args else None
-    if ir.mark(node).op != "einsum" or not isinstance(equation, str) or "->" not in equation:
-        return False
-    inputs, _, result = equation.replace(" ", "").partition("->")
-    return result == "" and len(inputs.split(",")) > 0
+def is_dot_product(node: fx.Node) -> bool:
+    """Whether a GEMM op only adds up products, of vectors or of batches of them: no dimension is one operand's alone.
+
+    einsum("i,i->", a, b), einsum("bi,bi->b", a, b), and the matmul or inner of two vectors.
+    """
+    op, given = ir.mark(node).op, node.args[0] if node.args else None
+    if op == "einsum":
+        return isinstance(given, str) and _only_reduces(given)
+    operands = [ir.argument_of(node, 0, "input"), ir.argument_of(node, 1, "other")]
+    return op in ("matmul", "inner") and all(_is_vector(operand) for operand in operands)
+
+
+def _only_reduces(equation: str) -> bool:
+    inputs, arrow, result = equation.replace(" ", "").replace("...", ".").partition("->")
+    operands = inputs.split(",")
+    every = inputs.replace(",", "")
+    if not arrow:  # then the indices that stand once are the result's
+        result = "".join(index for index in every if every.count(index) == 1 or index == ".")
+    return bool(set(every) - set(result)) and all(index in operand for index in result for operand in operands)
+
+
+def _is_vector(operand: object) -> bool:
+    shape = getattr(ir.mark(operand).type, "shape", None) if isinstance(operand, fx.Node) else None
+    return shape is not None and len(shape) == 1
+
+
+def is_sum_of_squares(ruling: Ruling, node: fx.Node) -> bool:
+    """Whether a dot product is that of a value with itself."""
+    return is_dot_product(node) and len(ruling.sources(node)) > 0 and _are_one(ruling, node.all_input_nodes)

@@ -120,6 +120,73 @@ def test_a_mask_written_in_place_is_tainted_under_every_name():
     assert torch.allclose(result[0], model(Q, KEEP)[0], atol=4e-3)  # fp16: eps/2 of 1 is 5e-4, a few roundings
 
 
+BUILT_IN_PLACE = {
+    "setitem": lambda m, pad: m.__setitem__(pad, -1e9),
+    "masked_fill_": lambda m, pad: m.masked_fill_(pad, -1e9),
+    "a view's": lambda m, pad: m.view(-1).masked_fill_(pad.view(-1), -1e9),
+    "mul_": lambda m, pad: m.add_(pad.float()).mul_(-1e9),
+    "copy_": lambda m, pad: m.copy_(torch.where(pad, -1e9, 0.0)),
+    "index_put_": lambda m, pad: m.index_put_((torch.arange(4),), torch.tensor(-1e9)),
+    "and something else behind it": lambda m, pad: m.masked_fill_(pad, -1e9).__setitem__((0, 0), 0.0),
+}
+BUILT = {
+    "where of a tensor": lambda m, pad: torch.where(pad, torch.tensor(-1e9), torch.tensor(0.0)),
+    "a product with a tensor": lambda m, pad: pad.float() * torch.tensor([-1e9]),
+    "a sum with a tensor": lambda m, pad: m + torch.tensor(-1e9, dtype=torch.float32),
+    "full": lambda m, pad: m + torch.full([], -1e9, dtype=m.dtype),
+    "new_tensor": lambda m, pad: torch.where(pad, m.new_tensor(-1e9), m),
+}
+
+
+def built_in_place(write):
+    def mask(m, pad):
+        m = m.clone()
+        write(m, pad)
+        return m
+
+    return mask
+
+
+@pytest.mark.parametrize("level", ["strict", "balanced", "aggressive"])
+@pytest.mark.parametrize(
+    "mask", [*map(built_in_place, BUILT_IN_PLACE.values()), *BUILT.values()], ids=[*BUILT_IN_PLACE, *BUILT]
+)
+def test_however_a_mask_is_built_it_enters_attention_finite(mask, level):
+    """As float16's own lowest number would: a row without a token is a mean of values; of -inf alone it is none."""
+
+    def model(x, w, pad):
+        q = F.linear(x, w)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask(torch.zeros(4, 4), pad))
+
+    x, w, pad = torch.rand(2, 4, 8), torch.rand(8, 8), torch.ones(4, 4, dtype=torch.bool)
+    setting = captured(model, x, w, pad, chosen=policy(FP16, level=level))
+    run_steps(PIPELINE, setting)
+    found, _, _ = run_graph(setting, x, w, pad)
+    q, lowest = F.linear(x, w), torch.finfo(FP16).min
+    expected = F.scaled_dot_product_attention(q, q, q, attn_mask=mask(torch.zeros(4, 4), pad).clamp(lowest))
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-2)
+
+
+@pytest.mark.parametrize("level", ["strict", "balanced", "aggressive"])
+@pytest.mark.parametrize("mask", BUILT.values(), ids=BUILT)
+def test_however_a_low_mask_is_built_softmax_of_it_is_finite(mask, level):
+    def model(x, w, pad):
+        return mask(F.linear(x, w), pad).softmax(-1)
+
+    x, w, pad = torch.rand(4, 8), torch.rand(4, 8), torch.ones(4, 4, dtype=torch.bool)
+    setting = captured(model, x, w, pad, chosen=policy(FP16, level=level))
+    run_steps(PIPELINE, setting)
+    found, _, _ = run_graph(setting, x, w, pad)
+    torch.testing.assert_close(found, model(x, w, pad), atol=2e-3, rtol=0)
+
+
+def test_numbers_of_made_tensors_are_judged_one_by_one():
+    setting = decided(low_then(lambda y: y / y.new_tensor([1.0, 1e-9])[1]), X, W, chosen=policy(FP16))
+    assert_precision(setting, {"new_tensor": "high literal"})
+    setting = decided(low_then(lambda y: y / y.new_tensor([[1.0], [2.0]])[1]), X, W, chosen=policy(FP16))
+    assert_precision(setting, {"new_tensor": "low"})
+
+
 def test_a_mask_made_by_full_is_tainted():
     def model(q, keep):
         mask = torch.full((4, 4), -1e9).triu(1)
@@ -223,8 +290,20 @@ def test_an_image_of_bytes_goes_low_into_the_first_convolution():
         (lambda y: y.square(), "square", "high list"),
         (lambda y: y * y.var(), "var", "high list"),
         (lambda y: y.std() + y, "std", "high list"),
-        (lambda y: y * torch.einsum("ij,ij->", y, y), "einsum", "high list"),
+        (lambda y: y * torch.einsum("ij,ij->", y, y), "einsum", "high square"),
+        (lambda y: y * torch.einsum("ij,ij->", y, y.tanh()), "einsum", "high list"),
+        (lambda y: y * torch.einsum("ij,ij", y, y), "einsum", "high square"),
+        (lambda y: y * torch.einsum("ij,ij->i", y, y), "einsum", "high square"),
+        (lambda y: y * torch.einsum("...i,...i->...", y, y.tanh()), "einsum", "high list"),
+        (lambda y: y * torch.einsum("ij->j", y), "einsum", "high"),
         (lambda y: torch.einsum("ij,jk->ik", y, y), "einsum", "low"),
+        (lambda y: torch.einsum("ij,kj", y, y), "einsum", "low"),
+        (lambda y: torch.einsum("ij,ij->ij", y, y.tanh()), "einsum", "low"),
+        (lambda y: y * torch.einsum("ij,j->i", y, y.amax(0)), "einsum", "low"),
+        (lambda y: y * torch.inner(y.flatten(), y.flatten()), "inner", "high square"),
+        (lambda y: y * torch.matmul(y.flatten(), y.tanh().flatten()), "matmul", "high list"),
+        (lambda y: torch.inner(y, y), "inner", "low"),
+        (lambda y: y @ y.mT, "matmul", "low"),
     ],
 )
 def test_squares_are_powers(tail, op, wanted):
