@@ -23,7 +23,8 @@ from fxamp.ir import ENGINE
 from fxamp.storage import apply_exactly, copy_marks, load_exactly, take_over_writes
 from fxamp.views import own_state, plain_view
 
-_siblings: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
+# Weak on both sides: a sibling's class holds the user's, which it is derived from.
+_siblings: "weakref.WeakKeyDictionary[type, weakref.ref[type]]" = weakref.WeakKeyDictionary()
 
 
 def make_sibling(model: nn.Module, engine: Engine) -> nn.Module:
@@ -41,9 +42,11 @@ def make_sibling(model: nn.Module, engine: Engine) -> nn.Module:
 
 def _sibling_class(base: type) -> type:
     base = getattr(base, "_fxamp_base", base)
-    if base not in _siblings:
-        _siblings[base] = _make_class(base)
-    return _siblings[base]
+    found = _siblings[base]() if base in _siblings else None
+    if found is None:
+        found = _make_class(base)
+        _siblings[base] = weakref.ref(found)
+    return found
 
 
 def _make_class(base: Any) -> type:

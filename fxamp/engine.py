@@ -12,17 +12,17 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxamp.capture.inputs import CallSpec, call_key, flatten_call
 from fxamp.capture.reads import Place
-from fxamp.capture.unseen import no_saved_tensor_hooks
+from fxamp.capture.refusals import Refusals
+from fxamp.capture.unseen import no_inference_mode, no_jit_trace, no_saved_tensor_hooks
 from fxamp.errors import CaptureError, InvariantError
 from fxamp.ir import BLOCK_PATH, ENGINE
 from fxamp.structure import Structure
@@ -65,13 +65,7 @@ class Engine:
     # Graphs that differ in Python state alone, and changes of one piece of it that pass without a warning.
     most_changes = 4
 
-    def __init__(
-        self,
-        options: Any,
-        workshop: Workshop,
-        dynamo: Any = None,
-        is_frozen: bool = False,
-    ) -> None:
+    def __init__(self, options: Any, workshop: Workshop, dynamo: Any = None, is_frozen: bool = False) -> None:
         self.options = options
         self.workshop = workshop
         self.dynamo = dynamo
@@ -81,7 +75,7 @@ class Engine:
         self.loads = 0  # of state dicts into the model
         self.announced = -1  # so that a call which made no graph is told of too
         self.fallbacks: dict[str, None] = {}
-        self.unfollowable: dict[Any, CaptureError] = {}
+        self.refusals = Refusals()
         self.is_frozen = is_frozen
         self.live: frozenset[Place] = frozenset()  # numbers of modules that have changed between calls
         self.changes: collections.Counter[str] = collections.Counter()
@@ -89,6 +83,7 @@ class Engine:
         self.previews: list[Variant] = []
         self.structures: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDictionary()
         self.fingerprint: Any = None
+        self.successor: Engine | None = None
 
     def __reduce__(self) -> Any:
         boundaries = {"blocks": self.blocks, "is_boundary": self.is_boundary, "paths": self.paths}
@@ -125,15 +120,22 @@ class Engine:
         """The engine for a model that is new here, or whose modules or hooks have changed: itself, or a fresh one."""
         engine, structure = self, Structure(module)
         if self.fingerprint is not None and structure.fingerprint != self.fingerprint:
-            log.info("%s has changed since it was captured: it is captured again", type(module).__qualname__)
-            engine = Engine(self.options, self.workshop, copy.deepcopy(self.dynamo), self.is_frozen)
-            engine.blocks, engine.is_boundary, engine.paths = self.blocks, self.is_boundary, self.paths
-            module.__dict__[ENGINE] = engine
+            engine = module.__dict__[ENGINE] = self._succeeded(module, structure.fingerprint)
         for variant in engine.all_variants():
             variant.forget(module)
+        engine.refusals.forget(module)
         engine.fingerprint = structure.fingerprint
         engine.structures[module] = structure
         return engine
+
+    def _succeeded(self, module: nn.Module, fingerprint: Any) -> "Engine":
+        """A fresh engine for a model that has changed; equal blocks that have changed alike share it."""
+        if self.successor is None or self.successor.fingerprint != fingerprint:
+            log.info("%s has changed since it was captured: it is captured again", type(module).__qualname__)
+            self.successor = Engine(self.options, self.workshop, copy.deepcopy(self.dynamo), self.is_frozen)
+            self.successor.is_boundary, self.successor.paths = self.is_boundary, self.paths
+            self.successor.fingerprint, self.successor.blocks = fingerprint, _blocks_of(module, self.blocks)
+        return self.successor
 
     def current(self, module: nn.Module) -> "Engine":
         """The engine of the model as it is now: a fresh one where it has changed since its graphs were made."""
@@ -163,8 +165,9 @@ class Engine:
         base: Any = type(module)._fxamp_base  # type: ignore[attr-defined]
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             with _without_autocast():
-                return self.dynamo(base, module, args, kwargs)
-        result = self.dynamo(base, module, args, kwargs)
+                result = self.dynamo(base, module, args, kwargs)
+        else:
+            result = self.dynamo(base, module, args, kwargs)
         self.tell(module)
         return result
 
@@ -203,9 +206,8 @@ class Engine:
         for variant in known:
             if variant.holds(module, inputs):
                 return variant
-        circumstances = (key, _circumstances(module))
-        if circumstances in self.unfollowable:
-            raise self.unfollowable[circumstances]
+        if (reason := self.refusals.reason(key, module)) is not None:
+            raise CaptureError(reason)
         self._follow_changes(module, [variant for variant in known if variant.fits(module, inputs)], known)
         if sum(map(len, self.variants.values())) >= self.max_variants:
             raise CaptureError(
@@ -215,11 +217,11 @@ class Engine:
         spec, inputs = flatten_call(args, kwargs)
         try:
             # torch.export calls a model under modes of its own, and checkpoint under hooks that count what is saved.
-            with _disable_current_modes(), no_saved_tensor_hooks(), _no_jit_trace(), _no_inference_mode():
+            with _disable_current_modes(), no_saved_tensor_hooks(), no_jit_trace(), no_inference_mode():
                 variant = self._build(module, spec, inputs)
         except CaptureError as error:
             if self.options.capture != "symbolic" and self.options.opt_level == "O1":
-                self.unfollowable[circumstances] = error  # Dynamo takes such calls; where it does not, try again
+                self.refusals.add(key, module, error)  # Dynamo takes such calls; where it does not, try again
             raise
         if (settings := variant.captured.settings) is not None:
             settings.make()
@@ -314,32 +316,14 @@ def mark_block(variant: Variant, paths: tuple[str, ...]) -> None:
         node.meta[BLOCK_PATH] = paths[0]
 
 
+def _blocks_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Engine]:
+    """The engines that blocks of a model have now; a block that was exchanged has none."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    engines = {path: engine_of(modules.get(path)) for path in paths}
+    return {path: engine.current(modules[path]) for path, engine in engines.items() if engine is not None}
+
+
 _capturing = threading.RLock()
-
-
-@contextlib.contextmanager
-def _no_inference_mode() -> Iterator[None]:
-    """A call in inference mode gets the graph that it would get under no_grad."""
-    grad_mode = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
-        yield
-
-
-@contextlib.contextmanager
-def _no_jit_trace() -> Iterator[None]:
-    """torch.jit.trace records the graph that is made, and none of its making, whose sizes would be tensors."""
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
-
-
-def _circumstances(module: nn.Module) -> tuple[Any, ...]:
-    """What may be in the way of a capture now, and not at the next call of the same kind."""
-    level = torch._C._functorch.maybe_current_level()
-    return level, torch.is_grad_enabled(), module.training, parametrize._cache_enabled > 0
 
 
 def _run(variant: Variant, module: nn.Module, inputs: list[Any]) -> Any:

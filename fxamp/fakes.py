@@ -71,7 +71,27 @@ class Fakes:
         if torch._C._functorch.is_functorch_wrapped_tensor(value):
             with temporarily_clear_interpreter_stack():  # a tensor of a transform's level stands for one of its sizes
                 return self._twin(value)
-        return self._twin(value) if value.is_inference() else self._mode.from_tensor(value, static_shapes=True)
+        if value.is_inference():
+            return self._twin(value)
+        owner = value if value._base is None else value._base
+        if owner.is_leaf and owner.grad is not None:
+            return self._without_gradient(value)
+        return self._mode.from_tensor(value, static_shapes=True)
+
+    def _without_gradient(self, value: torch.Tensor) -> FakeTensor:
+        """A fake for a tensor that has a gradient, or for a view of one.
+
+        `from_tensor` fakes the gradient too, and fails where its dtype is another one, as LossScaler.unscale_ leaves
+        it at a low parameter.
+        """
+        twin = self._mode.from_tensor(value.detach(), static_shapes=True)
+        with temporarily_clear_interpreter_stack():
+            twin.requires_grad_(value.requires_grad)
+        if not value.is_leaf:
+            with torch.enable_grad():
+                return twin.view_as(twin)  # type: ignore[return-value]
+        twin._is_param = isinstance(value, nn.Parameter)
+        return twin
 
     def _twin(self, value: torch.Tensor) -> FakeTensor:
         """A fake for another mode's fake tensor (torch.export's), or for one that must not be saved for backward."""

@@ -314,11 +314,6 @@ def _asks_inplace(node: fx.Node, name: str) -> bool:
     return name in INPLACE_FLAG and argument_of(node, INPLACE_FLAG[name], "inplace") is True
 
 
-def is_inplace_operator(target: Any) -> bool:
-    """Whether a `call_function` target is one of operator's in-place functions (`operator.iadd`...)."""
-    return target in _INPLACE_OPERATORS
-
-
 # ------------------------------------------------------------------------------------------------- values
 
 

@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import gc
 import inspect
 import io
 import pickle
 import types
+import weakref
 
 import pytest
 import torch
@@ -349,3 +351,20 @@ def test_results_with_named_fields_keep_them():
     assert type(ours[0]) is type(theirs[0])
     assert ours[0].values.dtype == torch.float32
     assert torch.equal(ours[0].indices, theirs[0].indices)
+
+
+def test_a_class_lives_as_long_as_it_is_used(x):
+    class Local(Net):
+        pass
+
+    model = bf16(Local(), example_inputs=(x,))
+    kinds = [weakref.ref(Local), weakref.ref(type(model))]
+    assert type(copy.deepcopy(model)) is type(model) is type(bf16(Local()))
+    del model
+    gc.collect()
+    assert kinds[1]() is None  # the last of its instances is gone
+    again = bf16(Local(), example_inputs=(x,))
+    again(x)
+    del again, Local
+    gc.collect()
+    assert kinds[0]() is None

@@ -427,11 +427,11 @@ def test_a_conversion_that_fails_leaves_the_model_as_it_was(opt_level, monkeypat
     hooks = {name: dict(value) for name, value in model.__dict__.items() if "hooks" in name and value is not None}
     capture, calls = fxamp.engine.Engine.capture, []
 
-    def fails_the_second_time(*args):
+    def fails_the_second_time(*args, **kwargs):
         calls.append(args)
         if len(calls) == 2:
             raise MemoryError("no memory")
-        return capture(*args)
+        return capture(*args, **kwargs)
 
     monkeypatch.setattr(fxamp.engine.Engine, "capture", fails_the_second_time)
     with pytest.raises(MemoryError):

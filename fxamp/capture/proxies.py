@@ -1,6 +1,7 @@
 """The values a traced forward handles: proxies that stay honest about writes and about Python's questions."""
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import fx
 
 from fxamp.capture.guesses import known_or_guessed
+from fxamp.capture.identity import is_compared_by_identity
 from fxamp.capture.locations import user_line
 from fxamp.capture.numbers import operator_of, plain_number
 from fxamp.errors import CaptureError
@@ -46,6 +48,8 @@ def asks_of_autograd(node: fx.Node) -> bool:
 
 
 _OF_PROXIES = frozenset({"node", "tracer"})
+# Facts of a tensor that its graph is for, and that no cast changes.
+_PLAIN = frozenset({"ndim", "layout", "is_cuda", "is_sparse", "is_nested", "is_quantized"})
 
 
 class ValueProxy(fx.Proxy):
@@ -55,14 +59,29 @@ class ValueProxy(fx.Proxy):
         if k in ("_is_param", "_is_buffer"):  # asked by isinstance(x, nn.Parameter) and (x, nn.Buffer)
             return False
         value = self.node.meta.get("val", UNKNOWN)
-        if not _has(value, k):
+        if not _has(value, k) or (isinstance(value, torch.Tensor) and not self._has_real(k)):
             raise AttributeError(f"{type(value).__name__!r} object has no attribute {k!r}")
-        if isinstance(value, torch.Tensor) and k in ("ndim", "is_cuda", "is_sparse", "is_nested", "is_quantized"):
+        if (isinstance(value, torch.Tensor) and k in _PLAIN) or isinstance(value, torch.device):
             return getattr(value, k)
         attribute = AttributeProxy(self, k)
         if not callable(getattr(torch.Tensor, k, str)):  # .T, .data, .shape: what it is now, in this region
-            _ = attribute.node
+            found = attribute.node.meta.get("val", UNKNOWN)
+            if found is not UNKNOWN and not isinstance(found, torch.Tensor):
+                if is_compared_by_identity(sys._getframe(1)):
+                    return self.tracer.decide(attribute, "is")  # type: ignore[attr-defined]
         return attribute
+
+    def _has_real(self, name: str) -> bool:
+        """Whether a tensor has an attribute; only the model's own and the call's can have one that torch's have not."""
+        if hasattr(torch.Tensor, name):
+            return True
+        if self.node.op != "placeholder":
+            return False
+        example = self.tracer.example  # type: ignore[attr-defined]
+        inputs = [node for node in self.node.graph.nodes if node.op == "placeholder"]
+        if hasattr(example[inputs.index(self.node)], name):
+            raise CaptureError(f"{user_line()}: forward reads .{name}, which the caller has set on an input tensor")
+        return False
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OF_PROXIES or not hasattr(torch.Tensor, name):
@@ -135,6 +154,9 @@ class ValueProxy(fx.Proxy):
             return any(part is item or bool(part == item) for part in self)
         raise self.tracer._unfollowable("'in' on a traced value")  # type: ignore[attr-defined]
 
+    def numpy(self, *, force: bool = False) -> Any:
+        raise self.tracer._unfollowable(".numpy() of a traced value", data=True)  # type: ignore[attr-defined]
+
     def dim(self) -> Any:
         rank = rank_of(self)
         return rank if rank is not None else AttributeProxy(self, "dim")()
@@ -191,6 +213,9 @@ class WeightProxy(ValueProxy):
     def __init__(self, node: fx.Node, tracer: Any, tensor: torch.Tensor) -> None:
         super().__init__(node, tracer)
         self.__dict__["_tensor"] = tensor
+
+    def _has_real(self, name: str) -> bool:
+        return hasattr(self._tensor, name)
 
     shape = property(lambda self: self._tensor.shape)
     ndim = property(lambda self: self._tensor.ndim)

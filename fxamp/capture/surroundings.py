@@ -4,6 +4,7 @@ import builtins
 import contextlib
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.fx import _symbolic_trace
 from torch.nn.utils import rnn
 
 from fxamp.capture.locations import is_foreign, user_line
-from fxamp.capture.proxies import ValueProxy, WeightProxy, is_value
+from fxamp.capture.proxies import is_value
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
 from fxamp.opnames import canonical_name
@@ -35,6 +36,12 @@ def load_einops() -> None:
     backends = sys.modules.get("einops._backends")
     if backends is not None:
         backends.get_backend(torch.empty(0))
+
+
+def fill_override_tables() -> None:
+    """Let torch list its functions, which it does once in a process, before a trace puts others in their places."""
+    torch.overrides.get_overridable_functions()
+    torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
 
 
 @contextlib.contextmanager
@@ -101,7 +108,7 @@ def honest_questions() -> Iterator[None]:
     def isinstance_(instance: Any, kinds: Any) -> bool:
         if original(instance, kinds):
             return True
-        if type(instance) is not ValueProxy and type(instance) is not WeightProxy:
+        if not is_value(instance):
             return False
         value = instance.node.meta.get("val", UNKNOWN)
         return value is not UNKNOWN and original(value, kinds)
@@ -162,10 +169,10 @@ _RNG_STATE = [
 @contextlib.contextmanager
 def _refused(holder: Any, name: str) -> Iterator[None]:
     """Raise where the model calls it; torch's own calls go through."""
-    original = getattr(holder, name)
+    original, thread = getattr(holder, name), threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not is_foreign(sys._getframe(1).f_code.co_filename):
+        if threading.get_ident() == thread and not is_foreign(sys._getframe(1).f_code.co_filename):
             raise CaptureError(
                 f"{user_line()}: forward calls torch.{name}, which a graph cannot hold: it draws at each call."
             )
@@ -208,6 +215,12 @@ def _unchanged_randomness() -> Iterator[None]:
 def _same_numpy_state(one: Any, other: Any) -> bool:
     mine, theirs = one["state"], other["state"]
     return bool(mine["pos"] == theirs["pos"] and (mine["key"] == theirs["key"]).all())
+
+
+def autocast_device(root: nn.Module) -> str:
+    """The type of device whose autocast regions in forward are seen; on the meta device torch has no autocast."""
+    kind = next((weight.device.type for weight in root.parameters()), "cpu")
+    return "cpu" if kind == "meta" else kind
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,10 +36,13 @@ from fxamp.capture.numbers import plain_number
 from fxamp.capture.promotion import Promotion, low_operands, widen
 from fxamp.capture.proxies import ValueProxy, WeightProxy, asks_of_autograd, is_static
 from fxamp.capture.reads import Place, Reads
+from fxamp.capture.refusals import with_state
 from fxamp.capture.settings import Settings
-from fxamp.capture.state import Cell
+from fxamp.capture.state import Cell, flag_cell
 from fxamp.capture.surroundings import (
     asked_by_torch_check,
+    autocast_device,
+    fill_override_tables,
     grad_mode_reads,
     honest_questions,
     idle_autocast,
@@ -97,12 +101,14 @@ def _trace(
 ) -> Captured:
     tracer = SymbolicTracer(spec, example, fakes, live)
     load_einops()
+    fill_override_tables()
     try:
         graph = tracer.trace(root)
-    except FxampError:
+    except FxampError as error:
+        with_state(error, tracer.state_so_far())
         raise
     except Exception as error:
-        raise explained(error, root, example is not None) from error
+        raise with_state(explained(error, root, example is not None), tracer.state_so_far()) from error
     return Captured(
         root=root,
         graph=graph,
@@ -136,13 +142,15 @@ class SymbolicTracer(fx.Tracer):
         self.state: tuple[Cell, ...] = ()
         self.settings: Settings | None = None
         self.grad_mode: bool | None = None
-        self.evaluating = False
+        self._is_evaluating = False
+        self._thread = threading.get_ident()
         self._numbers = LiveNumbers(live, self._attribute)
         self._tensor_paths: dict[int, str] = {}
         self._weights: dict[str, WeightProxy] = {}
         self._hooks: dict[int, list[object]] = {}  # id of a module -> those it has before forward runs
         self._grad_node: fx.Node | None = None
         self._recording = False
+        self._reads: Reads | None = None
         self._opened: nn.Module | None = None
         self._region: Region | None = None
         self._device_type = "cpu"
@@ -153,8 +161,8 @@ class SymbolicTracer(fx.Tracer):
         self._promotion = Promotion(root, self._value_of)
         self._tensor_paths = paths_of_tensors(root)
         self._hooks = {id(module): hooks_on(module) for module in root.modules()}
-        self._device_type = next((p.device.type for p in root.parameters()), "cpu")
-        reads = Reads(root, lambda: self.evaluating or not self._recording, self._numbers.instead_of)
+        self._device_type = autocast_device(root)
+        self._reads = Reads(root, lambda: self.evaluating or not self._recording, self._numbers.instead_of)
         with (
             untouched(root),
             grad_mode_reads(self),
@@ -168,11 +176,16 @@ class SymbolicTracer(fx.Tracer):
             plain_answers(self),
             traced_sizes(self),
             Creations(self),
-            reads.noted(),
+            self._reads.noted(),
         ):
             graph = super().trace(root)
-        self.state, self.settings = reads.cells(self._numbers.decided), reads.settings
+        self.state, self.settings = self._reads.cells(self._numbers.decided), self._reads.settings
         return graph
+
+    def state_so_far(self) -> tuple[Cell, ...]:
+        """What a trace that failed had read of Python's state."""
+        flags = (flag_cell(path, flag) for path, flag in self.training.items())
+        return () if self._reads is None else (*flags, *self._reads.cells(self._numbers.decided))
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -405,14 +418,19 @@ class SymbolicTracer(fx.Tracer):
         with self._evaluating():
             return guess(node, lambda values: self.fakes.run(node, values))
 
+    @property
+    def evaluating(self) -> bool:
+        """Whether what happens now is no part of forward: the tracer runs torch for itself, or another thread does."""
+        return self._is_evaluating or threading.get_ident() != self._thread
+
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Run torch without recording anything."""
-        was, self.evaluating = self.evaluating, True
+        was, self._is_evaluating = self._is_evaluating, True
         try:
             yield
         finally:
-            self.evaluating = was
+            self._is_evaluating = was
 
     # ------------------------------------------------------------------------------------------ constants
 

@@ -62,6 +62,25 @@ def no_saved_tensor_hooks() -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+@contextlib.contextmanager
+def no_inference_mode() -> Iterator[None]:
+    """A call in inference mode gets the graph that it would get under no_grad."""
+    grad_mode = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
+        yield
+
+
+@contextlib.contextmanager
+def no_jit_trace() -> Iterator[None]:
+    """torch.jit.trace records the graph that is made, and none of its making, whose sizes would be tensors."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
 def _user_modules(model: nn.Module) -> list[Any]:
     names = {type(module).__module__ for module in model.modules()}
     return [sys.modules[name] for name in sorted(names) if not name.startswith("torch.") and name in sys.modules]

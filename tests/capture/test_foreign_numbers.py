@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
+from fxamp.errors import CaptureError
 
 LOW = torch.bfloat16
 
@@ -147,3 +148,20 @@ def test_what_python_keeps_of_patterns_is_no_state_of_the_models():
     re.purge()
     ours = fxamp.convert(Model(named), LOW, capture="symbolic", example_inputs=(torch.randn(3, 8),))
     assert ours(torch.randn(3, 8)).shape == (3, 8)
+
+
+@pytest.mark.parametrize("with_example", [True, False])
+def test_numbers_of_a_tensor_that_go_to_numpy_are_left_to_dynamo(with_example):
+    """As TimesNet picks its periods; and it is no mistake of the inputs."""
+
+    def periods(m, x):
+        strongest = x.abs().mean(0).topk(2)[1].detach().cpu().numpy()
+        return x * float(8 // (1 + int(strongest[0])) + 1)
+
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+    model = Model(periods)
+    converted = fxamp.convert(model, LOW, (x,) if with_example else None)
+    torch.testing.assert_close(converted(x), model(x), atol=0.1, rtol=0.02)
+    with pytest.raises(CaptureError, match=r"\.numpy\(\)"):
+        fxamp.convert(model, LOW, (x,), capture="symbolic")
+    torch._dynamo.reset()

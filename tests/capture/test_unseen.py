@@ -2,6 +2,8 @@
 
 import collections
 import random
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -59,3 +61,28 @@ def test_everything_is_put_back_after_an_error():
         model(torch.ones(2, 4))
         raise ZeroDivisionError
     assert (STATE, LOG, SEEN, list(RECENT), CALLS) == ({"calls": 0}, [], set(), [], 0)
+
+
+FIRST_CAPTURE = """
+import gc, weakref
+import torch, fxamp
+
+def converted_once():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    fxamp.convert(model, example_inputs=(torch.randn(2, 8),), capture="symbolic")
+    return weakref.ref(model[0])
+
+inner = converted_once()
+gc.collect()
+assert inner() is None, "the first model is kept alive"
+ignored, overridable = torch.overrides.get_ignored_functions(), torch.overrides.get_overridable_functions()
+known = {function for functions in overridable.values() for function in functions}
+assert {torch.zeros, torch.arange, torch.is_grad_enabled, torch.finfo} <= ignored, "torch's functions are unknown"
+ours = [f for f in {*ignored, *known} if "fxamp" in getattr(getattr(f, "__code__", None), "co_filename", "")]
+assert not ours, ours
+"""
+
+
+def test_the_first_capture_of_a_process_leaves_torchs_tables_as_they_are():
+    done = subprocess.run([sys.executable, "-c", FIRST_CAPTURE], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,86 @@
+"""Calls that symbolic capture could not follow: tried once, and once more where the Python state that was read by then
+has changed (`model.debug = False`).
+"""
+
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fxamp.capture.state import Cell, StateCheck
+from fxamp.errors import CaptureError, FxampError
+
+_STATE = "read_before"
+
+
+def with_state(error: FxampError, cells: tuple[Cell, ...]) -> FxampError:
+    """The error, which now tells what the trace had read when it was raised."""
+    setattr(error, _STATE, cells)
+    return error
+
+
+@dataclasses.dataclass
+class Refusal:
+    """Why one kind of call could not be followed. (The error itself would keep alive the call it was raised in.)
+
+    Attributes:
+        cells: what the trace had read by then, but numbers, which may change from call to call and seldom decide.
+        trials: how often it was tried.
+        checks: whether they hold what they held, for each copy of the model.
+    """
+
+    text: str
+    cells: tuple[Cell, ...]
+    trials: int
+    checks: "weakref.WeakKeyDictionary[nn.Module, StateCheck]" = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether there is no reason to try again."""
+        check = self.checks.get(module)
+        if check is None:
+            check = self.checks[module] = StateCheck(module, self.cells)
+        return check.holds()
+
+
+class Refusals:
+    """The refusals of one model and its copies."""
+
+    # State that differs at every call must not have every call traced.
+    most_trials = 5
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Refusal] = {}
+
+    def reason(self, key: Any, module: nn.Module) -> str | None:
+        """Why a call of this kind is not worth a trace now, None for one that is.
+
+        Args:
+            key: of the call, see `call_key`.
+        """
+        refusal = self._known.get((key, *_circumstances(module)))
+        if refusal is None or (refusal.trials < self.most_trials and not refusal.holds(module)):
+            return None
+        return refusal.text
+
+    def add(self, key: Any, module: nn.Module, error: CaptureError) -> None:
+        """Remember that a call of this kind could not be followed."""
+        place = (key, *_circumstances(module))
+        known = self._known.get(place)
+        cells = tuple(cell for cell in getattr(error, _STATE, ()) if not cell.is_number)
+        self._known[place] = Refusal(str(error), cells, 1 if known is None else known.trials + 1)
+
+    def forget(self, module: nn.Module) -> None:
+        """Look at the state from the start: the model's parts are other objects than they were."""
+        for refusal in self._known.values():
+            refusal.checks.pop(module, None)
+
+
+def _circumstances(module: nn.Module) -> tuple[Any, ...]:
+    """What may be in the way of a capture now, and not at the next call of the same kind."""
+    level = torch._C._functorch.maybe_current_level()
+    return level, torch.is_grad_enabled(), module.training, parametrize._cache_enabled > 0

@@ -1,0 +1,147 @@
+"""Questions by `is`, isinstance() and getattr() of what is read off a tensor have eager's answers."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+
+LOW = torch.bfloat16
+X, MASK = torch.linspace(-1, 1, 32).reshape(4, 8), torch.arange(32).reshape(4, 8) % 3 == 0
+
+
+class Model(nn.Module):
+    def __init__(self, question):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.question = question
+
+    def forward(self, x, mask):
+        h = self.linear(x)
+        return h * (2.0 if self.question(self, x, h, mask) else 30.0)
+
+
+def stored(m, x, h, mask):
+    dtype = mask.dtype
+    return dtype is torch.bool
+
+
+def stored_and_converted(m, x, h, mask):
+    dtype = x.dtype
+    h = h.to(dtype)
+    return dtype is torch.float32 and h.dtype == dtype
+
+
+def by_default(m, x, h, mask, dtype=None):
+    dtype = dtype or mask.dtype
+    answer = dtype is not torch.bool
+    return not answer
+
+
+def walrus(m, x, h, mask):
+    if (dtype := x.dtype) is torch.float32:
+        return dtype is not torch.bool
+    return False
+
+
+def no_index(m, x, h, mask):
+    index = x.device.index
+    if index is None:
+        h = h + 1
+    return index is None
+
+
+def closed_over(m, x, h, mask):
+    dtype = x.dtype
+
+    def asks():
+        return dtype is torch.float32
+
+    return asks()
+
+
+QUESTIONS = {
+    "dtype is": lambda m, x, h, mask: mask.dtype is torch.bool,
+    "is dtype": lambda m, x, h, mask: torch.bool is mask.dtype,
+    "dtype is not": lambda m, x, h, mask: mask.dtype is not torch.float32,
+    "stored": stored,
+    "stored and converted": stored_and_converted,
+    "by default": by_default,
+    "walrus": walrus,
+    "closed over": closed_over,
+    "both sides": lambda m, x, h, mask: h.dtype is x.dtype,
+    "getattr": lambda m, x, h, mask: getattr(mask, "dtype", None) is torch.bool,
+    "layout": lambda m, x, h, mask: x.layout is torch.strided,
+    "no index": no_index,
+    "index or": lambda m, x, h, mask: (x.device.index or 0) == 0,
+    "device type": lambda m, x, h, mask: x.device.type is not None and isinstance(x.device.type, str),
+    "gradient": lambda m, x, h, mask: x.grad is None,
+    "requires": lambda m, x, h, mask: x.requires_grad is False,
+    "dtype's type": lambda m, x, h, mask: isinstance(x.dtype, torch.dtype) and not isinstance(x.dtype, torch.Tensor),
+    "device's type": lambda m, x, h, mask: isinstance(x.device, torch.device),
+    "shape's type": lambda m, x, h, mask: isinstance(x.shape, torch.Size) and isinstance(x.shape, (tuple, list)),
+    "transpose's type": lambda m, x, h, mask: isinstance(x.T, torch.Tensor),
+    "method's type": lambda m, x, h, mask: not isinstance(x.sum, torch.Tensor) and callable(x.sum),
+    "flag that is not there": lambda m, x, h, mask: getattr(h, "_my_flag", None) is None,
+    "flag of an input": lambda m, x, h, mask: not hasattr(x, "_my_flag"),
+    "flag of a weight": lambda m, x, h, mask: not hasattr(m.linear.weight, "_my_flag"),
+    "autocast": lambda m, x, h, mask: torch.amp.is_autocast_available(x.device.type),
+}
+
+
+@pytest.mark.parametrize("with_example", [True, False])
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+def test_questions_have_eagers_answers(question, with_example):
+    model = Model(question)
+    expected = model(X, MASK)
+    converted = fxamp.convert(model, LOW, (X, MASK) if with_example else None)
+    assert float(expected.abs().max()) < 5  # the first answer is the right one
+    torch.testing.assert_close(converted(X, MASK), expected, atol=0.05, rtol=0.02)
+    torch._dynamo.reset()
+
+
+def test_another_dtype_has_another_answer():
+    model = Model(stored)
+    converted = fxamp.convert(model, LOW, (X, MASK))
+    torch.testing.assert_close(converted(X, MASK.float()), model(X, MASK.float()), atol=0.5, rtol=0.02)
+
+
+def test_a_flag_on_an_input_is_read():
+    x = X.clone()
+    x._my_flag = True
+    model = Model(lambda m, x, h, mask: getattr(x, "_my_flag", False))
+    expected = model(x, MASK)
+    torch.testing.assert_close(fxamp.convert(model, LOW)(x, MASK), expected, atol=0.05, rtol=0.02)
+    torch._dynamo.reset()
+
+
+def test_a_conversion_to_a_dtype_that_is_only_compared_by_value_stays_relative():
+    """`h.to(x.dtype)` is no wish for float32, as long as no `is` needs the dtype itself."""
+
+    def forward(m, x, h, mask):
+        return x.dtype == torch.float32 and m.linear(h.to(x.dtype)).dtype == x.dtype
+
+    report = fxamp.report(fxamp.convert(Model(forward), LOW, (X, MASK)))
+    assert not [row for row in report.rows if row.reason_kind == "user cast"]
+
+
+@pytest.mark.parametrize("device_type", ["x.device.type", "keyword"])
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_autocast_regions_of_a_tensors_device_type(device_type, opt_level):
+    class Island(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            if device_type == "keyword":
+                region = torch.autocast(device_type=x.device.type, enabled=False)
+            else:
+                region = torch.autocast(x.device.type, enabled=False)
+            with region:
+                h = self.a(x)
+            return self.b(h)
+
+    converted = fxamp.convert(Island(), LOW, (X,), opt_level=opt_level, capture="symbolic")
+    precisions = [row.precision for row in fxamp.report(converted).rows if row.op == "linear"]
+    assert precisions == ["high", "low"] and converted(X).shape == (4, 8)

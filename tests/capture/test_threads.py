@@ -1,0 +1,68 @@
+"""What other threads do while a model is captured is no part of it."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp.capture.symbolic import SymbolicTracer
+from fxamp.engine import engine_of
+
+X = torch.linspace(-1, 1, 16).reshape(2, 8)
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale) -> None:
+        super().__init__()
+        self.fc, self.norm, self.scale = nn.Linear(8, 8), nn.BatchNorm1d(8), scale
+
+    def forward(self, x):
+        return self.norm(self.fc(x)) * self.scale
+
+
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """Actions that another thread takes after each node that a trace makes."""
+    actions = []
+    create_node = SymbolicTracer.create_node
+
+    def create_and_wait(*args, **kwargs):
+        node = create_node(*args, **kwargs)
+        for action in actions if threading.current_thread() is threading.main_thread() else ():
+            thread = threading.Thread(target=action)
+            thread.start()
+            thread.join()
+        return node
+
+    monkeypatch.setattr(SymbolicTracer, "create_node", create_and_wait)
+    torch.manual_seed(0)
+    return actions
+
+
+def captured(model):
+    converted = fxamp.convert(model.eval(), dtype="bfloat16", capture="symbolic", example_inputs=(X,))
+    (variant,) = engine_of(converted).all_variants()
+    return converted, variant
+
+
+def test_another_model_is_not_watched(meanwhile):
+    other, results = Scaled(3).eval(), []
+    expected = other(X)
+    meanwhile.append(lambda: results.append(other(X)))
+    converted, variant = captured(Scaled(2))
+    assert results and all(torch.equal(result, expected) for result in results)
+    other.scale = 4
+    converted(X)
+    assert engine_of(converted).all_variants() == [variant]
+
+
+def test_the_same_model_runs_as_ever_and_its_graph_is_as_ever(meanwhile):
+    model, results = Scaled(2).eval(), []
+    expected, alone = model(X), captured(Scaled(2))[1]
+    meanwhile.append(lambda: results.append(model(X)))
+    converted, variant = captured(model)
+    assert results and all(torch.equal(result, expected) for result in results)
+    assert [str(node) for node in variant.graph.nodes] == [str(node) for node in alone.graph.nodes]
+    torch.testing.assert_close(converted(X), expected, rtol=2**-5, atol=2**-5)

@@ -1,0 +1,85 @@
+"""Fake twins of real tensors: what a capture knows of a tensor without running anything on it."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp.fakes import Fakes
+
+
+def with_gradient(dtype: torch.dtype) -> nn.Parameter:
+    """A float16 parameter whose gradient has another dtype, as LossScaler.unscale_ leaves it."""
+    weight = nn.Parameter(torch.randn(4, 6).half())
+    if hasattr(weight, "grad_dtype"):  # from torch 2.10 on
+        weight.grad_dtype = None
+    weight.grad = torch.zeros(4, 6, dtype=dtype)
+    return weight
+
+
+def facts(fake) -> tuple[object, ...]:
+    shape = (fake.shape, fake.stride(), fake.storage_offset())
+    kind = (fake.dtype, fake.device, fake.requires_grad, fake.is_leaf, isinstance(fake, nn.Parameter))
+    return *shape, *kind
+
+
+READINGS = {
+    "itself": lambda weight: weight,
+    "a view": lambda weight: weight.view(6, 4),
+    "a transpose": lambda weight: weight.t(),
+    "a part": lambda weight: weight[1:, ::2],
+    "detached": lambda weight: weight.detach(),
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_gradient_changes_nothing_of_the_twin(reading):
+    plain, read = nn.Parameter(torch.randn(4, 6).half()), READINGS[reading]
+    twins = [Fakes(nn.Identity()).of(read(weight)) for weight in (plain, with_gradient(torch.float16))]
+    assert facts(twins[0]) == facts(twins[1]) == facts(read(plain))
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_gradient_of_another_dtype_is_no_part_of_the_twin(reading):
+    weight = with_gradient(torch.float32)
+    value = READINGS[reading](weight)
+    assert facts(Fakes(nn.Identity()).of(value)) == facts(value)
+    assert weight.grad.dtype == torch.float32
+
+
+def test_one_tensor_has_one_twin_and_views_share_their_storage():
+    weight, fakes = with_gradient(torch.float32), Fakes(nn.Identity())
+    assert fakes.of(weight) is fakes.of(weight)
+    storages = {fakes.of(value).untyped_storage()._cdata for value in (weight, weight.t(), weight.view(-1))}
+    assert len(storages) == 1
+
+
+def test_in_place_writes_are_refused_where_torch_refuses_them():
+    weight, fakes = with_gradient(torch.float32), Fakes(nn.Identity())
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        fakes.of(weight).add_(1)
+    hidden = weight * 2
+    hidden.retain_grad()
+    hidden.sum().backward()
+    fakes.of(hidden).add_(1)  # no leaf
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+@pytest.mark.parametrize("capture", ["auto", "symbolic"])
+def test_validation_after_the_step_with_the_gradients_still_there(opt_level, capture):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 4))
+    x = torch.randn(8, 16)
+    converted = fxamp.convert(model, dtype="float16", opt_level=opt_level, capture=capture, example_inputs=(x,))
+    optimizer = fxamp.MasterWeightOptimizer(torch.optim.AdamW(converted.parameters()))
+    scaler = fxamp.LossScaler()
+    optimizer.zero_grad()
+    scaler.scale(converted(x).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(converted.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert {(weight.dtype, weight.grad.dtype) for weight in converted.parameters()} == {(torch.float16, torch.float32)}
+    converted.eval()
+    torch.testing.assert_close(converted(x).float(), model(x.half()).float(), rtol=2**-9, atol=2**-9)
+    assert converted(x.view(2, 4, 16)).shape == (2, 4, 4)
