@@ -24,14 +24,19 @@ def dtype_name(dtype: torch.dtype) -> str:
 def resolve_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
     """The low dtype that `convert(dtype=...)` means on `device`.
 
-    None is torch.autocast's own default for the device (CUDA float16, CPU bfloat16); "auto" is bfloat16
-    where the device computes it natively, not emulated, else float16.
+    None is torch.autocast's own default for the device (CUDA float16, CPU bfloat16; a model on the meta device, whose
+    place is not known yet, is taken as on a CPU); "auto" is bfloat16 where the device computes it natively, not
+    emulated, else float16.
 
     Raises:
-        OptionError: anything but torch.float16, torch.bfloat16, one of their `NAMES`, "auto" or None.
+        OptionError: anything but torch.float16, torch.bfloat16, one of their `NAMES`, "auto" or None; None where
+            torch.autocast does not know the device.
     """
     if dtype is None:
-        return torch.get_autocast_dtype(device.type)
+        kind = "cpu" if device.type == "meta" else device.type
+        if not torch.amp.is_autocast_available(kind):
+            raise OptionError(f"torch.autocast has no default for {kind} devices: name one, dtype=torch.bfloat16.")
+        return torch.get_autocast_dtype(kind)
     if dtype == "auto":
         return torch.bfloat16 if has_native_bfloat16(device) else torch.float16
     if isinstance(dtype, str) and dtype in NAMES:

@@ -1,10 +1,12 @@
 """Write a file whole or not at all."""
 
 import contextlib
+import glob
 import os
 import secrets
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,26 +14,46 @@ from fxamp.errors import OptionError
 
 
 def write_whole(path: Path, content: str | bytes, what: str) -> Path:
-    """Write `content` beside `path` and move it there: a reader sees the old file or the new one, never a part.
-
-    1. A link stays a link: the file that it leads to is written.
-    2. A file that is there keeps its mode and its owner; a new one has the mode that the umask leaves.
-    3. What is there and no regular file (a device, a named pipe), and standard output, is written into.
+    """`put_whole` of `content`.
 
     Raises:
         OptionError: it cannot be written; `what` names it. Nothing is left behind then, nor by Control-C.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
-        there = _status(path)
-        if there is None or (stat.S_ISREG(there.st_mode) and _descriptor(there) is None):
-            _replace(Path(os.path.realpath(path)), data, there)
-        else:
-            with _opened(path, there) as file:
-                file.write(data)
+        put_whole(path, lambda file: file.write(data))
     except OSError as error:
         raise OptionError(f"{what} cannot be written to {str(path)!r}: {error.strerror or error}.") from error
     return path
+
+
+def put_whole(
+    path: Path, write: Callable[[BinaryIO], object], check: Callable[[Path], object] = lambda draft: None
+) -> None:
+    """Let `write` fill a file beside `path`, and move it there: a reader sees the old one or the new, never a part.
+
+    1. A link stays a link: the file that it leads to is written.
+    2. A file that is there keeps its mode and its owner; a new one has the mode that the umask leaves.
+    3. What is there and no regular file (a device, a named pipe), and standard output, is written into.
+
+    Whatever is raised, by `write` and `check` too, comes through: `path` is as it was then, and nothing is left behind.
+
+    Args:
+        check: called with the complete file's own path, before it becomes `path`; raises where it must not.
+    """
+    there = _status(path)
+    if there is None or (stat.S_ISREG(there.st_mode) and _descriptor(there) is None):
+        _replace(Path(os.path.realpath(path)), write, check, there)
+    else:
+        with _opened(path, there) as file:
+            write(file)
+
+
+def remove_drafts(path: Path) -> None:
+    """Remove what writers of `path` left behind when they were killed; no other may be at work."""
+    target = Path(os.path.realpath(path))
+    for draft in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 8}.part"):
+        draft.unlink(missing_ok=True)
 
 
 def _status(path: Path) -> os.stat_result | None:
@@ -62,14 +84,20 @@ def _opened(path: Path, there: os.stat_result) -> BinaryIO:
     return os.fdopen(os.dup(number), "wb")
 
 
-def _replace(target: Path, data: bytes, there: os.stat_result | None) -> None:
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+def _replace(
+    target: Path,
+    write: Callable[[BinaryIO], object],
+    check: Callable[[Path], object],
+    there: os.stat_result | None,
+) -> None:
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            write(file)
             file.flush()
             os.fsync(file.fileno())  # before the name: a full disk shows here, and a power cut leaves no empty file
+        check(draft)
         if there is not None:
             _take_over(draft, there)
         os.replace(draft, target)
@@ -77,6 +105,19 @@ def _replace(target: Path, data: bytes, there: os.stat_result | None) -> None:
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
+    _sync_directory(target.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Bring the rename itself to the disk, where directories can be opened (not on Windows) and synchronised."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    with contextlib.suppress(OSError):  # the file is there already, and whole
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _take_over(draft: Path, there: os.stat_result) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fxamp
+from fxamp.dtypes import resolve_dtype
 from fxamp.errors import CaptureError, OpListError, OptionError
 
 
@@ -41,7 +42,10 @@ def state(model: nn.Module) -> dict[str, object]:
     [
         (lambda: "a string", "str"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), "scripted"),
-        (lambda: nn.DataParallel(nn.Linear(2, 2)), "DataParallel"),
+        (
+            lambda: nn.DataParallel(nn.Linear(2, 2)),
+            r"DataParallel, which copies .* at every call.*DistributedDataParallel\(fxamp.convert\(module\)\)",
+        ),
         (lambda: nn.ReLU(), "no floating-point parameters"),
     ],
 )
@@ -148,6 +152,15 @@ def test_o0_returns_the_model_itself():
 )
 def test_a_dtype_may_be_named(name, dtype):
     assert fxamp.report(fxamp.convert(Net(), dtype=name)).low_dtype == str(dtype).removeprefix("torch.")
+
+
+def test_without_a_dtype_a_model_on_meta_is_taken_as_on_a_cpu():
+    assert fxamp.report(fxamp.convert(Net().to("meta"))).low_dtype == "bfloat16"
+
+
+def test_a_device_that_autocast_does_not_know_needs_a_dtype():
+    with pytest.raises(fxamp.OptionError, match=r"no default for vulkan devices.*dtype="):
+        resolve_dtype(None, torch.device("vulkan"))
 
 
 # ------------------------------------------------------------------------------------------- converted already

@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "whole": GROUND,
     "capability": set(),
     "passes": GRAPH | {"capability", "runtime"},
-    "runtime": GROUND,
+    "runtime": GROUND | {"whole"},
     "capture": GRAPH | {"recompute"},
     "codegen": GRAPH | {"recompute"},
     "recompute": GRAPH,
@@ -35,10 +35,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compiling": GRAPH | {"engine"},
     "converted": GRAPH | {"compiling", "engine", "storage", "views"},
     "rebuild": GRAPH | {"engine", "variant", "views"},
+    "block_calls": GRAPH | {"variant"},
     "numerics": GRAPH | {"engine", "capture", "codegen", "rebuild", "runtime", "unconverted", "variant", "whole"},
     "review": GRAPH
-    | {"capability", "codegen", "data", "rebuild", "numerics", "runtime", "storage", "unconverted", "whole"}
-    | {"capture", "engine", "variant", "views"},
+    | {"block_calls", "capability", "codegen", "data", "rebuild", "numerics", "runtime", "storage", "unconverted"}
+    | {"capture", "engine", "passes", "variant", "views", "whole"},
 }
 # Rooms that put things together may import anything below them.
 ABOVE = {

@@ -14,7 +14,7 @@ import torch
 from torch.library import custom_op
 from torch.nn import functional as F
 
-_LOW = (torch.float16, torch.bfloat16)
+from fxamp.dtypes import LOW_DTYPES
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def _attention(
     aten = torch.ops.aten
     with _without_autocast():
         query, key, value, attn_mask = (_cast(given, dtype) for given in (query, key, value, attn_mask))
-        if attn_mask is None and query.dtype in _LOW:
+        if attn_mask is None and query.dtype in LOW_DTYPES:
             flash = aten._scaled_dot_product_flash_attention
             return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
         groups = query.shape[-3] // key.shape[-3]

@@ -13,7 +13,6 @@ from fxamp.errors import OpListError
 from fxamp.lists.environment import EnvironmentChange, read_environment, warn_once
 from fxamp.lists.names import op_name
 from fxamp.lists.rows import COLOURS, Colour, Row, read_list, read_lists, read_toml
-from fxamp.opnames import dotted_path, is_qualified, is_torch_op, module_name
 
 __all__ = ["COLOURS", "DOMAIN_SENSITIVE", "TRAITS", "Colour", "EnvironmentChange", "Op", "OpLists", "Row"]
 
@@ -102,11 +101,6 @@ class OpLists(Mapping[str, str]):
         """The op's row; None where it is unlisted."""
         return self._rows.get(op)
 
-    def row_of_module(self, cls: type) -> Row | None:
-        """A leaf module's row: that of its class or nearest base listed by dotted path, else of its op."""
-        paths = (dotted_path(base) for base in cls.__mro__)
-        return next((self._rows[path] for path in paths if path in self._rows), self.row(module_name(cls)))
-
     def colour(self, op: str) -> Colour | Literal["unlisted"]:
         """The op's colour, or "unlisted"."""
         row = self._rows.get(op)
@@ -116,10 +110,6 @@ class OpLists(Mapping[str, str]):
         """Short stable text that differs when a colour or operand differs."""
         lines = (f"{row.op} {row.colour} {row.operands}\n" for _, row in sorted(self._rows.items()))
         return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
-
-    def missing(self) -> list[str]:
-        """Listed ops that this torch does not have (dotted paths and `ns::op` are the user's to know)."""
-        return [op for op in self._rows if not is_qualified(op) and not is_torch_op(op)]
 
     def __getitem__(self, op: str) -> str:
         return self._rows[op].colour

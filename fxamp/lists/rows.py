@@ -31,10 +31,6 @@ class Row:
     operands: tuple[tuple[int, str], ...] | None = None
     origin: str = "default"
 
-    def is_operand(self, key: int | str) -> bool:
-        """Whether the argument at that position, or of that keyword, is cast with the op."""
-        return self.operands is None or any(key in operand for operand in self.operands)
-
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The file as tables.

@@ -15,9 +15,12 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.dtypes import LOW_DTYPES
 from fxamp.engine import Engine, engine_of
 from fxamp.errors import CaptureError, OptionError
+from fxamp.numerics.extent import check_not_empty
 from fxamp.rebuild import rebuild_variant, reference
+from fxamp.runtime.masters import MASTER, exact_values
 from fxamp.unconverted import not_converted
 from fxamp.variant import Variant
 
@@ -94,12 +97,13 @@ def call_of(converted: nn.Module, inputs: Any) -> Call:
         inputs: one tensor, a tuple of arguments, (args, kwargs), or a dict of keywords.
 
     Raises:
-        OptionError: not converted.
+        OptionError: not converted, or the inputs hold no sample.
     """
     engine = engine_of(converted)
     if engine is None:
         raise not_converted(converted)
     args, kwargs = arguments(inputs)
+    check_not_empty((args, kwargs), "the inputs are")
     variant = _symbolic(converted, engine, args, kwargs)
     if variant is None:
         return Call(converted, engine, args, kwargs, converted, dynamo=looking_dynamo(engine))
@@ -220,9 +224,8 @@ class Runner(fx.Interpreter):
         if target in self.captured.constants:
             return self.captured.constants[target]
         value = ir.attribute(self.module, target)
-        if self.as_float32 and isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-            master = getattr(value, "_fxamp_master", None)
-            return value.float() if master is None else master
+        if self.as_float32 and isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES:
+            return exact_values(value) if hasattr(value, MASTER) else value.float()
         return value
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -35,8 +35,9 @@ from fxamp.runtime.apex_prepare import (
     scaler_of,
     stash,
 )
-from fxamp.runtime.fixed_scalers import NoOpLossScaler
+from fxamp.runtime.fixed_scalers import NoOpLossScaler, StaticLossScaler
 from fxamp.runtime.master_weights import MasterWeightOptimizer
+from fxamp.runtime.scale_rule import ScaleRule, checked_scale
 from fxamp.runtime.scaler import LossScaler
 
 logger = logging.getLogger("fxamp")
@@ -81,17 +82,24 @@ def initialize(
     """Convert models and prepare optimizers, as apex.amp.initialize does.
 
     Args:
-        models, optimizers: one, or a list; what is returned has the same shape, and replaces them.
+        models, optimizers: one, or a list.
         enabled: False returns everything unchanged, and makes scale_loss pass the loss through.
         opt_level, cast_model_type, ..., loss_scale: see apex_options; None leaves the level's own value.
         cast_model_outputs: dtype of floating outputs; None is float32.
         num_losses: how many loss scalers; `scale_loss(..., loss_id=k)` picks one.
-        verbosity: 0 logs nothing.
+        verbosity: 0 leaves out the table of the chosen properties. What `convert` logs stays; FXAMP_LOG_LEVEL
+            sets that.
+        min_loss_scale, max_loss_scale: bounds of a dynamic scale; None is 2**-14.
         convert: what converts a model; None: fxamp.convert. It is called with dtype, opt_level, output_dtype,
             overrides, lists (where registered functions or batch norms ask for them) and `convert_options`.
 
+    Returns:
+        The converted models and the prepared optimizers, each as one or as a list, as given; the models alone where
+        no optimizers were given. They replace what was given.
+
     Raises:
         OptionError: a property, model or optimizer that is not allowed; says what is.
+        FxampError: whatever `convert` raises.
     """
     global _session
     if not enabled:
@@ -109,12 +117,13 @@ def initialize(
     optimizer_list = [] if optimizers is None else _as_list(optimizers, torch.optim.Optimizer, "optimizer")
     check_models(model_list)
     check_optimizers(optimizer_list)
+    scalers = [scaler_of(chosen, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
     if verbosity:
         logger.info("opt_level %s: %s\n%s", opt_level, BRIEF[opt_level], table(chosen))
     options = {**convert_options, "output_dtype": cast_model_outputs or torch.float32}
     models_converted = [converted(model, chosen, convert, options) for model in model_list]
     optimizers_prepared = [prepared(optimizer, chosen) for optimizer in optimizer_list]
-    _session = _Session(chosen, [scaler_of(chosen, min_loss_scale, max_loss_scale) for _ in range(num_losses)])
+    _session = _Session(chosen, scalers)
     models = models_converted if isinstance(models, list | tuple) else models_converted[0]
     if optimizers is None:
         return models
@@ -137,10 +146,15 @@ def scale_loss(
     `clip_grad_norm_(master_params(optimizer), max_norm)` clips true values.
 
     Args:
+        loss: 0-d, of any floating dtype.
+        optimizers: one, or a list: those whose parameters the loss reaches, as initialize() returned them.
         loss_id: which of the `num_losses` scalers.
         model: ignored, as in apex.
         delay_unscale: leave gradients scaled, because another backward at the same scale follows.
         delay_overflow_check: never skip because of this backward.
+
+    Yields:
+        The loss in float32 times the scale, to call `backward()` on.
 
     Raises:
         NotInitializedError: initialize was not called.
@@ -195,7 +209,16 @@ def _unscale(scaler: LossScaler, optimizers: list[torch.optim.Optimizer], delay_
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The float32 tensors an optimizer updates, whose `.grad` is unscaled after scale_loss."""
+    """The float32 tensors an optimizer updates, whose `.grad` is unscaled after scale_loss.
+
+        torch.nn.utils.clip_grad_norm_(fxamp.master_params(optimizer), max_norm=1.0)
+
+    Args:
+        optimizer: any; of one that has no masters these are its parameters.
+
+    Returns:
+        Masters, and parameters that need none, in the order of the optimizer's groups.
+    """
     if isinstance(optimizer, MasterWeightOptimizer):
         yield from optimizer.master_params()
     else:
@@ -215,10 +238,11 @@ def state_dict() -> dict[str, dict[str, float]]:
 
 
 def load_state_dict(state: dict[str, dict[str, float]]) -> None:
-    """Load apex's format; call it after `initialize` with the same level.
+    """Load apex's format; call it after `initialize` with the same level. A static scale becomes the one loaded.
 
     Raises:
-        CheckpointError: a key that is no loss scaler's.
+        CheckpointError: a key that is no loss scaler's, or a value that is none of its states; nothing is changed.
+        NotInitializedError: initialize was not called.
     """
     scalers = _current("load_state_dict").scalers
     unexpected = [key for key in state if not key.startswith("loss_scaler")]
@@ -226,12 +250,22 @@ def load_state_dict(state: dict[str, dict[str, float]]) -> None:
         raise CheckpointError(f"Unexpected keys {unexpected}; apex's state has loss_scaler0, loss_scaler1, ...")
     if len(state) != len(scalers):
         logger.warning("the state has %d loss scalers, initialize() made %d", len(state), len(scalers))
+    numbers = {key: _numbers_of(key, saved) for key, saved in state.items()}
     for number, scaler in enumerate(scalers):
-        saved = state.get(f"loss_scaler{number}")
-        if saved is not None and scaler.is_enabled():
-            now = scaler.state_dict()
-            now.update({"scale": float(saved["loss_scale"]), "_growth_tracker": int(saved["unskipped"])})
+        if f"loss_scaler{number}" in numbers and scaler.is_enabled():
+            scale, unskipped = numbers[f"loss_scaler{number}"]
+            now = {**scaler.state_dict(), "scale": scale, "_growth_tracker": unskipped}
+            if isinstance(scaler, StaticLossScaler):
+                now.update(min_scale=scale, max_scale=scale)
             LossScaler.load_state_dict(scaler, now)
+
+
+def _numbers_of(key: str, saved: Any) -> tuple[float, int]:
+    try:
+        scale, unskipped = float(saved["loss_scale"]), int(saved["unskipped"])
+        return checked_scale("loss_scale", scale, ScaleRule(min_scale=2.0**-149, max_scale=2.0**127)), unskipped
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{key} is {saved!r}, not a loss_scale and an unskipped: {error}") from error
 
 
 def register_half_function(module: Any, name: str) -> None:

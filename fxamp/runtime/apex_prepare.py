@@ -15,12 +15,14 @@ from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.fixed_scalers import StaticLossScaler
 from fxamp.runtime.master_gradients import mirror_gradient
 from fxamp.runtime.master_weights import MasterWeightOptimizer
+from fxamp.runtime.scale_rule import ScaleRule, checked_scale
 from fxamp.runtime.scaler import LossScaler
 
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 PENDING_FOUND_INF = "_fxamp_found_inf"
 IS_UNSCALED = "_fxamp_gradients_are_unscaled"
 STASH = "_fxamp_stashed_gradients"
+FIRST_SCALE = 2.0**16  # apex's own
 
 # Functions registered by the user: colour -> dotted paths.
 registry: dict[str, list[str]] = {"allow": [], "deny": [], "infer": []}
@@ -107,10 +109,22 @@ def prepared(optimizer: torch.optim.Optimizer, chosen: Properties) -> torch.opti
 
 
 def scaler_of(chosen: Properties, min_scale: float | None, max_scale: float) -> LossScaler:
-    """One loss's scaler."""
+    """One loss's scaler.
+
+    Raises:
+        OptionError: bounds that cannot be, under apex's names of them.
+    """
     if chosen.loss_scale == "dynamic":
         floor = 2.0**-14 if min_scale is None else min_scale
-        scaler = LossScaler(min(max_scale, 2.0**16), min_scale=floor, max_scale=max_scale)
+        for name, bound in (("min_loss_scale", floor), ("max_loss_scale", max_scale)):
+            checked_scale(name, bound, ScaleRule(min_scale=2.0**-149, max_scale=2.0**127))
+        first = min(max_scale, FIRST_SCALE)
+        if floor > first:
+            limit = f"max_loss_scale={max_scale:g}" if max_scale < FIRST_SCALE else f"the first scale, {first:g}"
+            raise OptionError(
+                f"min_loss_scale={floor:.10g} is above {limit}; lower it, or use loss_scale={floor:.10g}."
+            )
+        scaler = LossScaler(first, min_scale=floor, max_scale=max_scale)
     else:
         scaler = StaticLossScaler(float(chosen.loss_scale))
     scaler.allows_half_gradients = not chosen.master_weights and chosen.opt_level in ("O2", "O3")

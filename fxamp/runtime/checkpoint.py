@@ -1,15 +1,17 @@
 """Checkpoints in one file, written so that a process killed at any moment leaves the last good one."""
 
+import contextlib
+import copy
 import io
 import os
-import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fxamp.errors import CheckpointError, nearest
+from fxamp.whole import put_whole, remove_drafts
 
 FORMAT = 1
 PARTS = ("model", "optimizer", "scaler")
@@ -27,19 +29,21 @@ def save_checkpoint(
 
         fxamp.save_checkpoint("last.pt", model=model, optimizer=optimizer, scaler=scaler, step=1000)
 
-    The file appears under a temporary name beside `path`, reaches the disk, and is then renamed over `path`:
-    a reader finds the old checkpoint or the new one, complete, whenever the writer dies. What a killed writer
-    left behind (`.<name>.<random>.part`) is removed by the next save. The states of torch's random generators
-    are saved too, so that dropout and shuffling continue.
+    The file appears under a temporary name beside `path`, reaches the disk, is looked at as `load_checkpoint` will
+    read it, and is then renamed over `path`: a reader finds the old checkpoint or the new one, complete, whenever the
+    writer dies. What a killed writer left behind (`.<name>.<random>.part`) is removed by the next save. A link is
+    followed, and a file that is there keeps its mode and owner. The states of torch's random generators are saved too,
+    so that dropout and shuffling continue.
 
     Args:
+        path: the file; its directory is there already.
         model, optimizer, scaler: whatever has a `state_dict`; a converted model's is float32 under the
             model's own names.
         extra: anything `torch.load(weights_only=True)` can read: numbers, text, tensors, state dicts.
 
     Raises:
-        CheckpointError: the directory does not exist, the file cannot be written, or something cannot be pickled
-            (named).
+        CheckpointError: the directory does not exist, the file cannot be written, or something cannot be pickled or
+            could not be read back (named). What was at `path` is there still.
     """
     path = Path(path)
     if not path.parent.is_dir():
@@ -48,7 +52,12 @@ def save_checkpoint(
     for name, part in zip(PARTS, (model, optimizer, scaler), strict=True):
         if part is not None:
             content[name] = part.state_dict()
-    _write_atomically(path, content)
+    try:
+        remove_drafts(path)
+        put_whole(path, lambda file: torch.save(content, file), check=_check_readable)
+    except Exception as error:
+        reason = "" if isinstance(error, OSError) else _culprit(content)
+        raise CheckpointError(f"{path} could not be written: {reason or error}. The last one is intact.") from error
 
 
 def load_checkpoint(
@@ -63,12 +72,17 @@ def load_checkpoint(
     """Read a checkpoint into the given objects, and return its `extra`.
 
     A plain file of float32 weights (`torch.save(model.state_dict(), path)`) loads into a converted model too,
-    if only `model` is given. Everything is read and checked before anything is changed.
+    if only `model` is given. Where anything does not fit, nothing is changed: until all parts are loaded a copy of the
+    model's state stays in host memory (as large as the file's), and an optimizer's old state is not freed.
 
     Args:
+        path: what `save_checkpoint` wrote, or a plain file of weights.
         model, optimizer, scaler: what to restore; parts of the file that are not asked for are ignored.
         restores_random: also set torch's random generators.
         map_location: as for torch.load; the objects keep their devices.
+
+    Returns:
+        The `extra` of `save_checkpoint`, {} where there was none.
 
     Raises:
         CheckpointError: no such file, a damaged one, a part that it lacks, or a part that does not fit.
@@ -82,54 +96,47 @@ def load_checkpoint(
     if missing:
         has = [name for name in PARTS if name in content]
         raise CheckpointError(f"{path} has no state for {missing}; it has {has or 'none of these'}.")
-    if model is not None:
-        _check_names(path, model, content["model"])
-    for name, part in wanted.items():
-        _apply(path, name, part, content[name])
-    if restores_random and "random" in content:
-        _set_random_state(content["random"])
+    with contextlib.ExitStack() as put_back:
+        for name in ("scaler", "model", "optimizer"):  # what is small first; an optimizer's masters refine the weights
+            if name in wanted:
+                put_back.callback(_putting_back(path, name, wanted[name], content[name]))
+                _apply(path, name, wanted[name].load_state_dict, content[name])
+        if restores_random and "random" in content:
+            put_back.callback(_set_random_state, _random_state())
+            _apply(path, "random state", _set_random_state, content["random"])
+        put_back.pop_all()
     extra: dict[str, Any] = content.get("extra", {})
     return extra
 
 
-def _write_atomically(path: Path, content: dict[str, Any]) -> None:
-    for left_behind in path.parent.glob(f".{path.name}.*.part"):
-        left_behind.unlink(missing_ok=True)
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.part"
+def _check_readable(draft: Path) -> None:
+    """Unpickle as `_read` will; tensors are mapped, and not read."""
     try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except Exception as error:
-        culprit = "" if isinstance(error, OSError) else _unpicklable(content)
-        message = f"{path} could not be written: {culprit}{error}. The last one is intact."
-        raise CheckpointError(message) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync_directory(path.parent)
+        torch.load(os.fspath(draft), map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):  # some file systems have none: nothing is known then
+            raise
 
 
-def _unpicklable(content: dict[str, Any]) -> str:
-    """Names what torch.save() refuses, or "" if each part alone can be saved."""
+def _culprit(content: dict[str, Any]) -> str:
+    """Names what torch.save() or torch.load() refuses, and why; "" if each part alone passes."""
     for name, value in {**content["extra"], **{part: content[part] for part in PARTS if part in content}}.items():
+        what = f"{name}= ({type(value).__name__})"
+        file = io.BytesIO()
         try:
-            torch.save(value, io.BytesIO())
-        except Exception:
-            return f"{name}= ({type(value).__name__}) cannot be pickled; leave it out, or save its numbers: "
+            torch.save(value, file)
+        except Exception as error:
+            return f"{what} cannot be pickled; leave it out, or save its numbers: {error}"
+        try:
+            torch.load(io.BytesIO(file.getvalue()), map_location="cpu", weights_only=True)
+        except Exception as error:
+            classes = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(file.getvalue())))
+            return (
+                f"{what} is nothing that torch.load(weights_only=True) reads back: {classes or error}. Save plain "
+                "numbers, text, lists, dicts and tensors (vars() of a Namespace, item() of a numpy number), or allow "
+                "the class by torch.serialization.add_safe_globals"
+            )
     return ""
-
-
-def _sync_directory(directory: Path) -> None:
-    """Bring the rename itself to the disk, where directories can be opened (not on Windows)."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read(path: Path, map_location: Any) -> dict[str, Any]:
@@ -154,8 +161,32 @@ def _as_plain_weights(path: Path, content: dict[str, Any], wanted: dict[str, Any
     )
 
 
-def _check_names(path: Path, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    now = model.state_dict()
+def _putting_back(path: Path, name: str, part: Any, state: Any) -> Callable[[], object]:
+    """What makes a part again what it is now, whatever loading `state` does; a model's names are checked here."""
+    if isinstance(part, torch.optim.Optimizer):
+        # Loading gives an optimizer new dicts and tensors, and writes into none that it has.
+        entries, groups = dict(part.state), [(group, dict(group)) for group in part.param_groups]
+
+        def restore() -> None:
+            part.state.clear()
+            part.state.update(entries)
+            part.param_groups = [group for group, _ in groups]
+            for group, values in groups:
+                group.clear()
+                group.update(values)
+
+        return restore
+    now = part.state_dict()
+    if name == "model":
+        _check_names(path, now, state)
+    before = copy.copy(now)  # with the versions of the modules' entries, an attribute of a state dict
+    for key, value in now.items():
+        is_held = isinstance(value, torch.Tensor) and not value.is_meta
+        before[key] = value.to("cpu", copy=True) if is_held else copy.deepcopy(value)
+    return lambda: part.load_state_dict(before)
+
+
+def _check_names(path: Path, now: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     missing, unexpected = sorted(now.keys() - state.keys()), sorted(state.keys() - now.keys())
     shapes = [
         f"{name} is {tuple(state[name].shape)} in the file, {tuple(now[name].shape)} in the model"
@@ -169,11 +200,12 @@ def _check_names(path: Path, model: torch.nn.Module, state: Mapping[str, Any]) -
         )
 
 
-def _apply(path: Path, name: str, part: Any, state: Any) -> None:
+def _apply(path: Path, name: str, load: Callable[[Any], object], state: Any) -> None:
     try:
-        part.load_state_dict(state)
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the {name} of {path} does not fit: {error}") from error
+        load(state)
+    except Exception as error:  # whatever a class raises at a state that is not its own
+        reason = str(error).rstrip(".")
+        raise CheckpointError(f"the {name} of {path} does not fit: {reason}. Nothing was changed.") from error
 
 
 def _random_state() -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A whole training step as one CUDA graph: forward, loss, backward, unscale, check, clip, update."""
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,11 +33,11 @@ class GraphedStep:
 
     Every call is exactly one step, warm-up included. Inputs are copied into buffers of the graph, so that
     each call may bring new tensors. Overflowing steps are skipped inside the graph; the scaler's numbers
-    arrive on the host afterwards. A change of a learning rate takes effect at the next call, a change of
-    another hyper-parameter or of `model.training` recaptures. Without CUDA, or where capture is impossible
-    (an optimizer that keeps state on the host, a model that reads the device), the same steps run eagerly,
-    and one line of the log says why. Parameters with masters that are written between calls need
-    `optimizer.resync_masters()`: a graph does not look for such writes.
+    arrive on the host afterwards. A change of a learning rate or of the scale takes effect at the next call,
+    a change of another hyper-parameter, of the scaler's constants or of `model.training` recaptures. Without
+    CUDA, or where capture is impossible (an optimizer that keeps state on the host, a model that reads the
+    device), the same steps run eagerly, and one line of the log says why. Parameters with masters that are
+    written between calls need `optimizer.resync_masters()`: a graph does not look for such writes.
 
     Args:
         model: called with `inputs`: a tensor, a tuple of arguments or a dict of keyword arguments.
@@ -75,6 +76,7 @@ class GraphedStep:
         self._graphs: dict[Any, _Graph] = {}
         self._rates: list[torch.Tensor] = []
         self._eager_steps = 0
+        self._has_said_why = False
         self._why_eager: str | None = None if torch.cuda.is_available() else "CUDA is not available"
 
     @property
@@ -99,7 +101,8 @@ class GraphedStep:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self._why_eager is None and any(leaf.device.type != "cuda" for leaf in tensors):
             self._why_eager = "a batch is not on a CUDA device"
-        if self._why_eager is not None and self._eager_steps == 0:
+        if self._why_eager is not None and not self._has_said_why:
+            self._has_said_why = True
             logger.info("GraphedStep runs eagerly: %s", self._why_eager)
 
     def _eager(self, inputs: Any, targets: Any) -> torch.Tensor:
@@ -126,7 +129,8 @@ class GraphedStep:
             if name not in NOT_IN_KEY or (name == "lr" and not _reads_rate_from_device(group))
             if isinstance(value, PLAIN)
         )
-        return shapes, str(structure), settings, self.model.training, self.max_grad_norm
+        rule = dataclasses.astuple(self.scaler.rule)
+        return shapes, str(structure), settings, rule, self.model.training, self.max_grad_norm
 
     def _capture(self, key: Any, leaves: list[Any], structure: Any) -> bool:
         if len(self._graphs) >= self.max_graphs:
@@ -147,6 +151,7 @@ class GraphedStep:
             self.scaler.forget_iteration()
             self.optimizer.zero_grad(set_to_none=True)
             self._why_eager = f"capture failed: {error}"
+            self._has_said_why = True
             logger.warning("GraphedStep runs eagerly: %s", self._why_eager)
             return False
         return True

@@ -27,7 +27,7 @@ from fxamp.runtime.masters import (
 )
 from fxamp.runtime.rounding import Compensation, StochasticRounding
 from fxamp.runtime.stand_ins import StandIns, buckets, give_gradients, step_of_each
-from fxamp.runtime.whole_calls import call_on_stand_ins, give_back_gradients, has_own_method
+from fxamp.runtime.whole_calls import call_on_stand_ins, give_back_gradients, has_own_method, is_trained
 from fxamp.runtime.wide_state import widen_state_
 
 __all__ = ["MasterWeightOptimizer", "master_of", "set_master"]
@@ -234,7 +234,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _call_own_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._loaded.settle(self._rounding, is_last=True)
         every = list(gradients.parameters(self))
-        wide = self._wide(every)
+        wide = [self._wide([each])[0] if is_trained(self, each) else each for each in every]
         give_gradients(every, wide, None)
         returned = call_on_stand_ins(self.optimizer, every, wide, method, *args, **kwargs)
         give_back_gradients(every, wide)

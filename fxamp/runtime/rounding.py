@@ -28,7 +28,7 @@ class Compensation:
         """Split updated sums into parameters and compensations; a skipped step gives back what was there."""
         for parameter, value in zip(low, wide, strict=True):
             rounded = value.to(parameter.dtype)
-            lost = (value - rounded).to(parameter.dtype)
+            lost = _rest(value, rounded)
             if found_inf is not None:  # a sum half way between two numbers might be split the other way
                 skipped = found_inf.to(parameter.device, non_blocking=True) > 0
                 rounded = torch.where(skipped, parameter.detach(), rounded)
@@ -49,7 +49,7 @@ class Compensation:
 
     def split(self, parameter: torch.Tensor, exact: torch.Tensor) -> None:
         """Take what the parameter lacks of a float32 value that it is the rounding of."""
-        self._keep(parameter, (exact - parameter.detach()).to(parameter.dtype))
+        self._keep(parameter, _rest(exact, parameter.detach()))
 
     def clear(self) -> None:
         """Forget all compensations."""
@@ -95,6 +95,11 @@ class StochasticRounding:
 
     def split(self, parameter: torch.Tensor, exact: torch.Tensor) -> None:
         """A float32 master (from mode "fp32") is not needed: the parameter is its rounding."""
+
+
+def _rest(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """What rounding took away; nothing of a number that became infinite, which would be -inf or NaN."""
+    return torch.where(rounded.isfinite(), exact - rounded, 0.0).to(rounded.dtype)
 
 
 def is_compensation(parameter: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from fxamp.errors import OptionError, nearest
 
 REFILLS = ("growth", "good_step")
 LARGEST_HALF = torch.finfo(torch.float16).max  # 65,504
+LARGEST_EXPONENT = 126  # of a scale: float32 holds 2**126, and its reciprocal as a normal number
 
 
 @dataclasses.dataclass
@@ -104,27 +105,31 @@ def choose_scale(max_abs_grad: float | torch.Tensor) -> float:
         choose_scale(1.0) == 32768.0
         choose_scale(2.0**-20) == 2.0**35
 
-    A power of two loses no bit when gradients are divided by it again.
+    A power of two loses no bit when gradients are divided by it again. It is at most 2**126, for float32's sake.
 
     Args:
         max_abs_grad: largest magnitude among the unscaled gradients, > 0; a number or a tensor of gradients
             (its largest magnitude is taken).
 
     Raises:
-        OptionError: zero, negative or not finite.
+        OptionError: zero, negative or not finite, or a tensor without elements.
 
     Source: Train with Mixed Precision, NVIDIA, section 2.3.2, "Choosing A Scaling Factor".
     """
     if isinstance(max_abs_grad, torch.Tensor):
+        if not max_abs_grad.numel():
+            raise OptionError(f"max_abs_grad has no element: it is a tensor of shape {tuple(max_abs_grad.shape)}.")
         max_abs_grad = float(max_abs_grad.abs().max())
     if not _is_finite(max_abs_grad) or max_abs_grad <= 0:
         raise OptionError(
             f"max_abs_grad={max_abs_grad!r}: the scale follows from the largest gradient magnitude, which "
             "must be finite and > 0. Measure it in a float32 backward pass."
         )
-    fraction, exponent = math.frexp(LARGEST_HALF / max_abs_grad)
-    # LARGEST_HALF / g = fraction * 2**exponent with fraction in [1/2, 1); equality would reach 65,504 itself.
-    return math.ldexp(1.0, exponent - 1 if fraction > 0.5 else exponent - 2)
+    # Apart, since the quotient may be more than a float holds. For g in [1/2, 1) * 2**exponent the scale is
+    # 2**(16 - exponent), or half of that where the product would reach 65,504.
+    fraction, exponent = math.frexp(max_abs_grad)
+    fits = math.ldexp(fraction, 16) < LARGEST_HALF
+    return math.ldexp(1.0, min(LARGEST_EXPONENT, 16 - exponent if fits else 15 - exponent))
 
 
 def checked_scale(name: str, scale: object, rule: ScaleRule) -> float:

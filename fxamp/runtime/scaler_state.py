@@ -57,7 +57,15 @@ def load(scaler: "ScalerBase", state: dict[str, Any]) -> None:
     scaler._init_growth_tracker = int(state["_growth_tracker"])
     scaler._init_hysteresis_left = int(state.get("_hysteresis_left", rule.hysteresis))
     if scaler._scale is not None:
-        scaler._lazy_init_scale_growth_tracker(scaler._scale.device)
+        _refill(scaler)
+
+
+def _refill(scaler: "ScalerBase") -> None:
+    """Write the loaded numbers into the tensors that are there: CUDA graphs read them where they are."""
+    before = [getattr(scaler, name) for name in DEVICE_STATE]
+    scaler._lazy_init_scale_growth_tracker(before[0].device)
+    for name, kept in zip(DEVICE_STATE, before, strict=True):
+        setattr(scaler, name, kept.copy_(getattr(scaler, name)))
 
 
 def pickled(scaler: "ScalerBase") -> dict[str, Any]:

@@ -48,11 +48,14 @@ def set_tf32(enabled: bool = True) -> Tf32:
     On is NVIDIA's and torch's recommendation unless the network needs full float32 precision: it speeds up
     what mixed precision leaves in float32, at typically negligible loss of accuracy.
 
-    Source: "What Every User Should Know About Mixed Precision Training in PyTorch", section on picking the
-    right approach.
+    Args:
+        enabled: False switches it off. Both switches are the process's, and have no effect without a GPU that has TF32.
 
     Returns:
         The state before the call, to be able to go back.
+
+    Source: "What Every User Should Know About Mixed Precision Training in PyTorch", section on picking the
+    right approach.
     """
     before = tf32_state()
     # The older switches: after its newer setters torch refuses its older getters, which others call.

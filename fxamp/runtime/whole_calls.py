@@ -10,13 +10,18 @@ from typing import Any
 
 import torch
 
-from fxamp.runtime.masters import round_into
+from fxamp.runtime.masters import MASTER, round_into
 from fxamp.runtime.stand_ins import StandIns
 
 
 def has_own_method(optimizer: torch.optim.Optimizer, name: str) -> bool:
     """Whether an optimizer's class adds a public method of this name to those that every optimizer has."""
     return not name.startswith("_") and callable(getattr(type(optimizer), name, None))
+
+
+def is_trained(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether a parameter is trained, or was before it was frozen; any other needs no master."""
+    return parameter.requires_grad or hasattr(parameter, MASTER) or parameter in optimizer.state
 
 
 def call_on_stand_ins(
@@ -52,10 +57,15 @@ def call_on_stand_ins(
 
         return evaluate
 
-    args = tuple([with_parameters(value) if callable(value) else value for value in args])
-    kwargs = {name: with_parameters(value) if callable(value) else value for name, value in kwargs.items()}
+    args = tuple([with_parameters(value) if _is_closure(value) else value for value in args])
+    kwargs = {name: with_parameters(value) if _is_closure(value) else value for name, value in kwargs.items()}
     with standing_in:
         return method(*args, **kwargs)
+
+
+def _is_closure(value: Any) -> bool:
+    """Whether an argument is there to be called: a model or a class may be there to be looked at."""
+    return callable(value) and not isinstance(value, torch.nn.Module | type)
 
 
 def give_back_gradients(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> None:

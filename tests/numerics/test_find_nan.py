@@ -400,3 +400,11 @@ def test_infinities_of_the_data_are_named(value, is_named):
     found = fxamp.find_nan(fxamp.convert(model, torch.bfloat16, example_inputs=(x,)), (x,))
     assert found.is_bad_in_float32 and found.has_infinite_inputs == is_named
     assert ("look at the infinities among the call's inputs" in str(found)) == is_named
+
+
+def test_a_low_weight_written_directly_is_what_float32_sees():
+    model = fxamp.convert(Net(lambda m, x: m.b(m.a(x))), BF16, (X,), opt_level="O2")
+    with torch.no_grad():
+        model.a.weight.fill_(1e38)
+    found = find_nan(model, (X,))
+    assert found.is_bad_in_float32

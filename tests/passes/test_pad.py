@@ -13,7 +13,6 @@ from fxamp import ir
 from fxamp.engine import engine_of
 from fxamp.errors import InvariantError
 from fxamp.passes.pad import PadGemms
-from fxamp.passes.pad_advice import padding_advice
 from fxamp.passes.pad_verify import pads_minimal
 from tests.passes.pad_models import (
     BF16,
@@ -612,29 +611,3 @@ def test_assert_equal_fails_on_a_difference():
     other = dataclasses.replace(run, outputs=(run.outputs[0] + 1,))
     with pytest.raises(AssertionError):
         assert_equal(run, other)
-
-
-# -------------------------------------------------------------------------------------------------- advice
-
-
-@pytest.mark.parametrize(
-    ("model", "inputs", "advice"),
-    [
-        (mlp(5, 13, 3), (numbers(2, 15, 5),), "batch x length: 2 x 15 = 30 rows: 32 would be a multiple of 8"),
-        (Attention(), (numbers(2, 9, 30),), "N = 9 is not fixed: fxamp.data.pad_to_multiple makes it 16"),
-        (Residual(), (numbers(3, 3, 8, 8),), "one: channels 17: padded to 24, 41 % more work"),
-        (Residual(), (numbers(3, 3, 8, 8),), "batch 3: use 8"),
-        (
-            Head(50257, 8),
-            (words(50257, 1, 3), words(50257, 1, 3)),
-            "head: vocabulary 50257: padded to 50264; 50304 would also align to 128",
-        ),
-    ],
-)
-def test_advice_has_figures(model, inputs, advice):
-    sentences = padding_advice([step(model, *inputs).graph])
-    assert any(advice in sentence for sentence in sentences), sentences
-
-
-def test_aligned_models_get_no_advice():
-    assert padding_advice([step(mlp(8, 16, 24), numbers(8, 8)).graph]) == []

@@ -157,6 +157,47 @@ def test_bounds_of_the_scale():
     assert amp._session.scalers[0].rule.min_scale == 64.0
 
 
+@pytest.mark.parametrize(
+    ("bounds", "culprit"),
+    [
+        ({"min_loss_scale": 2.0**17}, r"min_loss_scale=131072.*above.*65536"),
+        ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, r"min_loss_scale=8.*above.*max_loss_scale=4"),
+        ({"min_loss_scale": 0.0}, "min_loss_scale=0.0"),
+        ({"max_loss_scale": math.nan}, "max_loss_scale=nan"),
+    ],
+)
+def test_bounds_that_cannot_be_are_refused_by_name_before_anything_is_converted(bounds, culprit):
+    with pytest.raises(OptionError, match=culprit):
+        start("O2", **bounds)
+    assert not calls
+
+
+def test_a_static_scale_is_loaded_as_the_constant():
+    start("O2", loss_scale=128.0)
+    saved = amp.state_dict()
+    assert saved["loss_scaler0"]["loss_scale"] == 128.0
+    model, optimizer = start("O2", loss_scale=1024.0)
+    amp.load_state_dict(saved)
+    train(model, optimizer, steps=2)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 128.0
+
+
+@pytest.mark.parametrize(
+    ("saved", "culprit"),
+    [
+        ({"loss_scale": 4.0}, r"loss_scaler1.*'unskipped'"),
+        ({"loss_scale": math.nan, "unskipped": 0}, "loss_scaler1.*nan"),
+        (7.0, "loss_scaler1.*7.0"),
+    ],
+)
+def test_a_state_that_is_none_is_refused_and_changes_nothing(saved, culprit):
+    start("O1", num_losses=2)
+    before = amp.state_dict()
+    with pytest.raises(CheckpointError, match=culprit):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1}, "loss_scaler1": saved})
+    assert amp.state_dict() == before
+
+
 def test_disabled_runs_as_if_absent():
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -1,5 +1,7 @@
 """One file, atomic; a killed process leaves the last good one, and the resumed run ends bit-equal."""
 
+import argparse
+import copy
 import multiprocessing
 import os
 import signal
@@ -10,8 +12,10 @@ import torch
 from checkpoint_trainer import die_while_saving, train
 from torch.utils._pytree import tree_flatten
 
+import fxamp
 from fxamp.errors import CheckpointError
 from fxamp.runtime.checkpoint import load_checkpoint, save_checkpoint
+from fxamp.runtime.fixed_scalers import StaticLossScaler
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
 
@@ -149,6 +153,79 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path):
     assert torch.equal(model.weight, before)
 
 
+def trained(seed):
+    """Pieces that have a state of their own in every part."""
+    model, optimizer, scaler = pieces(seed)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update(8.0 + seed)
+    return model, optimizer, scaler
+
+
+class Counted(torch.nn.Linear):
+    """Takes its weights before it refuses a state."""
+
+    def get_extra_state(self):
+        return 1
+
+    def set_extra_state(self, state):
+        if state != 1:
+            raise ValueError(f"extra state {state!r}")
+
+
+@pytest.mark.parametrize("culprit", ["model", "optimizer", "scaler", "random state"])
+def test_a_part_that_does_not_fit_changes_no_other(tmp_path, culprit):
+    _, optimizer, scaler = trained(0)
+    counted = Counted(2, 2)
+    save_checkpoint(tmp_path / "a.pt", model=counted, optimizer=optimizer, scaler=scaler)
+    content = torch.load(tmp_path / "a.pt")
+    content["model"]["_extra_state"] = 1 if culprit != "model" else 2
+    if culprit == "random state":
+        content["random"]["cpu"] = torch.zeros(3, dtype=torch.uint8)
+    if culprit == "optimizer":
+        content["optimizer"]["param_groups"][0]["params"] = [0]
+    torch.save(content, tmp_path / "a.pt")
+    _, others, dynamic = trained(1)
+    ours = Counted(2, 2)
+    for group, parameters in zip(others.param_groups, [list(ours.parameters())], strict=True):
+        others.state = {new: others.state[old] for old, new in zip(group["params"], parameters, strict=True)}
+        group["params"] = parameters
+    scalers = StaticLossScaler(4.0) if culprit == "scaler" else dynamic
+    before = [copy.deepcopy(part.state_dict()) for part in (ours, others, scalers)]
+    random = torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=rf"the {culprit} of .*a\.pt does not fit.*Nothing was changed"):
+        load_checkpoint(tmp_path / "a.pt", model=ours, optimizer=others, scaler=scalers)
+    assert_equal([part.state_dict() for part in (ours, others, scalers)], before)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert others.param_groups[0]["params"][0] is ours.weight
+
+
+@pytest.mark.parametrize("masters", ["fp32", "kahan"])
+def test_what_masters_hold_survives_a_checkpoint_that_does_not_fit(tmp_path, masters):
+    def low(seed, opt_level):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+        options = {"dtype": torch.bfloat16, "opt_level": opt_level, "example_inputs": (torch.ones(2, 8),)}
+        model = fxamp.convert(model, **options) if opt_level else model.bfloat16()
+        optimizer = MasterWeightOptimizer(torch.optim.Adam(model.parameters(), lr=1e-4), masters=masters)
+        for _ in range(3):
+            model(torch.ones(2, 8, dtype=torch.float32 if opt_level else torch.bfloat16)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    for opt_level in (None, "O2") if masters == "fp32" else (None,):
+        model, optimizer = low(0, opt_level)
+        save_checkpoint(tmp_path / "a.pt", model=model, optimizer=optimizer)
+        content = torch.load(tmp_path / "a.pt")
+        content["optimizer"]["masters"] = {0: torch.zeros(3)}
+        torch.save(content, tmp_path / "a.pt")
+        other, masters_of_other = low(1, opt_level)
+        before = copy.deepcopy([other.state_dict(), masters_of_other.state_dict()])
+        with pytest.raises(CheckpointError, match="the master of parameter 0 has shape"):
+            load_checkpoint(tmp_path / "a.pt", model=other, optimizer=masters_of_other)
+        assert_equal([other.state_dict(), masters_of_other.state_dict()], before)
+
+
 def test_failed_write_leaves_the_last_good_one(tmp_path, monkeypatch):
     save_checkpoint(tmp_path / "a.pt", step=1)
 
@@ -177,6 +254,41 @@ def test_what_cannot_be_pickled_is_named_and_leaves_no_file(tmp_path):
         save_checkpoint(tmp_path / "b.pt", model=Counting(2, 2), step=3)
     assert load_checkpoint(tmp_path / "a.pt") == {"step": 1}
     assert os.listdir(tmp_path) == ["a.pt"]
+
+
+@pytest.mark.parametrize("extra", [argparse.Namespace(lr=1), {"nested": [argparse.Namespace(lr=1)]}])
+def test_what_cannot_be_read_back_is_named_and_the_last_good_file_stays(tmp_path, extra):
+    model = pieces(0)[0]
+    save_checkpoint(tmp_path / "a.pt", step=1)
+    kind = type(extra).__name__
+    with pytest.raises(
+        CheckpointError, match=rf"args= \({kind}\) is nothing that.*argparse\.Namespace.*last one is intact"
+    ):
+        save_checkpoint(tmp_path / "a.pt", model=model, step=2, args=extra)
+    assert load_checkpoint(tmp_path / "a.pt") == {"step": 1}
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+@pytest.mark.parametrize("name", ["m[1].pt", "m*.pt"])
+def test_names_with_wildcards_clean_up_after_themselves_only(tmp_path, name):
+    (tmp_path / f".{name}.0123abcd.part").write_bytes(b"left behind")
+    (tmp_path / ".m1.pt.0123abcd.part").write_bytes(b"another's")
+    (tmp_path / f".{name}.pt.0123abcd.part").write_bytes(b"another's")
+    save_checkpoint(tmp_path / name, step=1)
+    assert load_checkpoint(tmp_path / name) == {"step": 1}
+    assert sorted(os.listdir(tmp_path)) == sorted([name, ".m1.pt.0123abcd.part", f".{name}.pt.0123abcd.part"])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links and modes of POSIX")
+def test_a_link_and_the_mode_stay(tmp_path):
+    (tmp_path / "runs").mkdir()
+    save_checkpoint(tmp_path / "runs" / "step1.pt", step=1)
+    (tmp_path / "runs" / "step1.pt").chmod(0o600)
+    (tmp_path / "last.pt").symlink_to(tmp_path / "runs" / "step1.pt")
+    save_checkpoint(tmp_path / "last.pt", step=2)
+    assert (tmp_path / "last.pt").is_symlink() and load_checkpoint(tmp_path / "runs" / "step1.pt") == {"step": 2}
+    assert (tmp_path / "runs" / "step1.pt").stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path / "runs") == ["step1.pt"]
 
 
 def test_interrupted_write_leaves_no_part(tmp_path, monkeypatch):

@@ -191,6 +191,33 @@ def test_failed_capture_falls_back_and_says_why_once(recorder, monkeypatch, capl
     assert losses == pytest.approx(eager_loop(*expected, batches(WARM_UP + 3)), rel=2**-20)
 
 
+def test_a_state_loaded_between_replays_is_read_by_the_next(recorder):
+    model, optimizer, scaler = pieces()
+    step = recorder.step_for(model, loss_fn, optimizer, scaler)
+    data = list(batches(WARM_UP + 2))
+    for batch in data[:-1]:
+        step(*batch)
+    held = scaler._scale  # where a CUDA graph reads
+    scaler.load_state_dict(LossScaler(2.0**5).state_dict())
+    step(*data[-1])
+    assert recorder.captures == 1 and scaler._scale is held and held.item() == 2.0**5
+    scaler.set_growth_interval(2)  # a number in the graph's own code
+    step(*data[-1])
+    assert recorder.captures == 2 and held.item() == 2.0**6
+
+
+def test_a_batch_that_is_not_on_the_gpu_after_the_first_step_is_told_of_once(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model, optimizer, scaler = pieces()
+    step = GraphedStep(model, loss_fn, optimizer, scaler)
+    step._eager_steps = 1  # one step on the GPU
+    with caplog.at_level(logging.INFO, "fxamp"):
+        for batch in batches(2):
+            step(*batch)
+    told = [record.message for record in caplog.records]
+    assert told == ["GraphedStep runs eagerly: a batch is not on a CUDA device"]
+
+
 def test_collapse_is_raised_from_a_replay(recorder):
     model, optimizer, _ = pieces()
     scaler = LossScaler(2.0**-14, max_skips=WARM_UP + 2)

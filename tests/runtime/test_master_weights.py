@@ -557,6 +557,35 @@ def test_such_a_method_changes_the_models_gradients():
         assert parameter.grad.dtype == parameter.dtype and torch.equal(parameter.grad.float(), gradient / 2)
 
 
+@pytest.mark.parametrize("masters", ["fp32", "kahan"])
+def test_such_a_method_gives_frozen_parameters_no_masters_until_they_are_trained(masters):
+    model = low_model()
+    frozen = next(model.parameters()).requires_grad_(False)
+    optimizer = MasterWeightOptimizer(ScheduleFree(model.parameters(), 0.05), masters=masters)
+    schedule_free(model, optimizer, lambda model: give_gradients(model[1:], 1))
+    assert master_of(frozen) is None and 0 not in optimizer.state_dict()["masters"]
+    frozen.requires_grad_(True)
+    schedule_free(model, optimizer, lambda model: give_gradients(model, 2))
+    assert 0 in optimizer.state_dict()["masters"]
+    assert (master_of(frozen) is not None) == (masters == "fp32")
+    frozen.requires_grad_(False)
+    before = optimizer.state_dict()["masters"][0].clone()
+    optimizer.eval()
+    assert not torch.equal(optimizer.state_dict()["masters"][0], before), "trained before, so it is still averaged"
+
+
+def test_such_a_method_is_handed_modules_and_classes_as_they_are():
+    class Looks(torch.optim.SGD):
+        def look(self, *args, **kwargs):
+            return args, kwargs
+
+    model = low_model()
+    optimizer = MasterWeightOptimizer(Looks(model.parameters(), 0.05))
+    (module, kind), kwargs = optimizer.look(model, torch.nn.Linear, other=model[0], closure=lambda: 7)
+    assert module is model and kind is torch.nn.Linear and kwargs["other"] is model[0]
+    assert kwargs["closure"]() == 7
+
+
 def test_a_closure_of_such_a_method_sees_the_models_parameters():
     model = low_model()
     optimizer = MasterWeightOptimizer(SAM(model.parameters(), 0.05))
@@ -577,3 +606,16 @@ def test_what_the_wrapped_optimizer_lacks_is_no_attribute():
     assert hasattr(optimizer, "first_step") and not hasattr(optimizer, "train") and not hasattr(optimizer, "_private")
     assert not hasattr(object.__new__(MasterWeightOptimizer), "first_step")
     assert copy.deepcopy(optimizer).first_step.func.__self__ is not optimizer
+
+
+@pytest.mark.parametrize("gradient", [-3e38, 3e38])
+def test_compensated_sums_past_the_largest_bfloat16_are_infinite_and_not_nan(gradient):
+    weight = torch.nn.Parameter(torch.tensor([3.0e38, 1.0], dtype=torch.bfloat16))
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([weight], 1.0), masters="kahan")
+    if gradient > 0:
+        weight.data.neg_()
+    for value in (gradient / 7.5, 0.0):  # 3.4e38: finite in float32, infinite in bfloat16
+        weight.grad = torch.tensor([value, 0.0], dtype=torch.bfloat16)
+        optimizer.step()
+        assert weight[0].item() == (math.inf if gradient < 0 else -math.inf)
+        assert abs(weight[1].item()) == 1.0

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fxamp.errors import OptionError
+from fxamp.runtime.fixed_scalers import StaticLossScaler
 from fxamp.runtime.scale_rule import ScaleRule, choose_scale
 
 
@@ -177,6 +178,18 @@ def test_choose_scale(largest, scale):
 
 def test_choose_scale_of_a_tensor_of_gradients():
     assert choose_scale(torch.tensor([0.5, -3.0, 1.0])) == 2.0**14
+
+
+@pytest.mark.parametrize("largest", [5e-324, 1e-45, 2.0**-149, 1e-35, torch.tensor([1e-45]), 3.4e38])
+def test_choose_scale_gives_what_a_static_scaler_takes(largest):
+    scale = choose_scale(largest)
+    assert scale == (2.0**126 if float(largest) < 1e-30 else 2.0**-112)
+    assert StaticLossScaler(scale, device="cpu").get_scale() == scale
+
+
+def test_choose_scale_refuses_an_empty_tensor():
+    with pytest.raises(OptionError, match=r"max_abs_grad.*no element.*\(0, 3\)"):
+        choose_scale(torch.zeros(0, 3))
 
 
 @pytest.mark.parametrize("largest", [0.0, -1.0, float("inf"), float("nan"), "1"])

@@ -557,6 +557,14 @@ def test_state_round_trip_with_no_default_anywhere(used):
     assert copy.deepcopy(scaler).state_dict() == state
 
 
+def test_loading_writes_into_the_tensors_that_cuda_graphs_read():
+    scaler = LossScaler(device="cpu")
+    held = scaler._scale, scaler._growth_tracker, scaler._hysteresis_left
+    scaler.load_state_dict(odd_scaler().state_dict())
+    assert scaler._scale is held[0] and scaler._growth_tracker is held[1] and scaler._hysteresis_left is held[2]
+    assert held[0].item() == odd_scaler().get_scale() and held[2].item() == 1
+
+
 def test_states_are_interchangeable_with_torchs_both_ways():
     state = odd_scaler(hysteresis=1).state_dict()
     theirs = torch.amp.GradScaler("cpu")
