@@ -5,16 +5,14 @@ converted model of its own, and everything below is the user's. In the graph aro
 `call_module`. Values cross it in float32.
 """
 
-import contextlib
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from fxamp import ir
 from fxamp.converted import make_sibling
 from fxamp.engine import Engine
 from fxamp.errors import OptionError, nearest
@@ -218,33 +216,3 @@ def _inner_overrides(block: nn.Module, path: str, overrides: Mapping[str, Colour
             if inner and fnmatch.fnmatchcase(f"{path}.{inner}", key):
                 found[inner] = colour
     return found
-
-
-def calls_of_blocks(variant: Variant, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Path, arguments and keywords of each boundary that a graph calls, tensors as empty ones of their types.
-
-    Calls with values whose types are not known are left out.
-    """
-    for node in variant.graph.nodes:
-        if node.op == "call_module" and node.meta.get("boundary"):
-            with contextlib.suppress(LookupError):
-                args = tuple(_as_called(each, device) for each in node.args)
-                yield str(node.target), args, {name: _as_called(each, device) for name, each in node.kwargs.items()}
-
-
-def _as_called(argument: Any, device: torch.device) -> Any:
-    if isinstance(argument, fx.Node):
-        return _empty(ir.mark(argument).type, device)
-    if isinstance(argument, (list, tuple)) and type(argument) is not torch.Size:
-        return (list if isinstance(argument, list) else tuple)(_as_called(each, device) for each in argument)
-    if isinstance(argument, dict):
-        return {name: _as_called(each, device) for name, each in argument.items()}
-    return argument
-
-
-def _empty(kind: Any, device: torch.device) -> Any:
-    if isinstance(kind, tuple):
-        return tuple(_empty(each, device) for each in kind)
-    if kind is None or kind.dtype is None or kind.shape is None:
-        raise LookupError("a value whose type is not known crosses a boundary")
-    return torch.empty(kind.shape, dtype=kind.dtype, device=device).requires_grad_(kind.requires_grad)

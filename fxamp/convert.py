@@ -10,7 +10,8 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.backend import DynamoForward, trace_on_fakes
-from fxamp.boundaries import AsWritten, calls_of_blocks, check_boundaries, make_tree
+from fxamp.block_calls import calls_of_blocks
+from fxamp.boundaries import AsWritten, check_boundaries, make_tree
 from fxamp.capture.inputs import check_call_fits, normalise_example
 from fxamp.converted import make_sibling
 from fxamp.engine import Engine, Workshop, engine_of, mark_block
@@ -66,8 +67,7 @@ def convert(
 
     Args:
         model: an nn.Module, an fx.GraphModule, or a torch.export.ExportedProgram. It still works and is not changed
-            (O1). A converted model is given
-            back as it is, or with other options converted anew from its plain forward.
+            (O1). A converted model is given back as it is, or with other options converted anew from its plain forward.
         dtype: torch.float16, torch.bfloat16, "auto" (bfloat16 where the device has it natively), or None:
             torch.autocast's default for the device (CUDA float16, CPU bfloat16).
         example_inputs: the arguments of one call, a tuple of args or (args, kwargs); only shapes and dtypes are used.
@@ -79,7 +79,7 @@ def convert(
         pad_to: K and N of low-precision GEMMs are padded to multiples of it; 0 or None: not at all.
         pad: "auto": where it pays, by the sizes of the example inputs; "always": wherever it is safe.
         plan: a saved plan (path, or fxamp.review.plan.Plan): each node runs as it did; a warning says what no longer
-            matches.
+            matches, and where opt_level or level is another. One of another low dtype is refused.
         ranges: what fxamp.profile measured: nodes whose values low precision would not hold run in float32.
         boundaries: module classes, paths, globs, or "blocks" (repeated blocks): each such submodule is converted by
             itself and stays a module that is called: FSDP2 per block, checkpointing and hooks go on working, and
@@ -100,7 +100,8 @@ def convert(
     )
     if (disabled := disabled_by()) is not None:
         return leave(model, disabled)
-    options = dataclasses.replace(options, plan=as_plan(plan), ranges=as_ranges(ranges))
+    taken = as_plan(plan, options.low, options.opt_level, options.level)
+    options = dataclasses.replace(options, plan=taken, ranges=as_ranges(ranges))
     example = normalise_example(example_inputs)
     known = engine_of(model)
     if known is not None:

@@ -10,7 +10,7 @@ from torch import nn
 from fxamp.convert import convert_as
 from fxamp.engine import engine_of
 from fxamp.errors import OptionError
-from fxamp.numerics.ranges import LossFn, Ranges, profile_converted, split_batch
+from fxamp.numerics.ranges import LossFn, Ranges, check_batches, profile_converted, split_batch
 from fxamp.numerics.run import arguments
 from fxamp.options import check_model, check_options, device_of
 from fxamp.review.audit import Audit, audit_converted
@@ -30,13 +30,17 @@ def profile(model: nn.Module, batches: Iterable[Any], loss_fn: LossFn | None = N
         batches: each the inputs of one call (a tensor, a tuple, a dict); where `loss_fn` takes two arguments, each is
             (inputs, targets).
         loss_fn: gives a scalar loss of (output) or (output, targets); None: no gradients are recorded.
+        progress: show a bar where tqdm is installed and standard error is a terminal.
+
+    Returns:
+        A histogram of exponents for each node, over all batches; `str()` is a table.
 
     Raises:
-        OptionError: no batch, inputs that are not finite, or a loss that is not.
+        OptionError: no batch, an empty one, inputs that are not finite, or a loss that is not.
     """
     if engine_of(model) is not None:
         return profile_converted(model, batches, loss_fn, progress)
-    source = iter(batches)
+    source = iter(check_batches(batches))
     first = next(source, None)
     if first is None:
         raise OptionError("profile got no batches. Give an iterable with at least one (a generator may be used up).")
@@ -53,6 +57,17 @@ def audit(model: nn.Module, inputs: Any) -> Audit:
     For models that stay on torch.autocast or torch.compile: literals low precision cannot hold, masks, epsilons,
     squares, integer positions, rounding before log or rsqrt, protected regions, GEMMs that Tensor Cores do not like,
     large float32 regions; each with its source line, the values it had on `inputs`, and a remedy.
+
+    Args:
+        model: converted or not; one that is not is looked at as float16 would run it.
+        inputs: of one call, as `example_inputs` of convert(), with real numbers: the model runs on them once.
+
+    Returns:
+        The findings, the most severe first; `str()` is a list to read, and it can be written as JSON and SARIF.
+
+    Raises:
+        OptionError: no inputs, or inputs that the model does not take.
+        CaptureError: the model cannot be captured; the message names the line.
     """
     if inputs is None:
         raise OptionError("audit runs the model once: give the inputs of one call, as example_inputs of convert().")

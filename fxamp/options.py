@@ -58,7 +58,12 @@ def check_model(model: Any) -> None:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise OptionError("model is a scripted module (torch.jit). Convert the nn.Module it was scripted from.")
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+    if isinstance(model, nn.DataParallel):
+        raise OptionError(
+            "model is wrapped in DataParallel, which copies the module at every call, and each copy would be captured "
+            "anew. Use a process for each GPU: DistributedDataParallel(fxamp.convert(module))."
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
         raise OptionError(
             f"model is wrapped in {type(model).__name__}. Convert first and wrap after: "
             f"{type(model).__name__}(fxamp.convert(model))."

@@ -117,7 +117,8 @@ def pins_of(captured: Captured, options: Options) -> tuple[Decide, ...]:
     found: list[Decide] = []
     title = call_title(captured)
     if options.ranges is not None:
-        found.append(lambda graph: ranges_pins(options.ranges, graph, options.low))
+        is_preview = captured.example is None
+        found.append(lambda graph: ranges_pins(options.ranges, graph, options.low, is_preview))
     if options.plan is not None:
         found.append(lambda graph: plan_pins(options.plan, graph, title))
     return tuple(found)

@@ -423,3 +423,6 @@ def test_ranges_that_were_saved_decide(capsys):
     assert capsys.readouterr().out.startswith("Converted ")
     assert run("inspect", "cli_models:with_inputs", "--ranges", "cli_models.py") == 2
     assert "'cli_models.py' holds no ranges" in capsys.readouterr().err
+    assert run("inspect", "cli_models:Two", "--input", "4:int64", "--input", "4x8", "--ranges", "ranges.json") == 0
+    said = capsys.readouterr().err
+    assert said.startswith("fxamp: warning: the ranges do not fit this model: "), said

@@ -75,8 +75,16 @@ def find_deny(
     tolerance allows. "Smallest" is meant so: no single node can be taken out.
 
     Args:
+        model: the fp32 model; its parameters are used for the fp32 run.
+        converted: what fxamp.convert gave for it.
+        inputs: of one call, as `example_inputs` of convert().
         tolerance: largest relative error of any output, and of the loss where a loss function is given.
+        loss_fn: gives a scalar of the output; None: outputs alone are compared.
         max_runs: graphs that may be rewritten and run.
+        progress: show a bar where tqdm is installed and standard error is a terminal.
+
+    Returns:
+        The nodes, as `overrides` for convert(), and how near they bring the outputs.
 
     Raises:
         OptionError: a tolerance or a number of runs that is not positive, or outputs that are finite in neither run.

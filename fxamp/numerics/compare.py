@@ -12,6 +12,7 @@ from torch import fx, nn
 from fxamp import ir
 from fxamp.engine import engine_of
 from fxamp.errors import OptionError
+from fxamp.numerics.extent import check_not_empty
 from fxamp.numerics.recording import Recorded, record
 from fxamp.numerics.run import Part, arguments, call_of, floats_in, in_float32, loss_of, state_kept
 from fxamp.numerics.underflow import Underflow, underflows
@@ -169,6 +170,7 @@ def check_pair(model: nn.Module, converted: nn.Module) -> None:
 def _compare_whole(model: nn.Module, other: nn.Module, inputs: Any, loss_fn: Loss | None) -> Comparison:
     """Two models without graphs: what they give, and no row."""
     args, kwargs = arguments(inputs)
+    check_not_empty((args, kwargs), "the inputs are")
     given = []
     for each in (model, other):
         with state_kept(each), torch.no_grad():

@@ -3,8 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from fxamp.errors import OptionError
 
@@ -64,6 +66,22 @@ def check_finite(tensors: Iterable[torch.Tensor], what: str) -> None:
     for tensor in tensors:
         if bool((tensor.isnan() | tensor.isposinf()).any()):
             raise OptionError(f"{what} NaN or infinite inputs ({extent_of(tensor)}): ranges of such data mean nothing.")
+
+
+def check_not_empty(inputs: Any, what: str) -> None:
+    """Refuse a call without a single sample: no error, no range and no finding of it means anything.
+
+    An empty tensor beside others is none, such as a cache before its first call.
+
+    Raises:
+        OptionError: every tensor among the inputs that has dimensions is empty; `what` says what they are.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if tensors and not any(tensor.numel() for tensor in tensors):
+        raise OptionError(
+            f"{what} empty (tensor of shape {list(tensors[0].shape)}): nothing can be measured on it. Give at least "
+            "one sample."
+        )
 
 
 def extent_of_all(tensors: list[torch.Tensor]) -> Extent:

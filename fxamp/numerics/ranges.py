@@ -13,10 +13,10 @@ from tabulate import tabulate
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.dtypes import dtype_name
+from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.engine import Engine
 from fxamp.errors import OptionError
-from fxamp.numerics.extent import check_finite
+from fxamp.numerics.extent import check_finite, check_not_empty
 from fxamp.numerics.histogram import LOWEST, Histogram
 from fxamp.numerics.progress import watched
 from fxamp.numerics.run import Call, Part, Rewriter, call_of, floats_in, in_float32, loss_of, run, state_kept
@@ -25,8 +25,6 @@ from fxamp.whole import write_whole
 
 FLUSH_LIMIT = 0.01
 """Share of a node's non-zero values that may round to zero before the node is suggested for float32."""
-
-_LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -47,9 +45,14 @@ class NodeRange:
     values: Histogram = dataclasses.field(default_factory=Histogram)
     gradients: Histogram = dataclasses.field(default_factory=Histogram)
 
+    @property
+    def place(self) -> tuple[str, str]:
+        """The node's own name and its module, by which it is found again in another capture."""
+        return self.name.partition(" (")[0], self.module
+
     def is_of(self, node: fx.Node) -> bool:
         """Whether it was measured at this node, of this capture or another."""
-        return (self.name.partition(" (")[0], self.module) == (node.name, ir.module_path(node))
+        return self.place == (node.name, ir.module_path(node))
 
 
 @dataclasses.dataclass
@@ -186,12 +189,13 @@ def profile_converted(
         loss_fn: gives the loss of (output) or of (output, targets); None: no gradients are recorded.
 
     Raises:
-        OptionError: no batch, or a batch whose loss or inputs are not finite.
+        OptionError: no batch, or a batch that is empty or whose loss or inputs are not finite.
     """
     ranges, count = Ranges({}, 0, torch.float16), 0
     fp32: tuple[Engine, Rewriter] | None = None
-    for batch in watched(batches, "profile", progress):
+    for batch in watched(check_batches(batches), "profile", progress):
         inputs, criterion = split_batch(batch, loss_fn)
+        check_not_empty(inputs, f"batch {count} is")
         check_finite(floats_in(inputs), f"batch {count} holds")
         call = call_of(converted, inputs)
         if fp32 is None or fp32[0] is not call.engine:
@@ -203,6 +207,15 @@ def profile_converted(
         raise OptionError("profile got no batches. Give an iterable with at least one (a generator may be used up).")
     ranges.batches = count
     return ranges
+
+
+def check_batches(given: Any) -> Iterable[Any]:
+    """The batches, where they are something to go through; else an OptionError."""
+    if hasattr(given, "__iter__") or hasattr(given, "__getitem__"):
+        return given  # type: ignore[no-any-return]
+    raise OptionError(
+        f"batches is a {type(given).__qualname__}. Give an iterable of batches: a list, a DataLoader, a generator."
+    )
 
 
 def split_batch(batch: Any, loss_fn: LossFn | None) -> tuple[Any, Callable[[Any], torch.Tensor] | None]:
@@ -297,8 +310,8 @@ def ranges_table(ranges: Ranges) -> str:
     rows = [
         (
             *(node.name, node.op, node.source.rpartition("/")[2], f"{node.values.largest:.3g}"),
-            *(f"{node.values.share_flushed(dtype):.2%}" for dtype in _LOW_DTYPES),
-            *(f"{node.values.share_overflown(dtype):.2%}" for dtype in _LOW_DTYPES),
+            *(f"{node.values.share_flushed(dtype):.2%}" for dtype in LOW_DTYPES),
+            *(f"{node.values.share_overflown(dtype):.2%}" for dtype in LOW_DTYPES),
             *(_gradient_cells(node.gradients) if has_gradients else ()),
             bad.get(node.name, ""),
         )
@@ -323,5 +336,5 @@ def ranges_table(ranges: Ranges) -> str:
 def _gradient_cells(gradients: Histogram) -> tuple[str, ...]:
     """Empty where none came through the node."""
     if not gradients.total:
-        return ("",) * (1 + len(_LOW_DTYPES))
-    return f"{gradients.largest:.3g}", *(f"{gradients.share_flushed(dtype):.2%}" for dtype in _LOW_DTYPES)
+        return ("",) * (1 + len(LOW_DTYPES))
+    return f"{gradients.largest:.3g}", *(f"{gradients.share_flushed(dtype):.2%}" for dtype in LOW_DTYPES)

@@ -98,9 +98,9 @@ def _common_reasons(rows: Iterable[Row]) -> str:
 def _high_gemms(gemms: Sequence[Gemm]) -> Iterator[str]:
     high = [gemm for gemm in gemms if gemm.precision != "low"]
     if high:
-        share = sum(gemm.flops for gemm in high) / max(1, sum(gemm.flops for gemm in gemms))
-        names = _listed([gemm.node for gemm in sorted(high, key=lambda gemm: -gemm.flops)])
-        count = plural(len(high), "GEMM")
+        share = sum(gemm.work for gemm in high) / max(1, sum(gemm.work for gemm in gemms))
+        names = _listed([gemm.node for gemm in sorted(high, key=lambda gemm: -gemm.work)])
+        count = plural(sum(gemm.runs for gemm in high), "GEMM")
         yield f"{count} ({share:.0%} of GEMM work) in float32: {names}; ask fxamp.explain why."
 
 

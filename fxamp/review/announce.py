@@ -1,5 +1,6 @@
 """What is said and written down when a model is converted: log lines, and the folder of FXAMP_LOG_PATH."""
 
+import contextlib
 import itertools
 import logging
 import os
@@ -86,19 +87,26 @@ def _log_nodes(built: Report) -> None:
 
 
 def _dump(converted: nn.Module, parent: Path) -> Path | None:
-    """Dump into this model's own folder below `parent`; a dump that fails is only a warning."""
+    """Dump into this model's own folder below `parent`; a dump that fails is only a warning, and leaves no folder."""
     engine = require_engine(converted)
     folder = _folders.get(engine)
+    missing = list(itertools.takewhile(lambda path: not os.path.exists(path), (parent, *parent.parents)))
     try:
         if folder is None or folder.parent != parent:
             folder = _folders[engine] = _new_folder(parent, type(converted).__name__)
         return dump(converted, folder)
     except (OSError, OptionError) as error:
-        why = getattr(error, "strerror", None) or error
+        why = str(error)
+        if isinstance(error, OSError):
+            why = f"{error.strerror or error}. Name a folder that can be written."
         if parent not in _unwritable:
             _unwritable.add(parent)
-            log.warning("FXAMP_LOG_PATH=%s: nothing is dumped: %s. Name a folder that can be written.", parent, why)
-        return None
+            log.warning("FXAMP_LOG_PATH=%s: nothing is dumped: %s", parent, why)
+    with contextlib.suppress(OSError):  # a folder that holds something stays
+        for path in (*((folder,) if folder is not None else ()), *missing):
+            path.rmdir()
+            _folders.pop(engine, None)
+    return None
 
 
 def _new_folder(parent: Path, name: str) -> Path:

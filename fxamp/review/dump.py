@@ -30,6 +30,10 @@ def dump(converted: nn.Module, directory: str | Path) -> Path:
     The files are one dump's at any moment, complete or not there: what goes wrong leaves those of the last dump. An
     existing folder keeps its other files. report.html needs jinja2 (`pip install fxamp[review]`); without it a warning.
 
+    Args:
+        converted: a converted model; of one that convert() was asked to leave as it is the files say so.
+        directory: made where it does not exist.
+
     Returns:
         The folder.
 

@@ -8,6 +8,7 @@ from torch import nn
 from fxamp.lists import OpLists
 from fxamp.review.chain import Rows, by_name, chain_of, readers_of
 from fxamp.review.find import find_rows
+from fxamp.review.levels import Levels
 from fxamp.review.remedies import Remedy, remedies_for
 from fxamp.review.report import Report, report, require_engine
 from fxamp.review.rows import Row
@@ -27,6 +28,13 @@ def explain(converted: nn.Module, name: str) -> str:
         print(fxamp.explain(model, "model.py:42"))         # a line
         print(fxamp.explain(model, "softmax_1"))           # a node of fxamp.report(model)
 
+    Args:
+        converted: a converted model.
+        name: a node, a module path or glob, a source line, a module class or an op.
+
+    Returns:
+        Text to print, of several lines.
+
     Raises:
         OptionError: the model was not converted, or nothing has that name (it gives the nearest names).
     """
@@ -35,19 +43,17 @@ def explain(converted: nn.Module, name: str) -> str:
         return f"{built.summary()}: there is nothing to explain."
     engine = require_engine(converted)
     lists: OpLists = engine.options.lists
-    other = run_as(engine, name)
-    if other is None:
-        return explain_rows(built, lists, name)
-    return f"{name} is run by the graph that Dynamo made for {other}:\n\n{explain_rows(built, lists, other)}"
+    levels, other = Levels(converted, built), run_as(engine, name)
+    text = _explained(built, lists, levels, name if other is None else other)
+    return text if other is None else f"{name} is run by the graph that Dynamo made for {other}:\n\n{text}"
 
 
-def explain_rows(built: Report, lists: OpLists, name: str) -> str:
-    """`explain` on a report."""
+def _explained(built: Report, lists: OpLists, levels: Levels, name: str) -> str:
     kind, found = find_rows(built.rows, name)
     if kind == "node":
-        texts = dict.fromkeys("\n".join(_node(row, built, lists)) for row in found)
+        texts = dict.fromkeys("\n".join(_node(row, built, lists, levels)) for row in found)
         return "\n\n".join(texts)
-    return "\n".join(_group(f"{kind} {name}", found, built, lists))
+    return "\n".join(_group(f"{kind} {name}", found, built, lists, levels))
 
 
 def reasons_of(converted: nn.Module, name: str) -> list[list[Row]]:
@@ -68,7 +74,7 @@ def _computing(rows: Sequence[Row]) -> list[Row]:
 # ----------------------------------------------------------------------------------------------------- groups
 
 
-def _group(title: str, found: Sequence[Row], built: Report, lists: OpLists) -> Iterator[str]:
+def _group(title: str, found: Sequence[Row], built: Report, lists: OpLists, levels: Levels) -> Iterator[str]:
     computing = _computing(found)
     high = [row for row in computing if row.precision == "high"]
     low = sum(row.precision == "low" for row in computing)
@@ -85,7 +91,7 @@ def _group(title: str, found: Sequence[Row], built: Report, lists: OpLists) -> I
     shown = (told or list(found))[:_FULL]
     for row in shown:
         yield ""
-        yield from _node(row, built, lists)
+        yield from _node(row, built, lists, levels)
     left = len(told) - len(shown)
     if left > 0:
         yield ""
@@ -95,7 +101,7 @@ def _group(title: str, found: Sequence[Row], built: Report, lists: OpLists) -> I
 # -------------------------------------------------------------------------------------------------------- one
 
 
-def _node(row: Row, built: Report, lists: OpLists) -> Iterator[str]:
+def _node(row: Row, built: Report, lists: OpLists, levels: Levels) -> Iterator[str]:
     rows = by_name(built.rows, row.graph)
     chain = chain_of(row, rows)
     yield _headline(row)
@@ -116,7 +122,8 @@ def _node(row: Row, built: Report, lists: OpLists) -> Iterator[str]:
     elif row.reason_kind == "cut":
         yield from _neighbours(row, rows)
     yield "what would change it:"
-    yield from (f"  - {remedy.text}" for remedy in _distinct(remedies_for(chain, lists)))
+    remedies = remedies_for(chain, rows, lists, levels.mildest_low)
+    yield from (f"  - {remedy.text}" for remedy in _distinct(remedies))
     yield from _cost(row, rows, built)
 
 

@@ -21,6 +21,7 @@ class Gemm:
     Attributes:
         precision: "low" or "high"; "none" for other dtypes.
         unaligned: each dimension that is no multiple of the alignment, in words: "n = 51 (weight's rows)".
+        runs: how often its graph runs in one forward: a graph of equal blocks once for each of them.
     """
 
     graph: int
@@ -34,11 +35,17 @@ class Gemm:
     source: str
     module: str
     unaligned: tuple[str, ...]
+    runs: int = 1
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the forward product."""
+        """Floating-point operations of the product, once."""
         return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def work(self) -> int:
+        """The same of all its runs in one forward."""
+        return self.flops * self.runs
 
 
 _WORDS = {
@@ -94,11 +101,6 @@ def _precision(node: fx.Node) -> str:
     """The node's precision; a product of the model's own low values, which no pass touched, is low too."""
     dtypes = {found.dtype for found in ir.tensors_in(ir.mark(node).type)}
     return "low" if ir.mark(node).precision == "none" and dtypes <= {*LOW_DTYPES} else ir.mark(node).precision
-
-
-def gemm_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that are matrix products, their sizes known or not."""
-    return [node for node in graph.nodes if ir.mark(node).op in (*_MEASURES, *COMPOSED)]
 
 
 def _unaligned(node: fx.Node, op: str, m: int, n: int, k: int, alignment: int) -> tuple[str, ...]:

@@ -9,8 +9,9 @@ from typing import Any
 from fxamp.review.advice import region_advice
 from fxamp.review.chain import Rows, by_name, chain_of
 from fxamp.review.code import expressions, graph_title
+from fxamp.review.counted import is_cast
 from fxamp.review.regions import Region
-from fxamp.review.report import Report, is_cast
+from fxamp.review.report import Report
 from fxamp.review.rows import Row
 from fxamp.review.words import bytes_in_words
 from fxamp.variant import Variant
@@ -87,7 +88,10 @@ def as_html(built: Report, variants: Sequence[Variant]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((HERE / "report.html.j2").read_text(encoding="utf-8"))
     graphs = [
-        {"title": graph_title(variant), "root": _tree(variant, by_name(built.rows, number), _classes(built))}
+        {
+            "title": graph_title(variant) + _times(built.runs[number]),
+            "root": _tree(variant, by_name(built.rows, number), _classes(built)),
+        }
         for number, variant in enumerate(variants)
     ]
     told = {region_advice(region) for region in built.regions}  # the page has a section of its own for them
@@ -100,6 +104,10 @@ def as_html(built: Report, variants: Sequence[Variant]) -> str:
         advice=[text for text in built.advice if text not in told],
         words=bytes_in_words,
     )
+
+
+def _times(runs: int) -> str:
+    return f", {runs} times in one forward" if runs > 1 else ""
 
 
 def _classes(built: Report) -> dict[str, str]:

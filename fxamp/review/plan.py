@@ -21,8 +21,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import fx
 
+from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError
 from fxamp.ir import Reason
 from fxamp.review.match import Item, Place, is_widening, match, place_of
@@ -42,6 +44,8 @@ _NAMED = 10
 """Differences that a message names."""
 _MADE = ("clone", "copy")
 """Ops that a pass may put in between the capture and the colouring: a plan has them, a captured graph not yet."""
+_NOT_BY_PLAN = {"opt_level": "parameters (at O3 about everything)", "level": "nodes that are not in the plan"}
+"""What an option of the conversion decides although it has a plan."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,17 +122,45 @@ def _place_of_key(key: str) -> Place:
     return Place(module, rest.rpartition("#")[0].rstrip("_"), "", "", "")
 
 
-def as_plan(given: Any) -> Plan | None:
+def as_plan(given: Any, dtype: torch.dtype, opt_level: str, level: str) -> Plan | None:
     """The `plan=` of convert(): a path, a Plan, or None.
 
+    A plan is of one low dtype: it fixes nodes that the rules would protect, and what bfloat16 holds may be inf in
+    float16. One of another opt_level or level is taken, with one warning.
+
+    Args:
+        dtype, opt_level, level: of this conversion.
+
     Raises:
-        OptionError: anything else, or a file that is no plan.
+        OptionError: anything else, a file that is no plan, or a plan of another low dtype.
     """
-    if given is None or isinstance(given, Plan):
-        return given
+    if given is None:
+        return None
     if isinstance(given, (str, os.PathLike)):
-        return load_plan(given)
-    raise OptionError(f"plan is a {type(given).__qualname__}. Give the path of a saved plan.")
+        given = load_plan(given)
+    if not isinstance(given, Plan):
+        raise OptionError(f"plan is a {type(given).__qualname__}. Give the path of a saved plan.")
+    low = dtype_name(dtype)
+    if given.low_dtype != low:
+        raise OptionError(
+            f"the plan of {given.model} was saved in {given.low_dtype}, and this conversion is in {low}, where other "
+            f"numbers overflow or vanish. Convert with dtype={given.low_dtype!r}, or save a plan in {low}."
+        )
+    _compare_options(given, {"opt_level": opt_level, "level": level})
+    return given
+
+
+def _compare_options(plan: Plan, given: Mapping[str, str]) -> None:
+    """Warn where a conversion has other options than the plan was saved at."""
+    differing = [name for name, value in given.items() if getattr(plan, name) != value]
+    if differing:
+        was = ", ".join(f"{name}={getattr(plan, name)!r}" for name in differing)
+        now = ", ".join(f"{name}={given[name]!r}" for name in differing)
+        decided = " and ".join(_NOT_BY_PLAN[name] for name in differing)
+        text = (
+            f"the plan of {plan.model} was saved at {was}, this conversion is at {now}, which decides about {decided}"
+        )
+        warnings.warn(f"{text}. Give {was}, or save a plan at {now}.", UserWarning, stacklevel=4)
 
 
 def plan_pins(plan: Plan, graph: fx.Graph, title: str) -> dict[str, tuple[Literal["low", "high"], Reason]]:
@@ -190,6 +222,8 @@ def keys_of(rows: Sequence[Row]) -> dict[str, str]:
 
 def save_plan(built: "Report", path: str | Path) -> Path:
     """Write a report's plan, complete or not at all; nothing, with a warning, for a model left as it is.
+
+    It holds the low dtype, which a conversion by it must have, and opt_level and level, on which that one is warned.
 
     Raises:
         OptionError: it cannot be written.

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fxamp.lists import OpLists
+from fxamp.review.chain import Rows, readers_of
 from fxamp.review.rows import Row
 
 
@@ -24,8 +25,15 @@ class Remedy:
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def remedies_for(chain: Sequence[Row], lists: OpLists) -> list[Remedy]:
-    """Every way to change the precision of `chain[0]`, whose reason ends at `chain[-1]`, mildest first."""
+def remedies_for(
+    chain: Sequence[Row], rows: Rows, lists: OpLists, mildest_low: Callable[[Row], str | None]
+) -> list[Remedy]:
+    """Every way to change the precision of `chain[0]`, whose reason ends at `chain[-1]`, mildest first.
+
+    Args:
+        rows: of the same graph, by name.
+        mildest_low: the first level beyond today's at which a node runs low, None where there is none.
+    """
     row = chain[0]
     root = next((link for link in chain if link.reason_kind in _DECISIVE), chain[-1])
     if row.role:
@@ -34,7 +42,11 @@ def remedies_for(chain: Sequence[Row], lists: OpLists) -> list[Remedy]:
         return list(_towards_float32(row, root))
     if row.precision == "none":
         return [Remedy("nothing: it handles no float32 value, and only float32 values change dtype")]
+    if row.op == "parameter" and row.reason_kind == "parameter":
+        return list(_parameter(row, rows))
     found = list(_HIGH.get(root.reason_kind, _override_only)(root, lists))
+    if (_is_by_level(row) or _is_by_level(root)) and (level := mildest_low(row)) is not None:
+        found.insert(0, Remedy(f'convert(..., level="{level}") lets it run low', options={"level": level}))
     if row is not root and root.reason_kind not in _FINAL:
         found.append(_override(row, "allow", "runs this node low whatever it reads"))
     return found
@@ -73,8 +85,7 @@ def _listed(root: Row, lists: OpLists) -> Iterator[Remedy]:
         yield Remedy(f"unset {origin}, which put `{root.op}` on the {root.colour} list")
     elif origin != "default":
         yield Remedy(f"take `{root.op}` out of {origin}, which put it on the {root.colour} list")
-    if "level 'strict'" in root.reason:
-        yield Remedy('convert(..., level="balanced") lets it run low', options={"level": "balanced"})
+    if _is_by_level(root):
         yield _override(root, "allow", "runs this one low and keeps the level")
         return
     text = (
@@ -84,6 +95,15 @@ def _listed(root: Row, lists: OpLists) -> Iterator[Remedy]:
     )
     yield Remedy(text, environment={"FXAMP_INFERLIST_ADD": root.op})
     yield _override(root, "allow", "runs this one low and leaves the list alone")
+
+
+def _is_by_level(root: Row) -> bool:
+    """Whether another level may decide otherwise."""
+    return root.reason_kind in ("not low-born", "stream") or "level 'strict'" in root.reason
+
+
+def _by_level(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    yield _override(root, "allow", "runs this one low")
 
 
 def _unlisted(root: Row, lists: OpLists) -> Iterator[Remedy]:
@@ -141,19 +161,22 @@ def _overridden(root: Row, lists: OpLists) -> Iterator[Remedy]:
         yield Remedy(f"take that entry out of convert(..., overrides=): {root.reason}")
 
 
-def _level(root: Row, lists: OpLists) -> Iterator[Remedy]:
-    wider = "balanced" if "strict" in root.reason else "aggressive"
-    yield Remedy(f'convert(..., level="{wider}") spreads low precision further', options={"level": wider})
-    yield _override(root, "allow", "runs this one low")
-
-
 def _input(root: Row, lists: OpLists) -> Iterator[Remedy]:
     yield Remedy(f"{root.name} is an input, and inputs come as the caller gives them")
 
 
-def _parameter(root: Row, lists: OpLists) -> Iterator[Remedy]:
+def _parameter(row: Row, rows: Rows) -> Iterator[Remedy]:
+    """O2 stores low what is only read low: a table that is read by rows, or tied to one, is not."""
+    in_float32 = [reader for reader in readers_of(row, rows) if reader.role != "weight cast"]
+    if in_float32:
+        yield Remedy(f"nothing here: {in_float32[0].name} reads it in float32; see fxamp.explain of that node")
+        return
     text = 'convert(..., opt_level="O2") stores parameters that are only read low in low precision, with '
     yield Remedy(text + "float32 masters in fxamp.MasterWeightOptimizer", options={"opt_level": "O2"})
+
+
+def _read_parameter(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    yield Remedy(f"nothing at {root.name}: it stays in float32, and a cast is made where it is read low")
 
 
 def _type(root: Row, lists: OpLists) -> Iterator[Remedy]:
@@ -206,11 +229,11 @@ _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
     "user cast": _user_cast,
     "user region": _user_region,
     "override": _overridden,
-    "not low-born": _level,
-    "stream": _level,
+    "not low-born": _by_level,
+    "stream": _by_level,
     "not between": _override_only,
     "input": _input,
-    "parameter": _parameter,
+    "parameter": _read_parameter,
     "type": _type,
     "aliasing": _aliasing,
     "conversion": _conversion,

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fxamp.capability import conversions_inside
-from fxamp.dtypes import NAMES, dtype_name
+from fxamp.dtypes import dtype_name
 from fxamp.engine import Engine, engine_of
 from fxamp.lists import EnvironmentChange
 from fxamp.review.advice import advice_of, low_already, outside_of, unread_parameters
 from fxamp.review.code import graph_title
+from fxamp.review.counted import casts_inside, count, is_cast, is_node, is_weight_cast, user_casts
 from fxamp.review.gemms import ALIGNMENT, Gemm, gemms_of
 from fxamp.review.regions import Region, regions_of
 from fxamp.review.rows import Row, rows_of
+from fxamp.review.runs import runs_of
 from fxamp.review.sharing import sharing
 from fxamp.review.table import report_table
 from fxamp.review.uncaptured import is_nothing_captured, uncaptured
@@ -26,56 +27,6 @@ from fxamp.variant import Variant
 
 if TYPE_CHECKING:
     from fxamp.review.what_if import Suggestion
-
-# ---------------------------------------------------------------------- the one definition of what is counted
-
-
-def is_node(row: Row) -> bool:
-    """One operation, input, parameter read or output of the model; what a pass put in is no node."""
-    return not row.role
-
-
-def is_cast(row: Row) -> bool:
-    """One conversion of an activation between the two precisions in the forward graph."""
-    return row.role == "cast" and row.op == "to"
-
-
-def is_weight_cast(row: Row) -> bool:
-    """One conversion of a parameter or buffer in the forward graph."""
-    return row.role == "weight cast" and row.op == "to"
-
-
-def user_casts(rows: Sequence[Row]) -> int:
-    """Conversions between the two precisions that the user wrote: x.float() of a value that is low by now."""
-    dtypes = {(row.graph, row.name): row.dtype for row in rows}
-    written = [row for row in rows if row.op in _CONVERSIONS and not row.role and row.dtype in _FLOATS]
-    reads = [(row.dtype, dtypes.get((row.graph, row.inputs[0]))) for row in written if row.inputs]
-    return sum(before in _FLOATS and before != after for after, before in reads)
-
-
-_CONVERSIONS = ("to", "float", "half", "bfloat16", "type", "type_as", "_to_copy")
-_FLOATS = ("float32", "float16", "bfloat16")
-
-
-def casts_inside(rows: Sequence[Row], device: str) -> int:
-    """Conversions that an op makes by itself: of a low operand where it is asked for a float32 result (`dtype=`), and
-    around an RMS norm of low values.
-
-    They are no nodes of the graph, and no kernels on CUDA; elsewhere torch makes softmax and log_softmax with
-    `dtype=` of a conversion and a kernel (in bfloat16 on CUDA too), and an RMS norm of float32 kernels between two
-    conversions.
-    """
-    dtypes = {(row.graph, row.name): row.dtype for row in rows}
-    total = 0
-    for row in rows:
-        low = NAMES.get(dtypes.get((row.graph, row.inputs[0]), "")) if row.inputs else None
-        asked = row.op in ("softmax", "log_softmax") and row.dtype == "float32" and not row.role
-        if low is not None and (asked or (row.op == "rms_norm" and row.precision == "low")):
-            total += conversions_inside(row.op, low, device)
-    return total
-
-
-# ------------------------------------------------------------------------------------------------- the report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,22 +62,25 @@ class Report:
     """The decisions over all graphs of a converted model.
 
     `str(report)` is a table, `to_json()` the same for programs. What counts as a node, a cast and a weight
-    cast is defined by `is_node`, `is_cast` and `is_weight_cast` here; the model runs the casts counted.
+    cast is defined in fxamp/review/counted.py; the model runs the casts counted.
+
+    Totals are of one forward of each of the model's graphs. Equal blocks that are converted by themselves share a
+    graph: it has its rows once, and counts in every total as often as it runs.
 
     Attributes:
         model: class name.
         low_dtype: "float16" | "bfloat16".
         total_nodes, low_precision_nodes: of the captured graphs, before any cast is inserted.
-        casts_to_low, casts_to_high: activation casts in one forward of every graph.
-        weight_casts: parameters and buffers cast in one forward of every graph; of a frozen model, in the first.
+        casts_to_low, casts_to_high: activation casts.
+        weight_casts: parameters and buffers cast; of a frozen model, in the first forward.
         user_casts: conversions between the precisions that the user's code makes; not counted in `casts`.
-        casts_inside: conversions that softmax, log_softmax and rms_norm make themselves; see `casts_inside` above.
+        casts_inside: conversions that softmax, log_softmax and rms_norm make themselves; see fxamp/review/counted.py.
         cast_bytes, weight_cast_bytes: read and written by them, None where shapes are not known.
         rows: one per node of the rewritten graphs.
         regions: connected float32 parts, largest first.
         gemms: matrix products whose sizes are known.
         padded: GEMM dimensions that were padded.
-        captures: how each graph was captured; `titles`: what calls it is for.
+        captures: how each graph was captured; `titles`: what calls it is for; `runs`: how often a forward runs it.
         outside: what runs as the user wrote it, and why.
         environment: active variables and their effect.
         advice: what would make the model faster, in sentences.
@@ -151,6 +105,7 @@ class Report:
     padded: tuple[Padding, ...]
     captures: tuple[str, ...]
     titles: tuple[str, ...]
+    runs: tuple[int, ...]
     outside: tuple[str, ...]
     environment: tuple[Variable, ...]
     advice: tuple[str, ...]
@@ -167,13 +122,13 @@ class Report:
     @property
     def coverage(self) -> float | None:
         """Share of the GEMMs' operations that run low, 0 to 1; None where there is no GEMM of known size."""
-        total = sum(gemm.flops for gemm in self.gemms)
-        return sum(gemm.flops for gemm in self.gemms if gemm.precision == "low") / total if total else None
+        total = sum(gemm.work for gemm in self.gemms)
+        return sum(gemm.work for gemm in self.gemms if gemm.precision == "low") / total if total else None
 
     @property
     def launches(self) -> int:
-        """Kernels that only convert, in one forward of every graph; a bucket of weights is one."""
-        return sum(row.launches for row in self.rows)
+        """Kernels that only convert; a bucket of weights is one."""
+        return sum(row.runs * row.launches for row in self.rows)
 
     @property
     def cast_bytes_are_exact(self) -> bool:
@@ -238,7 +193,12 @@ def report(converted: nn.Module) -> Report:
     Before the first call of a model that was converted without example inputs it is a preview: types are
     assumed, and shapes are not known.
 
-    Of a model that convert() was asked to leave as it is (FXAMP_DISABLE, opt_level="O0") it says that and is empty.
+    Args:
+        converted: a converted model. Of one that convert() was asked to leave as it is (FXAMP_DISABLE, opt_level="O0")
+            the report says that and is empty.
+
+    Returns:
+        What stands in each graph now; `str()` is a table.
 
     Raises:
         OptionError: the model was not converted.
@@ -247,7 +207,7 @@ def report(converted: nn.Module) -> Report:
     if left is not None:
         return _report_of_left(converted, left)
     engine = require_engine(converted)
-    built = build_report(engine.graphs(), engine.options, converted)
+    built = build_report(engine.graphs(), engine.options, converted, runs_of(engine, converted))
     _, outside = uncaptured(engine, converted)
     if is_nothing_captured(engine):
         return dataclasses.replace(built, outside=(outside,), advice=(), is_preview=False)
@@ -274,15 +234,22 @@ def require_engine(converted: Any) -> Engine:
     return engine.current(converted)
 
 
-def build_report(variants: Iterable[Variant], options: Any, model: nn.Module) -> Report:
-    """One report of several graphs."""
+def build_report(
+    variants: Iterable[Variant], options: Any, model: nn.Module, runs: tuple[int, ...] | None = None
+) -> Report:
+    """One report of several graphs.
+
+    Args:
+        runs: how often one forward runs each; None: once.
+    """
     variants = list(variants)
     graphs = [variant.graph for variant in variants]
-    rows = [row for number, graph in enumerate(graphs) for row in rows_of(graph, number)]
+    runs = (1,) * len(graphs) if runs is None else runs
+    rows = [row for number, graph in enumerate(graphs) for row in rows_of(graph, number, runs[number])]
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     alignment = options.pad_to or ALIGNMENT
     gemms = [
-        gemm
+        dataclasses.replace(gemm, runs=runs[number])
         for number, graph in enumerate(graphs)
         for gemm in gemms_of(graph, number, alignment, variants[number].captured.root)
     ]
@@ -290,15 +257,15 @@ def build_report(variants: Iterable[Variant], options: Any, model: nn.Module) ->
     weight_casts = [row for row in rows if is_weight_cast(row)]
     regions = regions_of(rows)
     outside = [*outside_of(rows), *unread_parameters(model, variants)]
-    low_nodes = sum(row.precision == "low" and is_node(row) for row in rows)
+    low_nodes = count(row for row in rows if row.precision == "low" and is_node(row))
     return Report(
         model=type(model).__qualname__,
         low_dtype=dtype_name(options.low),
-        total_nodes=sum(variant.total_nodes for variant in variants),
+        total_nodes=sum(times * variant.total_nodes for times, variant in zip(runs, variants, strict=True)),
         low_precision_nodes=low_nodes,
-        casts_to_low=sum(row.precision == "low" for row in casts),
-        casts_to_high=sum(row.precision == "high" for row in casts),
-        weight_casts=len(weight_casts),
+        casts_to_low=count(row for row in casts if row.precision == "low"),
+        casts_to_high=count(row for row in casts if row.precision == "high"),
+        weight_casts=count(weight_casts),
         user_casts=user_casts(rows),
         casts_inside=casts_inside(rows, device.type),
         cast_bytes=_moved(casts),
@@ -309,6 +276,7 @@ def build_report(variants: Iterable[Variant], options: Any, model: nn.Module) ->
         padded=tuple(_paddings(rows)),
         captures=tuple(variant.captured.method for variant in variants),
         titles=tuple(map(graph_title, variants)),
+        runs=runs,
         outside=tuple(outside),
         environment=tuple(_variables(options.lists.environment, rows)),
         advice=(low,) if (low := low_already(model)) else tuple(advice_of(rows, gemms, regions, low_nodes, options)),
@@ -319,7 +287,7 @@ def build_report(variants: Iterable[Variant], options: Any, model: nn.Module) ->
 
 
 def _moved(casts: Sequence[Row]) -> int | None:
-    known = [cast.moved for cast in casts if cast.moved is not None]
+    known = [cast.runs * cast.moved for cast in casts if cast.moved is not None]
     return sum(known) if len(known) == len(casts) else None
 
 
@@ -338,5 +306,5 @@ def _paddings(rows: Sequence[Row]) -> Iterable[Padding]:
 
 def _variables(changes: Iterable[EnvironmentChange], rows: Sequence[Row]) -> Iterable[Variable]:
     for change in changes:
-        touched = sum(row.op in change.ops and is_node(row) for row in rows)
+        touched = count(row for row in rows if row.op in change.ops and is_node(row))
         yield Variable(change.variable, change.value, change.effect, touched)

@@ -33,6 +33,7 @@ class Row:
             that there can be.
         launches: kernels that it starts only to convert.
         moved: bytes that its conversion reads and writes, 0 where it makes none; None where not known.
+        runs: how often its graph runs in one forward: a graph of equal blocks once for each of them.
     """
 
     graph: int
@@ -56,6 +57,7 @@ class Row:
     is_estimate: bool = False
     launches: int = 0
     moved: int | None = 0
+    runs: int = 1
 
     @property
     def line(self) -> str:
@@ -73,13 +75,13 @@ class Row:
         return {"low": self.dtype, "high": "float32"}.get(self.precision, "no float32")
 
 
-def rows_of(graph: fx.Graph, number: int = 0) -> Iterator[Row]:
+def rows_of(graph: fx.Graph, number: int = 0, runs: int = 1) -> Iterator[Row]:
     """A row for every node of the graph, in order."""
     for node in graph.nodes:
-        yield row_of(node, number)
+        yield row_of(node, number, runs)
 
 
-def row_of(node: fx.Node, number: int = 0) -> Row:
+def row_of(node: fx.Node, number: int = 0, runs: int = 1) -> Row:
     """The row of one node of graph `number`."""
     mark = ir.mark(node)
     types = list(ir.tensors_in(mark.type))
@@ -109,6 +111,7 @@ def row_of(node: fx.Node, number: int = 0) -> Row:
         is_estimate=_is_estimate(node),
         launches=launches,
         moved=moved,
+        runs=runs,
     )
 
 

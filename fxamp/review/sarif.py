@@ -3,7 +3,8 @@
 Source: Static Analysis Results Interchange Format 2.1.0, OASIS, sections 3.13 (log), 3.27 (result), 3.49 (rule).
 """
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -42,11 +43,15 @@ def sarif_log(findings: Iterable[Found], patterns: Mapping[str, str], remedies: 
         remedies: what to do about it.
     """
     numbers = {pattern: number for number, pattern in enumerate(patterns)}
+    found = list(findings)
     rules = [_rule(pattern, text, remedies[pattern]) for pattern, text in patterns.items()]
     run = {
         "tool": {"driver": {"name": "fxamp audit", "rules": rules}},
         "columnKind": "unicodeCodePoints",
-        "results": [_result(finding, numbers[finding.pattern]) for finding in findings],
+        "results": [
+            _result(finding, numbers[finding.pattern], fingerprint)
+            for finding, fingerprint in zip(found, _fingerprints(found), strict=True)
+        ],
     }
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
 
@@ -61,7 +66,16 @@ def _rule(pattern: str, text: str, remedy: str) -> dict[str, Any]:
     }
 
 
-def _result(finding: Found, rule: int) -> dict[str, Any]:
+def _fingerprints(findings: Sequence[Found]) -> Iterator[str]:
+    """One for each, the same in every run; where a node has several of a pattern, they are numbered from the second."""
+    seen: Counter[str] = Counter()
+    for finding in findings:
+        stem = f"{finding.module}:{finding.node}:{finding.pattern}"
+        seen[stem] += 1
+        yield stem if seen[stem] == 1 else f"{stem}:{seen[stem]}"
+
+
+def _result(finding: Found, rule: int, fingerprint: str) -> dict[str, Any]:
     seen = f" Seen: {finding.values}." if finding.values else ""
     return {
         "ruleId": finding.pattern,
@@ -69,7 +83,7 @@ def _result(finding: Found, rule: int) -> dict[str, Any]:
         "level": finding.severity,
         "message": {"text": f"{finding.node} ({finding.op}): {finding.evidence}.{seen} {finding.remedy}."},
         "locations": [_location(finding)],
-        "partialFingerprints": {"node/v1": f"{finding.module}:{finding.node}:{finding.pattern}"},
+        "partialFingerprints": {"node/v1": fingerprint},
     }
 
 

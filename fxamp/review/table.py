@@ -39,9 +39,12 @@ def overview(built: "Report") -> Iterator[str]:
     if built.user_casts:
         yield f"the model's own code makes {plural(built.user_casts, 'conversion')} between the precisions"
     if built.coverage is not None:
-        yield f"GEMM work in {built.low_dtype}: {built.coverage:.1%} of {plural(len(built.gemms), 'GEMM')}"
+        gemms = plural(sum(gemm.runs for gemm in built.gemms), "GEMM")
+        yield f"GEMM work in {built.low_dtype}: {built.coverage:.1%} of {gemms}"
     for count, method in sorted({(built.captures.count(m), m) for m in built.captures}):
         yield f"captured: {plural(count, 'graph')} ({method})"
+    if sum(built.runs) > len(built.runs):
+        yield f"equal blocks share graphs: {len(built.runs)} run {sum(built.runs)} times, and totals count each time"
     shown = built.regions[:_REGIONS]
     for region in shown:
         yield (

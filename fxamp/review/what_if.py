@@ -10,14 +10,13 @@ from torch import nn
 from fxamp.engine import Engine
 from fxamp.errors import FxampError, OptionError, nearest
 from fxamp.lists import Op, OpLists
+from fxamp.passes.costs import LAUNCH_BYTES
 from fxamp.review.find import find_rows
 from fxamp.review.report import Report, build_report, report, require_engine
 from fxamp.review.rows import Row
 from fxamp.review.trials import Trials
 from fxamp.review.words import bytes_in_words
 
-LAUNCH_BYTES = 4 << 20
-"""What a kernel launch is worth in bytes moved: the colouring counts it so, see fxamp/passes/costs.py."""
 MAX_MOVES = 12
 """Moves that `suggest` tries."""
 _MOVABLE = ("list", "unlisted", "not low-born", "stream", "user region", "override")
@@ -43,6 +42,13 @@ def what_if(
     line or a module class of the model. At O2 which parameters are stored low is decided anew, as a conversion of the
     float32 model with the change would; where the model has several graphs, by the first.
 
+    Args:
+        converted: a converted model.
+        allow, deny, infer, clear: names that move to this list, one or several.
+
+    Returns:
+        As `fxamp.report` gives it, of the changed graphs.
+
     Raises:
         OptionError: a name is neither, with the nearest one, or means nodes of a block that is converted by itself; or
             the model was not converted, or (O2) cannot be copied.
@@ -55,7 +61,8 @@ def what_if(
 
 
 def _tried(trials: Trials, today: Report, changes: dict[str, Any]) -> Report:
-    return build_report(trials.variants(**changes), dataclasses.replace(today._options, **changes), trials.converted)
+    options = dataclasses.replace(today._options, **changes)
+    return build_report(trials.variants(**changes), options, trials.converted, today.runs)
 
 
 def _changes(today: Report, engine: Engine, moves: Mapping[str, Iterable[Op] | Op]) -> dict[str, Any]:
@@ -155,7 +162,7 @@ def _saved(built: Report, after: Report, move: str, why_not: str) -> Suggestion:
 
 def traffic(built: Report) -> int:
     """Bytes of every value that is computed, with what its casts read; a measure to compare two reports by."""
-    computed = sum(row.nbytes or 0 for row in built.rows if not row.is_source)
+    computed = sum(row.runs * (row.nbytes or 0) for row in built.rows if not row.is_source)
     return computed + (built.cast_bytes or 0) // 2 + (built.weight_cast_bytes or 0) // 2
 
 

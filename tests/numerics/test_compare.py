@@ -359,3 +359,55 @@ def test_only_what_is_written_is_copied():
     assert values["reshape"].data_ptr() == values["add"].data_ptr()
     assert values["mul"].data_ptr() != values["mul_"].data_ptr()
     assert torch.equal(values["mul"] * 3.0, values["mul_"])
+
+
+EMPTY = "tensor of shape [0, 8]): nothing can be measured on it"
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda model, low, inputs: compare(model, low, inputs),
+        lambda model, low, inputs: find_deny(model, low, inputs, 1e-3),
+        lambda model, low, inputs: fxamp.find_nan(low, inputs),
+        lambda model, low, inputs: fxamp.audit(model, inputs),
+        lambda model, low, inputs: fxamp.audit(low, inputs),
+    ],
+    ids=["compare", "find_deny", "find_nan", "audit", "audit converted"],
+)
+@pytest.mark.parametrize("inputs", [X[:0], (X[:0],), {"x": X[:0]}], ids=["tensor", "tuple", "dict"])
+def test_an_empty_batch_is_refused_and_not_measured_in_silence(measure, inputs):
+    with pytest.raises(OptionError) as said:
+        measure(*pair(), inputs)
+    assert "the inputs are empty (" + EMPTY in str(said.value)
+
+
+@pytest.mark.parametrize("is_converted", [True, False])
+def test_an_empty_batch_of_a_profile_is_refused_by_its_number(is_converted):
+    model = pair()[is_converted]
+    with pytest.raises(OptionError) as said:
+        fxamp.profile(model, [(X,), (X[:0],)], progress=False)
+    assert "batch 1 is empty (" + EMPTY in str(said.value)
+
+
+@pytest.mark.parametrize("is_converted", [True, False])
+def test_what_is_no_iterable_of_batches_is_refused(is_converted):
+    with pytest.raises(OptionError, match=r"batches is a NoneType\. Give an iterable"):
+        fxamp.profile(pair()[is_converted], None, progress=False)
+
+
+def test_an_empty_input_beside_others_is_no_empty_batch():
+    """As a cache has it before the first call."""
+
+    class Cached(Chain):
+        def forward(self, x, cache):
+            return super().forward(torch.cat([cache, x]))
+
+    model = Cached()
+    assert compare(model, fxamp.convert(model, FP16, (X, X[:0])), (X, X[:0])).output > 0
+
+
+def test_models_that_are_left_as_they_are_get_no_empty_batch_either():
+    model = Chain()
+    with pytest.raises(OptionError, match="the inputs are empty"):
+        compare(model, fxamp.convert(model, FP16, opt_level="O0"), X[:0])

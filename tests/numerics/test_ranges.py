@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import warnings
 
 import pytest
 import torch
@@ -122,6 +123,75 @@ def test_what_overflows_is_suggested_and_kept_in_float32():
     assert {row.reason_kind for row in report(fed).rows} >= {"ranges"}
     assert rows["linear_1"].precision == "high", "it reads a value that overflows"
     assert not bool(plain(X).isfinite().all()) and bool(fed(X).isfinite().all())
+
+
+class Scale(nn.Module):
+    def forward(self, x):
+        return x * 3e4 * 4.0
+
+
+class Moved(Net):
+    """The same with the scaling in a module of its own, and a layer more."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.more = Scale(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.more(self.b(self.scale(self.norm(self.a(x)))))
+
+
+@pytest.mark.parametrize("example", [(X,), None], ids=["example", "preview"])
+def test_ranges_of_another_model_are_told(example):
+    ranges = profile(Net(), [X], lambda output: output.mean() * 1e-6, progress=False)
+    with pytest.warns(UserWarning, match="ranges do not fit") as said:
+        fxamp.convert(Moved(), FP16, example, ranges=ranges)
+    (told,) = {str(warning.message) for warning in said}
+    assert told.startswith(
+        "the ranges do not fit this model: 3 of 6 nodes were not measured (mul of scale, mul_1 of scale, linear_2 of "
+        "more), and 2 of the 5 that were measured have no place among them: mul, mul_1 (float16 does not hold mul_1). "
+    ), told
+    assert told.endswith("Measure this model, captured as here: fxamp.profile(converted, batches).")
+
+
+@pytest.mark.parametrize("pad", ["auto", "always"])
+def test_nothing_is_said_of_ranges_of_the_model_itself(pad):
+    class Several(nn.Module):
+        """A graph for each flag."""
+
+        def __init__(self):
+            super().__init__()
+            self.net, self.norm, self.lstm = Net(), nn.BatchNorm1d(8), nn.LSTM(8, 6)
+
+        def forward(self, x, flag=True):
+            y = self.norm(self.net(x)) if flag else (self.lstm(x)[0] * 2).add_(1.0)
+            return nn.functional.gelu(y, approximate="tanh").mean()
+
+    model, batches = Several(), [X, (X, False)]
+    ranges = profile(model, batches, lambda output: output * 1e-6, progress=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*ranges")
+        fed = fxamp.convert(model, FP16, ranges=ranges, pad=pad)
+        fed(X), fed(X, False)
+    assert {row.reason_kind for row in report(fed).rows} >= {"ranges"}
+
+
+def test_a_preview_with_other_types_than_the_call_is_no_reason_to_warn():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8)
+
+        def forward(self, x, lengths):
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths)
+            return nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0])[0]
+
+    inputs = torch.randn(5, 3, 8), torch.tensor([5, 3, 2])
+    model = Packed()
+    ranges = profile(model, [inputs], progress=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*ranges")
+        fxamp.convert(model, FP16, ranges=ranges)(*inputs)
 
 
 def test_the_loss_scale_is_the_guides():

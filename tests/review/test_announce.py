@@ -1,5 +1,6 @@
 """What a conversion says: few lines, each node at DEBUG, and the folder of FXAMP_LOG_PATH."""
 
+import errno
 import logging
 
 import pytest
@@ -8,6 +9,7 @@ from review_cases import FP16, Language, Two, tokens
 
 import fxamp
 from fxamp.review import announce as module
+from fxamp.review import dump as dump_module
 from fxamp.review.announce import MAX_LINES, announce, configure_logging
 from fxamp.review.report import report
 
@@ -70,6 +72,28 @@ def test_a_path_that_cannot_be_written_is_a_warning(language, tmp_path, monkeypa
     announce(language)
     (told,) = [record.message for record in caplog.records if "FXAMP_LOG_PATH" in record.message]
     assert "file: nothing is dumped: " in told and told.endswith("Name a folder that can be written.")
+
+
+def test_a_full_disk_has_one_remedy_and_leaves_no_empty_folder(language, tmp_path, monkeypatch, caplog):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(dump_module, "_write", full)
+    monkeypatch.setenv("FXAMP_LOG_PATH", str(tmp_path / "a" / "log"))
+    announce(language)
+    announce(language)
+    (told,) = [record.message for record in caplog.records if "FXAMP_LOG_PATH" in record.message]
+    assert "log: nothing is dumped: " in told and "No space left on device. " in told
+    assert told.endswith("nothing was left half-written.") and told.count("folder that can be written") == 1
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setenv("FXAMP_LOG_PATH", str(tmp_path / "mine"))
+    announce(language)
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine"], "a folder that was there stays"
+    monkeypatch.undo()
+    monkeypatch.setenv("FXAMP_LOG_PATH", str(tmp_path / "mine"))
+    announce(language)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["Language-1"], "there is room again"
 
 
 @pytest.mark.parametrize("level, number", [("debug", 10), ("INFO", 20), ("WARNING", 30)])

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from review_cases import CASES, FP16, Case, Language, Two, tokens
+from torch import nn
 
 import fxamp
 from fxamp.dtypes import dtype_name
@@ -14,6 +15,7 @@ from fxamp.lists import OpLists
 from fxamp.review.chain import by_name, chain_of
 from fxamp.review.explain import explain, reasons_of
 from fxamp.review.find import find_rows
+from fxamp.review.levels import Levels
 from fxamp.review.remedies import Remedy, remedies_for
 from fxamp.review.report import report
 
@@ -44,8 +46,9 @@ def test_the_chain_ends_where_the_decision_was_made(case):
 
 def remedies_of(model, node: str) -> list[Remedy]:
     built = report(model)
-    row = find_rows(built.rows, node)[1][0]
-    return remedies_for(chain_of(row, by_name(built.rows, row.graph)), model._fxamp_engine.options.lists)
+    row, levels = find_rows(built.rows, node)[1][0], Levels(model, built)
+    rows = by_name(built.rows, row.graph)
+    return remedies_for(chain_of(row, rows), rows, model._fxamp_engine.options.lists, levels.mildest_low)
 
 
 SETTINGS = [case for case in CASES if case.kind not in ("no float", "cast", "conversion", "cut, low", "type", "input")]
@@ -66,6 +69,54 @@ def test_every_remedy_that_is_a_setting_changes_the_node(case):
             row = find_rows(report(converted(case, **options)).rows, case.node)[1][0]
             assert (row.dtype == dtype_name(case.dtype)) == (case.precision == "high"), remedy.text
     assert tried or case.kind in ("override", "boundary", "aliasing", "user dtype", "creation"), "nothing was tried"
+
+
+class Tied(nn.Module):
+    """A language model's table is read by rows, in float32, and as the head's weight, low."""
+
+    def __init__(self):
+        super().__init__()
+        self.e = nn.Embedding(16, 8)
+
+    def forward(self, tokens):
+        x = self.e(tokens)
+        return torch.nn.functional.linear(x + x.relu(), self.e.weight)
+
+
+@pytest.mark.parametrize("level", ["strict", "balanced"])
+@pytest.mark.parametrize("dtype", [FP16, torch.bfloat16])
+@pytest.mark.parametrize("model, inputs", [(Language, tokens), (Tied, tokens)])
+def test_every_option_that_is_offered_changes_the_node(model, inputs, dtype, level):
+    def made(**more):
+        torch.manual_seed(0)
+        given = {"level": level, **more}
+        return fxamp.convert(model().eval(), dtype, (inputs().clamp(max=15),), **given)
+
+    today = made()
+    high = [row.name for row in report(today).rows if row.precision == "high" and row.op != "output"]
+    offered = {(name, *each.options.items()) for name in high for each in remedies_of(today, name) if each.options}
+    changed = {options: report(made(**dict(options))).rows for _, *options in offered for options in [tuple(options)]}
+    for name, *options in offered:
+        row = next(row for row in changed[tuple(options)] if row.name == name)
+        assert row.dtype == dtype_name(dtype), (name, options)
+    assert offered or model is Tied
+
+
+def test_a_level_that_changes_nothing_is_not_offered():
+    """bfloat16 keeps the norms of a residual stream in float32 at 'balanced' too."""
+    models = {dtype: fxamp.convert(Language(), dtype, (tokens(),), level="strict") for dtype in (FP16, torch.bfloat16)}
+    assert 'convert(..., level="balanced") lets it run low' in explain(models[FP16], "layer_norm")
+    text = explain(models[torch.bfloat16], "layer_norm_1")
+    assert "balanced" not in text and 'convert(..., level="aggressive") lets it run low' in text
+    assert 'convert(..., overrides={"layer_norm_1": "allow"}) runs this one low' in text
+
+
+def test_o2_is_offered_for_parameters_that_are_only_read_low():
+    model = fxamp.convert(Tied(), FP16, (tokens().clamp(max=15),))
+    assert "O2" not in explain(model, "e_weight") and "embedding reads it in float32" in explain(model, "e_weight")
+    strict = explain(fxamp.convert(Tied(), FP16, (tokens().clamp(max=15),), level="strict"), "add")
+    assert "O2" not in strict and 'convert(..., level="balanced") lets it run low' in strict
+    assert 'opt_level="O2"' in explain(fxamp.convert(Two(lambda m, x: m.a(x)), FP16, (X,)), "a_weight")
 
 
 def test_every_kind_of_reason_the_passes_give_has_a_case():

@@ -9,12 +9,14 @@ from review_cases import FP16, Language, Two, tokens
 
 import fxamp
 from fxamp.cli import main
+from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError
 from fxamp.review.plan import load_plan, plan_of
 from fxamp.review.plan_diff import diff_plans
 from fxamp.review.report import report
 from fxamp.review.what_if import what_if
 
+BF16 = torch.bfloat16
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
 
@@ -29,13 +31,48 @@ def precisions(model):
 def test_a_plan_replays_on_a_model_converted_otherwise(tmp_path):
     strict = convert(level="strict", overrides={"blocks.1.ff": "deny"})
     plan = report(strict).save_plan(tmp_path / "plan.json")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with pytest.warns(UserWarning) as said:
         again = convert(plan=plan)
+    (text,) = (str(each.message) for each in said)
+    assert "the plan of Language was saved at level='strict', this conversion is at level='balanced'" in text
     assert precisions(again) == precisions(strict) != precisions(convert())
     kinds = {row.reason_kind for row in report(again).rows if row.op in ("linear", "gelu", "softmax")}
     assert kinds <= {"plan", "absorbed"}
     assert torch.equal(again(tokens()).isfinite(), torch.ones_like(again(tokens()), dtype=torch.bool))
+
+
+def overflows(m, x):
+    return m.b((m.a(x) * 1e6).relu() * 1e-6)
+
+
+@pytest.mark.parametrize("low, other", [(BF16, FP16), (FP16, BF16)])
+def test_a_plan_of_the_other_low_dtype_is_refused(low, other, tmp_path):
+    """What bfloat16 holds may be inf in float16, and what float16 tells apart may be equal in bfloat16."""
+    plan = report(fxamp.convert(Two(overflows), low, (X,))).save_plan(tmp_path / "plan.json")
+    names = dtype_name(low), dtype_name(other)
+    said = rf"the plan of Two was saved in {names[0]}, .* in {names[1]}.*dtype='{names[0]}'"
+    for given in (plan, load_plan(plan)):
+        for example in ((X,), None):
+            with pytest.raises(OptionError, match=said):
+                fxamp.convert(Two(overflows), other, example, plan=given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert bool(fxamp.convert(Two(overflows), low, (X,), plan=plan)(X).isfinite().all())
+
+
+def test_a_plan_of_another_opt_level_and_level_says_so_once(tmp_path):
+    def model():
+        return Two(lambda m, x: m.b(m.a(x)).softmax(-1))
+
+    plan = report(fxamp.convert(model(), FP16, (X,))).save_plan(tmp_path / "plan.json")
+    with pytest.warns(UserWarning) as said:
+        again = fxamp.convert(model(), FP16, (X,), opt_level="O2", level="strict", plan=plan)
+        again(X[None])
+    (text,) = (str(each.message) for each in said)
+    assert "saved at opt_level='O1', level='balanced', this conversion is at opt_level='O2', level='strict'" in text
+    assert "decides about parameters (at O3 about everything) and nodes that are not in the plan. Give" in text
+    assert "Give opt_level='O1', level='balanced', or save a plan at opt_level='O2', level='strict'." in text
+    assert [row.runs_in for row in report(again).rows if row.name == "a_weight"] == ["float16"] * 2
 
 
 def test_overrides_are_stronger_than_a_plan(tmp_path):

@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxamp
 from fxamp.counting.counts import Counter
 from fxamp.counting.zoo import MODELS
+from fxamp.review.counted import is_cast, is_node, is_weight_cast
 from fxamp.review.gemms import gemms_of
 from fxamp.review.regions import regions_of
-from fxamp.review.report import is_cast, is_node, is_weight_cast, report
+from fxamp.review.report import report
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -149,6 +150,99 @@ def test_the_summary_is_the_line_of_the_field(language):
         f"Converted {built.low_precision_nodes}/{built.total_nodes} nodes to float16 precision using "
         f"{built.casts_to_low} cast(s) to float16 (excluding {built.weight_casts} weight casts)"
     )
+
+
+def shared(boundaries="blocks"):
+    torch.manual_seed(0)
+    return fxamp.convert(Language().eval(), FP16, (tokens(),), level="strict", boundaries=boundaries)
+
+
+def counted(model, *inputs):
+    with Counter() as counter, torch.no_grad():
+        model(*inputs)
+    return counter.counts
+
+
+def assert_totals_are_what_runs(model, *inputs):
+    built, found = report(model), counted(model, *inputs)
+    assert built.launches + built.casts_inside == found.forward_casts > 0
+    assert built.casts + built.weight_casts + built.casts_inside == found.forward_tensors_cast
+    told = built.cast_bytes + built.weight_cast_bytes
+    assert told == found.cast_nbytes or (built.casts_inside and told < found.cast_nbytes), "which have no size here"
+    return built
+
+
+def test_a_graph_of_equal_blocks_counts_as_often_as_it_runs():
+    built = assert_totals_are_what_runs(shared(), tokens())
+    assert built.runs == (1, 2)
+    assert built.total_nodes == sum(row.runs for row in built.rows if is_node(row))
+    assert built.low_precision_nodes == sum(row.runs for row in built.rows if is_node(row) and row.precision == "low")
+    assert "equal blocks share graphs: 2 run 3 times, and totals count each time" in str(built)
+    alone = report(shared("blocks.0")), report(shared("blocks.1"))
+    assert sum(gemm.work for gemm in built.gemms) == sum(gemm.work for gemm in alone[0].gemms)
+    assert built.coverage == pytest.approx(alone[0].coverage) and alone[0].runs == alone[1].runs == (1, 1)
+
+
+class Often(torch.nn.Module):
+    """Equal blocks of which the first is called twice, another never, and one has a weight that float16 rounds to 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Scaled() for _ in range(4))
+        with torch.no_grad():
+            self.blocks[2].scale.fill_(1e-9)
+
+    def forward(self, x):
+        for number in (0, 0, 1, 2):
+            x = self.blocks[number](x)
+        return x
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.scale = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.b(self.a(x) * self.scale)
+
+
+def test_a_block_counts_as_often_as_it_is_called_and_in_the_graph_that_takes_it():
+    model = fxamp.convert(Often(), FP16, (X,), boundaries=Scaled)
+    model(X)
+    built = assert_totals_are_what_runs(model, X)
+    assert sorted(built.runs) == [1, 1, 3]
+    model.eval()(X)
+    assert sum(report(model).runs) == sum(built.runs), "no training flag was read"
+
+
+class Nested(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pairs = torch.nn.ModuleList(torch.nn.Sequential(Scaled(), torch.nn.Dropout(0.0), Scaled()) for _ in "ab")
+
+    def forward(self, x):
+        for pair in self.pairs:
+            x = pair(x)
+        return x
+
+
+def test_blocks_inside_of_blocks_and_graphs_for_training_and_evaluation():
+    model = fxamp.convert(Nested(), FP16, (X,), boundaries=["pairs.?", Scaled])
+    model(X)
+    assert assert_totals_are_what_runs(model, X).runs == (1, 2, 4)
+    model.eval()(X)
+    assert sorted(report(model).runs) == [1, 1, 2, 2, 4]
+
+
+def test_around_blocks_that_no_graph_can_hold_each_is_called_once():
+    class Branches(Nested):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 1e30 else super().forward(x * 2)
+
+    model = fxamp.convert(Branches(), FP16, (X,), boundaries=Scaled)
+    model(X)
+    assert assert_totals_are_what_runs(model, X).runs[-1] == 4
 
 
 def test_bytes_moved_by_casts(language):

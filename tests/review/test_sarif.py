@@ -120,3 +120,32 @@ def test_the_check_sees_what_is_wrong(broken, said):
 def test_a_healthy_model_gives_a_valid_log_without_results():
     log = json.loads(audit(Two(lambda m, x: m.b(m.a(x).relu())), (torch.ones(8, 8),)).to_sarif())
     assert wrong(log, LOG) == [] and log["runs"][0]["results"] == []
+
+
+def fingerprints(model, x):
+    return [
+        result["partialFingerprints"]["node/v1"]
+        for result in json.loads(audit(model, (x,)).to_sarif())["runs"][0]["results"]
+    ]
+
+
+def test_fingerprints_tell_results_apart_and_stay_over_runs():
+    """The products of one attention are one node with several findings."""
+    attention = torch.nn.TransformerEncoderLayer(12, 2, 20, batch_first=True)
+    found = fingerprints(attention, torch.ones(2, 5, 12))
+    assert len(found) > len({each.partition(":gemm")[0] for each in found}) > 1
+    assert len(set(found)) == len(found)
+    assert fingerprints(attention, torch.ones(2, 5, 12)) == found
+
+
+def test_the_first_of_equal_results_has_no_number():
+    class Finding:
+        pattern, severity, node, op, module = "mask", "error", "add", "add", "a"
+        source, evidence, values, remedy = "", "why", "", "what"
+
+    results = sarif_log([Finding()] * 3, {"mask": "a mask"}, {"mask": "fill it"})["runs"][0]["results"]
+    assert [each["partialFingerprints"]["node/v1"] for each in results] == [
+        "a:add:mask",
+        "a:add:mask:2",
+        "a:add:mask:3",
+    ]

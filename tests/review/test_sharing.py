@@ -1,12 +1,14 @@
 """Where Dynamo runs one graph for several equal modules, the report, explain and overrides say so."""
 
 import logging
+from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
 import fxamp
+from fxamp.engine import engine_of
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -57,6 +59,17 @@ def linears(converted):
 def test_the_report_names_whom_a_graph_serves():
     told = [text for text in fxamp.report(called()).advice if "Dynamo runs the graph of" in text]
     assert told and all("blocks.1" in text and "blocks.2" in text and "blocks.3" in text for text in told)
+
+
+def test_a_shared_graph_counts_as_often_as_it_runs():
+    converted, ran = called(), Counter()
+    dynamo = engine_of(converted).dynamo
+    dynamo.watch = lambda variant, inputs: ran.update([id(variant)]) or variant.compiled.run(None, *inputs)
+    converted(X)
+    built = fxamp.report(converted)
+    assert built.runs == tuple(ran[id(variant)] for variant in dynamo.variants)
+    assert sum(row.runs for row in built.rows if row.op == "linear") == 4 and 1 in built.runs
+    assert built.launches == sum(row.runs * row.launches for row in built.rows)
 
 
 def test_explain_answers_for_a_module_that_runs_anothers_graph():
