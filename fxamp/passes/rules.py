@@ -33,7 +33,6 @@ from fxamp.passes.values import fix_destroyed_values, is_dot_product, is_sum_of_
 __all__ = ["LEVELS", "Level", "Policy", "Ruling", "Verdict", "apply_rules"]
 
 
-
 def apply_rules(graph: fx.Graph, policy: Policy, fit_of: Callable[[fx.Node], Fit]) -> Ruling:
     """Fix what the rules fix.
 
