@@ -215,7 +215,7 @@ class WeightProxy(ValueProxy):
         self.__dict__["_tensor"] = tensor
 
     def _has_real(self, name: str) -> bool:
-        return hasattr(self._tensor, name)
+        return hasattr(torch.Tensor, name) or hasattr(self._tensor, name)
 
     shape = property(lambda self: self._tensor.shape)
     ndim = property(lambda self: self._tensor.ndim)
