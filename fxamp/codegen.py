@@ -1,8 +1,10 @@
 """From a rewritten graph to a plain Python function over torch calls."""
 
 import dataclasses
+import keyword
 import linecache
 import re
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +66,7 @@ def compile_graph(
     return CompiledForward(_unflattening(namespace["forward"], output_tree), source)
 
 
-_PLACE = "_fxamp_place_"
+_PLACE = f"_fxamp_{secrets.token_hex(8)}_"  # no text of the user's holds it
 
 
 def _python_code(graph: fx.Graph, names: dict[fx.Node, str]) -> PythonCode:
@@ -96,7 +98,8 @@ def _access(root: nn.Module, path: str, op: str, constants: dict[str, torch.Tens
     for entries in ("_parameters", "_buffers"):
         if name in getattr(owner, entries):
             return f"{base}.{entries}[{name!r}]"
-    return f"{base}.{name}"
+    is_plain = name.isidentifier() and not keyword.iskeyword(name)
+    return f"{base}.{name}" if is_plain else f"getattr({base}, {name!r})"
 
 
 def _constant(name: str) -> str:

@@ -319,7 +319,7 @@ def test_an_override_of_a_node_that_writes_in_place_is_followed_under_its_name(n
     torch.testing.assert_close(ours(*inputs), model(*inputs), rtol=1e-2, atol=1e-2)
 
 
-ODD_NAMES = ["a\nb", 'q"u', "it's", "a b", "class", "\\", "{x}", "<b>&", "self._fxamp_place_0", "0"]
+ODD_NAMES = ["a\nb", 'q"u', "it's", "a b", "class", "\\", "{x}", "<b>&", "self", "self._fxamp_place_0", "0"]
 
 
 class OddNames(nn.Module):
@@ -329,11 +329,38 @@ class OddNames(nn.Module):
             self.add_module(name.replace(".", "-"), nn.Linear(8, 8))
         self.register_parameter("w\nw", nn.Parameter(torch.ones(8)))
         self.register_buffer("b u\n", torch.ones(8))
+        for number, name in enumerate(("lambda", "None", "we'ird \"x")):
+            setattr(self, name, torch.full((8,), 1.0 + number))  # a plain attribute
 
     def forward(self, x):
         for module in self.children():
             x = module(x)
+        for name in ("lambda", "None", "we'ird \"x"):
+            x = x * getattr(self, name)
         return x * self._parameters["w\nw"] + self._buffers["b u\n"]
+
+
+class NamedSelf(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        if kind == "parameter":
+            self.register_parameter("self", nn.Parameter(torch.full((8,), 2.0)))
+        elif kind == "buffer":
+            self.register_buffer("self", torch.full((8,), 2.0))
+        else:
+            self.self = torch.full((8,), 2.0)
+
+    def forward(self, x):
+        return {"self._fxamp_place_0": self.linear(x * self.self)}
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+def test_a_tensor_may_be_called_self(kind):
+    torch.manual_seed(0)
+    model, x = NamedSelf(kind), torch.randn(2, 8)
+    found = fxamp.convert(model, torch.float16, (x,))(x)
+    torch.testing.assert_close(found, model(x), atol=5e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])

@@ -1,8 +1,8 @@
 """Where Python asks `is` of what was read of a traced value: a question that no proxy can answer.
 
     if mask.dtype is torch.bool: ...
-    index = x.device.index
-    if index is None: ...
+    dtype, device = x.dtype, x.device
+    if dtype is torch.float32: ...
 
 The bytecode behind the read tells it before it is asked; then the value itself is handed out.
 """
@@ -13,21 +13,40 @@ import types
 from collections.abc import Iterator
 
 _PASSED_OVER = ("CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL")
+# What takes a value, and asks nothing of it by identity.
+_HARMLESS = (
+    "CALL",
+    "KW_NAMES",
+    "COMPARE_OP",
+    "BINARY_",
+    "CONTAINS_OP",
+    "FORMAT_VALUE",
+    "POP_TOP",
+    "LOAD_ATTR",
+    "LOAD_ME",
+)
 
 
 def is_compared_by_identity(frame: types.FrameType) -> bool:
-    """Whether what the current instruction of a frame gives is an operand of `is`, at once or by the name of a local.
+    """Whether what the current instruction of a frame gives may be an operand of `is`.
+
+    1. It is, where an `is` takes it at once, or a local's name that an `is` takes somewhere.
+    2. It may be, where it goes another way (into a tuple, out of a conditional, back to the caller) and the function or
+       its caller compares anything by identity, but with None.
 
     What is handed on to another function, or kept in an object, is not followed.
     """
     instructions = _instructions(frame.f_code)
     place = next((number for number, each in enumerate(instructions) if each.offset == frame.f_lasti), None)
-    if place is None:
+    taker = None if place is None else _taker(instructions, place + 1)
+    if taker is None:
         return False
-    taker = _taker(instructions, place + 1)
-    if taker is None or not taker.opname.startswith("STORE_"):
-        return taker is not None
-    return any(_reads_by_identity(code, str(taker.argval)) for code in _codes(frame.f_code))
+    if _is_identity(taker):
+        return True
+    if _is_local(taker):
+        return any(_reads_by_identity(code, str(taker.argval), frozenset()) for code in _codes(frame.f_code))
+    around = [frame.f_code, *([frame.f_back.f_code] if frame.f_back is not None else [])]
+    return any(_asks(inner) for code in around for inner in _codes(code))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -44,31 +63,47 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _taker(instructions: list[dis.Instruction], place: int) -> dis.Instruction | None:
-    """What takes the value that is on top of the stack before the instruction at `place`: an `is`, or a name."""
+    """What takes the value that is on top of the stack before the instruction at `place`, None where it is harmless."""
     above = 0  # values that were loaded since
     for each in instructions[place:]:
-        name = each.opname
-        if name == "IS_OP":
-            return each if above <= 1 else None
-        if above == 0 and name.startswith("POP_JUMP") and name.endswith("NONE"):
-            return each  # `is None` of a condition
-        if above == 0 and name in ("STORE_FAST", "STORE_DEREF"):
-            return each
-        if name in ("LOAD_ATTR", "LOAD_METHOD") and above > 0:
-            continue  # of the other operand
-        is_copied = name == "COPY" and each.arg == 1 and above == 0  # (name := value): the name has it too
-        if name in ("LOAD_ATTR", "LOAD_METHOD") or not (name.startswith("LOAD_") or is_copied):
+        is_load = each.opname.startswith("LOAD_")
+        if above == 0 and each.opname.startswith(_HARMLESS):
             return None
-        above += 0 if is_copied else 1
+        if is_load and not each.opname.startswith(_HARMLESS):
+            above += 1
+        elif not is_load:
+            return each if above <= 1 or not _is_identity(each) else None
     return None
 
 
-def _reads_by_identity(code: types.CodeType, name: str) -> bool:
-    """Whether a local is an operand of `is` somewhere in a function."""
+def _is_identity(instruction: dis.Instruction) -> bool:
+    name = instruction.opname
+    return name == "IS_OP" or (name.startswith("POP_JUMP") and name.endswith("NONE"))
+
+
+def _is_local(instruction: dis.Instruction) -> bool:
+    return instruction.opname in ("STORE_FAST", "STORE_DEREF")
+
+
+def _reads_by_identity(code: types.CodeType, name: str, known: frozenset[str]) -> bool:
+    """Whether a local, or another one that it is given to, is an operand of `is` somewhere in a function."""
     instructions = _instructions(code)
     for number, each in enumerate(instructions):
         if each.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and each.argval == name:
             taker = _taker(instructions, number + 1)
-            if taker is not None and not taker.opname.startswith("STORE_"):
+            if taker is None or (_is_local(taker) and taker.argval in known | {name}):
+                continue
+            if _is_local(taker):
+                if _reads_by_identity(code, str(taker.argval), known | {name}):
+                    return True
+            elif _is_identity(taker) or _asks(code):
                 return True
     return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _asks(code: types.CodeType) -> bool:
+    """Whether a function compares by identity with anything but None."""
+    instructions = _instructions(code)
+    before = zip([None, *instructions], instructions, strict=False)
+    return any(each.opname == "IS_OP" and (last is None or last.argval is not None) for last, each in before)

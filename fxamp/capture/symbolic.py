@@ -191,6 +191,7 @@ class SymbolicTracer(fx.Tracer):
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
         self._recording = True
+        self.graph._graph_namespace.create_name("self", None)  # what generated code calls the module: no value's name
         inputs = []
         kinds = [leaf for leaf in self.spec.leaves if leaf[0] != "constant"]
         for position in range(len(kinds)):

@@ -186,18 +186,24 @@ def _putting_back(path: Path, name: str, part: Any, state: Any) -> Callable[[], 
     return lambda: part.load_state_dict(before)
 
 
-def _check_names(path: Path, now: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+def _check_names(path: Path, now: Mapping[str, Any], state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"the model of {path} does not fit: it is a {type(state).__name__}, no state dict.")
     missing, unexpected = sorted(now.keys() - state.keys()), sorted(state.keys() - now.keys())
     shapes = [
-        f"{name} is {tuple(state[name].shape)} in the file, {tuple(now[name].shape)} in the model"
+        f"{name} is {_shape(state[name])} in the file, {_shape(now[name])} in the model"
         for name in now.keys() & state.keys()
-        if isinstance(now[name], torch.Tensor) and now[name].shape != state[name].shape
+        if isinstance(now[name], torch.Tensor) and now[name].shape != getattr(state[name], "shape", None)
     ]
     if missing or unexpected or shapes:
         raise CheckpointError(
             f"{path} does not fit the model: missing {missing[:8]}, unexpected {unexpected[:8]}, "
             f"shapes {shapes[:8]}. Nothing was changed."
         )
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def _apply(path: Path, name: str, load: Callable[[Any], object], state: Any) -> None:

@@ -60,7 +60,42 @@ def closed_over(m, x, h, mask):
     return asks()
 
 
+def two_at_once(m, x, h, mask):
+    dtype, device = x.dtype, x.device
+    return dtype is torch.float32 and device == h.device
+
+
+def conditional(m, x, h, mask):
+    dtype = x.dtype if mask is None else mask.dtype
+    return dtype is torch.bool
+
+
+def two_names(m, x, h, mask):
+    first = second = mask.dtype
+    third = first
+    return third is torch.bool and second is torch.bool
+
+
+def in_a_loop(m, x, h, mask):
+    for dtype in (x.dtype, h.dtype):
+        if dtype is not torch.float32:
+            return False
+    kinds = [value.dtype for value in (mask, x)]
+    return kinds[0] is torch.bool
+
+
+def dtype_of(value):
+    return value.dtype
+
+
 QUESTIONS = {
+    "two at once": two_at_once,
+    "conditional": conditional,
+    "conditional, inline": lambda m, x, h, mask: (x.dtype if mask is None else mask.dtype) is torch.bool,
+    "two names": two_names,
+    "in a loop": in_a_loop,
+    "chained": lambda m, x, h, mask: x.dtype is not torch.bool is not None,
+    "from a function": lambda m, x, h, mask: dtype_of(mask) is torch.bool,
     "dtype is": lambda m, x, h, mask: mask.dtype is torch.bool,
     "is dtype": lambda m, x, h, mask: torch.bool is mask.dtype,
     "dtype is not": lambda m, x, h, mask: mask.dtype is not torch.float32,

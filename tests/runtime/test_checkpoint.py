@@ -299,3 +299,13 @@ def test_interrupted_write_leaves_no_part(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(tmp_path / "a.pt", step=2)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("state", [[1, 2], {"weight": [1.0], "bias": torch.zeros(2)}])
+def test_a_model_that_is_no_state_dict_is_told(tmp_path, state):
+    torch.save({"fxamp_checkpoint": 1, "model": state, "extra": {}}, tmp_path / "a.pt")
+    model = torch.nn.Linear(2, 2)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CheckpointError, match="does not fit"):
+        load_checkpoint(tmp_path / "a.pt", model=model)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
