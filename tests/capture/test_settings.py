@@ -28,6 +28,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = types.SimpleNamespace(kind=None, scale=2.0, calls=0, seen={}, last=None)
         self.cache = {"kept": 1}
+        self.tables = [torch.tensor([1.0]), torch.tensor([3.0])]
         self.inner = Inner(self.config)
         self.function = forward
 
@@ -73,6 +74,13 @@ def other_constant(m, x, labels):
     return m.inner(x) * table
 
 
+def other_table(m, x, labels):
+    """So they do here, and the tensors have one name in both."""
+    table = m.tables[0 if m.config.kind else 1]
+    m.config.kind = "called"
+    return m.inner(x) * table
+
+
 def turns(m, x, labels):
     m.config.kind = "a" if m.config.kind == "b" else "b"
     return m.inner(x)
@@ -94,7 +102,7 @@ def is_set_then_read_elsewhere(m, x, labels):
 
 
 ONCE = [problem_type, is_set_then_read_elsewhere]
-REFUSED = [counter, first_is_another, other_constant, turns, no_plain_value, a_key_less]
+REFUSED = [counter, first_is_another, other_constant, other_table, turns, no_plain_value, a_key_less]
 EVERY = [*ONCE, *REFUSED, length, length_in_a_dictionary]
 X, LABELS = torch.randn(4, 8), torch.tensor([0, 1, 2, 3])
 
