@@ -1,5 +1,15 @@
 """One thread: the tests run many tiny ops, and starting threads costs more than they do."""
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """One seed, and nothing that Dynamo has compiled before."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -44,12 +44,7 @@ class Straight(nn.Module):
         return self.head(y.relu())
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))

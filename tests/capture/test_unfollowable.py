@@ -28,12 +28,7 @@ class Deciding(nn.Module):
         return y + 1 if y.sum() > 0 else y
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def test_no_call_is_kept_alive():

@@ -16,12 +16,7 @@ FP16, BF16 = torch.float16, torch.bfloat16
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Part(nn.Module):
