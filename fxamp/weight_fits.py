@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxamp.ir import ENGINE
 from fxamp.passes.literals import Fit, fit_in
+from fxamp.runtime import capturing
 from fxamp.runtime.optimizer_steps import steps_taken
 
 
@@ -63,19 +64,27 @@ class _Seen:
         return [owner.get(name) for owner, name in self._places]
 
     def is_written(self, module: nn.Module) -> bool:
-        """Whether to look at the numbers. Writes that go on and on are looked at ever more rarely."""
+        """Whether to look at the numbers. Writes that go on and on are looked at ever more rarely.
+
+        While a CUDA graph is recorded nobody can wait for numbers: what was loaded is looked at in a later call.
+        """
         steps, loads = steps_taken(), getattr(module.__dict__.get(ENGINE), "loads", 0)
         is_loaded, is_stepped = loads != self._loads, steps != self._steps
+        if is_loaded and self._is_recorded():
+            return False
         self._steps, self._loads = steps, loads
         if is_loaded or is_stepped:
             self._state = self._now() if is_loaded else None
             return is_loaded
         before, now = self._state, self._now()
         self._state = now
-        if before is None or (_are_the_same(before[0], now[0]) and before[1] == now[1]) or _is_recording():
+        if before is None or (_are_the_same(before[0], now[0]) and before[1] == now[1]) or self._is_recorded():
             return False
         self._writes += 1
         return self._writes & (self._writes - 1) == 0
+
+    def _is_recorded(self) -> bool:
+        return any(capturing.is_capturing(tensor.device) for tensor in self.tensors() if tensor is not None)
 
     def _now(self) -> tuple[list[Any], list[int]]:
         tensors = [tensor for tensor in self.tensors() if tensor is not None]
@@ -93,8 +102,3 @@ def _place(module: nn.Module, path: str) -> tuple[dict[str, Any], str]:
     owner, _, name = path.rpartition(".")
     holder = module.get_submodule(owner)
     return (holder._parameters if name in holder._parameters else holder._buffers), name
-
-
-def _is_recording() -> bool:
-    """Whether a CUDA graph is recorded, which cannot wait for numbers."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

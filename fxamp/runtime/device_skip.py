@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from fxamp.runtime import capturing
 from fxamp.runtime.snapshot import OpaqueStateError, Snapshot
 from fxamp.runtime.step_result import HostCopy
 
@@ -94,7 +95,7 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 def _defer(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor, undo: list[Callable[[], None]]) -> None:
     if not undo:
         return
-    if found_inf.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing.is_capturing(found_inf.device):
         for put_back in undo:  # what ran on the host while capturing did happen, and will happen again
             put_back()
         raise RuntimeError(

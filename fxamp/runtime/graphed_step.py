@@ -12,12 +12,13 @@ from torch.utils import _pytree as pytree
 from fxamp.errors import OptionError
 from fxamp.runtime.device_skip import settle
 from fxamp.runtime.fixed_scalers import NoOpLossScaler
+from fxamp.runtime.optimizer_steps import note_step
 from fxamp.runtime.scaler import LossScaler
 from fxamp.runtime.step_result import StepResult
 
 logger = logging.getLogger("fxamp")
 
-WARM_UP = 3  # eager steps before the first capture: they create optimizer state and settle allocators
+WARM_UP = 3  # eager steps, skipped ones not counted, before the first capture: they create optimizer state
 MAX_GRAPHS = 8  # each keeps its own activations
 NOT_IN_KEY = ("params", "param_names", "lr", "initial_lr")
 PLAIN = (bool, int, float, str, tuple, type(None))
@@ -34,10 +35,11 @@ class GraphedStep:
     Every call is exactly one step, warm-up included. Inputs are copied into buffers of the graph, so that
     each call may bring new tensors. Overflowing steps are skipped inside the graph; the scaler's numbers
     arrive on the host afterwards. A change of a learning rate or of the scale takes effect at the next call,
-    a change of another hyper-parameter, of the scaler's constants or of `model.training` recaptures. Without
-    CUDA, or where capture is impossible (an optimizer that keeps state on the host, a model that reads the
-    device), the same steps run eagerly, and one line of the log says why. Parameters with masters that are
-    written between calls need `optimizer.resync_masters()`: a graph does not look for such writes.
+    a change of another hyper-parameter, of the scaler's constants or of `model.training` recaptures; so does a
+    rate that the optimizer reads on the host (SGD without fused=True). Without CUDA, or where capture is
+    impossible (an optimizer that keeps state on the host, a model that reads the device), the same steps run
+    eagerly, and one line of the log says why. Parameters with masters that are written between calls need
+    `optimizer.resync_masters()`: a graph does not look for such writes.
 
     Args:
         model: called with `inputs`: a tensor, a tuple of arguments or a dict of keyword arguments.
@@ -45,7 +47,7 @@ class GraphedStep:
         optimizer: on CUDA best with fused=True; `capturable` is switched on where it exists.
         scaler: None scales nothing.
         max_grad_norm: clip to this norm, as in `LossScaler.step`.
-        max_graphs: shapes beyond this many run eagerly.
+        max_graphs: shapes (and other reasons to recapture) beyond this many run eagerly.
 
     Raises:
         OptionError: scaler is not one of this package's.
@@ -70,13 +72,15 @@ class GraphedStep:
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.scaler = scaler or NoOpLossScaler()
+        self.scaler.name_parameters(model)
         self.max_grad_norm = max_grad_norm
         self.max_graphs = max_graphs
         self.last_result: StepResult | None = None
         self._graphs: dict[Any, _Graph] = {}
         self._rates: list[torch.Tensor] = []
-        self._eager_steps = 0
+        self._warm_steps = 0
         self._has_said_why = False
+        self._has_said_full = False
         self._why_eager: str | None = None if torch.cuda.is_available() else "CUDA is not available"
 
     @property
@@ -88,7 +92,7 @@ class GraphedStep:
         """Train on one batch and return its loss (0-d, detached, unscaled)."""
         leaves, structure = pytree.tree_flatten((inputs, targets))
         self._notice(leaves)
-        if self._why_eager is not None or self._eager_steps < WARM_UP:
+        if self._why_eager is not None or self._warm_steps < WARM_UP:
             return self._eager(inputs, targets)
         self._follow_learning_rates()
         key = self._key(leaves, structure)
@@ -106,9 +110,10 @@ class GraphedStep:
             logger.info("GraphedStep runs eagerly: %s", self._why_eager)
 
     def _eager(self, inputs: Any, targets: Any) -> torch.Tensor:
-        self._eager_steps += 1
         self.optimizer.zero_grad()
         loss, self.last_result = self._step(inputs, targets)
+        if self._why_eager is None and self._warm_steps < WARM_UP:
+            self._warm_steps += not self.last_result.skipped  # a skipped step leaves no optimizer state behind
         return loss
 
     def _step(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, StepResult]:
@@ -134,7 +139,7 @@ class GraphedStep:
 
     def _capture(self, key: Any, leaves: list[Any], structure: Any) -> bool:
         if len(self._graphs) >= self.max_graphs:
-            logger.info("GraphedStep has its %d graphs; further shapes run eagerly", self.max_graphs)
+            self._say_full()
             return False
         static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         inputs, targets = pytree.tree_unflatten(static, structure)
@@ -156,11 +161,25 @@ class GraphedStep:
             return False
         return True
 
+    def _say_full(self) -> None:
+        if self._has_said_full:
+            return
+        self._has_said_full = True
+        on_host = not all(map(_reads_rate_from_device, self.optimizer.param_groups))
+        logger.warning(
+            "GraphedStep has its %d graphs; what needs another one runs eagerly.%s",
+            self.max_graphs,
+            " The optimizer reads its learning rate on the host, so each new rate needs one: use fused=True."
+            if on_host
+            else "",
+        )
+
     def _replay(self, graph: "_Graph", leaves: list[Any]) -> torch.Tensor:
         for buffer, leaf in zip(graph.static, leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
                 buffer.copy_(leaf, non_blocking=True)
         graph.replay()
+        note_step()
         self.last_result = graph.result.replayed()
         if self.scaler.is_enabled():
             self.scaler.observe_replay(self.last_result, self.optimizer)

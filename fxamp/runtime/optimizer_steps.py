@@ -20,6 +20,12 @@ def steps_taken() -> int:
     return _taken[0]
 
 
+def note_step() -> None:
+    """Count a step that ran no Python: a replay of a CUDA graph."""
+    if _taken:
+        _taken[0] += 1
+
+
 def _count(*_: Any) -> None:
     if not torch.compiler.is_compiling():  # a compiled step copies its results back, which leaves a trace
-        _taken[0] += 1
+        note_step()

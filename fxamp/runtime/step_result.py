@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxamp.errors import FxampError, OptionError
-from fxamp.runtime import gradients
+from fxamp.runtime import capturing, gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class HostCopy:
     def __init__(self, values: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         self._host = values
-        self.is_captured = values.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self.is_captured = capturing.is_capturing(values.device)
         if values.device.type == "cuda" and not self.is_captured:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
