@@ -18,11 +18,11 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fxamp import ir, pipeline
 from fxamp.capture.dynamo import adopt
 from fxamp.capture.inputs import refused_low_inputs
+from fxamp.capture.modes import are_modes_active, follow_modules, modes_return, modes_wait
 from fxamp.capture.surroundings import idle_autocast
 from fxamp.capture.unseen import no_saved_tensor_hooks, unseen
 from fxamp.dynamo_variant import Rewrite, rewrite_dynamo_graph, run_checkpoints
@@ -116,8 +116,8 @@ class DynamoForward:
         return self._call(base, module, args, kwargs)
 
     def _call(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _is_watched() and not self.variants:  # Dynamo would give up, and not come back
-            with plain_inside(module, nested(module)):
+        if are_modes_active() and (follow_modules() or (self.calls and not self.variants)):
+            with plain_inside(module, nested(module)):  # Dynamo would give up, and not come back; or has
                 return base.forward(module, *args, **kwargs)
         self.calls += 1
         self._seen = weakref.ref(module)
@@ -126,7 +126,7 @@ class DynamoForward:
             self.protected = protected_lines(base, module, args, kwargs)
             self._compiled = torch.compile(_own_code(base.forward), backend=self._backend)
         try:
-            with plain_inside(module, self._nested) if self._nested else contextlib.nullcontext():
+            with modes_wait(), plain_inside(module, self._nested) if self._nested else contextlib.nullcontext():
                 return self._compiled(module, *args, **kwargs)
         except (RuntimeError, ValueError) as error:
             refused = refused_low_inputs(module, pytree.tree_leaves((args, kwargs)), error)
@@ -153,9 +153,10 @@ class DynamoForward:
     def _run(self, variant: Variant, inputs: list[Any]) -> Any:
         if self.calls == self._grown_at and self._root is not None:
             self._note_weights(variant, inputs, self._root)
-        if self.watch is not None:
-            return self.watch(variant, inputs)
-        return variant.compiled.run(None, *inputs)
+        with modes_return():
+            if self.watch is not None:
+                return self.watch(variant, inputs)
+            return variant.compiled.run(None, *inputs)
 
     def _note_weights(self, variant: Variant, inputs: list[Any], root: nn.Module) -> None:
         """Which weights graphs are given, and which of them another module's graph is given."""
@@ -169,13 +170,6 @@ class DynamoForward:
             own = node.meta.get(ir.WEIGHT_PATH)
             if own is not None and found and own not in found:
                 self.shared[found[0]] = str(own)
-
-
-def _is_watched() -> bool:
-    """Whether a TorchDispatchMode of the user's is active, such as a counter of operations."""
-    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
-        return False
-    return not all(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
 
 
 def _own_code(function: Any) -> Any:
