@@ -71,7 +71,7 @@ def parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
     if isinstance(value, (dict, list, tuple, set, frozenset, collections.deque)) and len(value) > MOST:
         return None
     if isinstance(value, (dict, types.MappingProxyType)):
-        return list(value.items())
+        return list(plain_copy(value).items())
     if isinstance(value, (list, tuple, collections.deque)):
         return list(enumerate(value))
     if isinstance(value, (set, frozenset)):
@@ -84,6 +84,16 @@ def parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
         return None
     named = sorted({*slots, *(scope.names & own.keys() if isinstance(own, dict) else ())})
     return [(name, getattr(value, name, MISSING)) for name in named]
+
+
+def plain_copy(value: Any) -> Any:
+    """A container's elements, past what its class makes of reading them: a table may build a module at each look."""
+    if isinstance(value, dict):
+        return dict(dict.items(value))  # dict.copy reads an OrderedDict of a subclass key by key
+    for kind in (list, set):
+        if isinstance(value, kind):
+            return kind.copy(value)  # type: ignore[arg-type]
+    return collections.deque(value) if isinstance(value, collections.deque) else dict(value)
 
 
 def method_parts(value: Any) -> list[tuple[str, Any]] | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.capture.objects import DEPTH, METHODS, MISSING, SCALARS, Scope, attributes_of, frozen, parts_of
+from fxamp.capture.objects import DEPTH, METHODS, MISSING, SCALARS, Scope, attributes_of, frozen, parts_of, plain_copy
 from fxamp.fakes import is_sharded
 
 LIFTED = object()  # a number that the graph reads anew at each call: its type alone matters
@@ -182,7 +182,7 @@ class StateCheck:
             if parts is None:
                 return
             if isinstance(value, (dict, list, set, collections.deque, types.MappingProxyType)):
-                terms.append(f"{named(value)} == {named(value.copy())}")
+                terms.append(f"{named(value)} == {named(plain_copy(value))}")
             elif not isinstance(value, (tuple, frozenset, functools.partial, *METHODS)):
                 for name, part in parts:
                     is_absent = f"not hasattr({named(value)}, {name!r})"

@@ -394,6 +394,43 @@ def test_what_has_not_changed_is_not_compared(monkeypatch):
     assert agrees(model, converted)
 
 
+class Maker(collections.OrderedDict):
+    """Makes a value when it is asked for, as transformers' table of activations does."""
+
+    made = 0
+
+    def __getitem__(self, key):
+        Maker.made += 1
+        return super().__getitem__(key)()
+
+
+MAKER = Maker(relu=nn.ReLU, tanh=nn.Tanh)
+
+
+def test_a_table_that_makes_its_values_is_compared_without_asking_it():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.fc(x).relu() if "relu" in MAKER else self.fc(x)
+
+    model = fxamp.convert(Net(), dtype="bf16")
+    model(X)
+    Maker.made = 0
+    for _ in range(3):
+        model(X)
+    assert Maker.made == 0
+    low = model(X).min()
+    MAKER["none"] = MAKER.pop("relu") and nn.ReLU
+    try:
+        assert model(X).min() < 0 <= low
+    finally:
+        MAKER["relu"] = nn.ReLU
+        del MAKER["none"]
+
+
 def test_an_equal_value_written_again_changes_nothing():
     model = Net(lambda net, y: y * net.beta * net.table["gain"])
     converted = fxamp.convert(model, torch.bfloat16)
