@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxamp.errors import OptionError
+from fxamp.runtime import gradients
+from fxamp.runtime.cuda_graph import Recorder
 from fxamp.runtime.device_skip import settle
+from fxamp.runtime.distributed import local
 from fxamp.runtime.fixed_scalers import NoOpLossScaler
 from fxamp.runtime.optimizer_steps import note_step
 from fxamp.runtime.scaler import LossScaler
@@ -36,10 +40,14 @@ class GraphedStep:
     each call may bring new tensors. Overflowing steps are skipped inside the graph; the scaler's numbers
     arrive on the host afterwards. A change of a learning rate or of the scale takes effect at the next call,
     a change of another hyper-parameter, of the scaler's constants or of `model.training` recaptures; so does a
-    rate that the optimizer reads on the host (SGD without fused=True). Without CUDA, or where capture is
-    impossible (an optimizer that keeps state on the host, a model that reads the device), the same steps run
+    rate that the optimizer reads on the host (SGD without fused=True). Where a graph's memory is replaced (an
+    optimizer's state loaded, a model moved) it is warmed up and captured again. Without CUDA, or where capture is
+    impossible (an optimizer that keeps state on the host, a step that waits for the device), the same steps run
     eagerly, and one line of the log says why. Parameters with masters that are written between calls need
     `optimizer.resync_masters()`: a graph does not look for such writes.
+
+    DistributedDataParallel keeps nodes of autograd from when it was made: make it under `torch.cuda.stream(s)` with a
+    stream of your own, as torch's notes on CUDA graphs say.
 
     Args:
         model: called with `inputs`: a tensor, a tuple of arguments or a dict of keyword arguments.
@@ -78,26 +86,39 @@ class GraphedStep:
         self.last_result: StepResult | None = None
         self._graphs: dict[Any, _Graph] = {}
         self._rates: list[torch.Tensor] = []
+        self._recorder: Recorder | None = None
         self._warm_steps = 0
+        self._waits = 0  # steps in a row that waited for the device
         self._has_said_why = False
         self._has_said_full = False
         self._why_eager: str | None = None if torch.cuda.is_available() else "CUDA is not available"
+        self._forget_graphs_at_load()
 
     @property
     def is_graphed(self) -> bool:
         """Whether steps are, or will be, replayed from a graph."""
         return self._why_eager is None
 
+    @property
+    def why_eager(self) -> str | None:
+        """Why steps run eagerly; None where they are, or will be, replayed."""
+        return self._why_eager
+
     def __call__(self, inputs: Any, targets: Any) -> torch.Tensor:
         """Train on one batch and return its loss (0-d, detached, unscaled)."""
         leaves, structure = pytree.tree_flatten((inputs, targets))
         self._notice(leaves)
-        if self._why_eager is not None or self._warm_steps < WARM_UP:
+        if self._why_eager is not None:
             return self._eager(inputs, targets)
+        if self._warm_steps < WARM_UP:
+            return self._warm_up(inputs, targets)
         self._follow_learning_rates()
         key = self._key(leaves, structure)
         if key not in self._graphs and not self._capture(key, leaves, structure):
             return self._eager(inputs, targets)
+        if self._graphs[key].is_moved():
+            self._start_again("the model's memory was replaced")
+            return self._warm_up(inputs, targets)
         return self._replay(self._graphs[key], leaves)
 
     def _notice(self, leaves: list[Any]) -> None:
@@ -109,11 +130,48 @@ class GraphedStep:
             self._has_said_why = True
             logger.info("GraphedStep runs eagerly: %s", self._why_eager)
 
+    def _run_eagerly(self, why: str) -> None:
+        """From now on, and say so."""
+        self._graphs.clear()
+        self._why_eager, self._has_said_why = why, True
+        logger.warning("GraphedStep runs eagerly: %s", why)
+
+    def _forget_graphs_at_load(self) -> None:
+        """A loaded state is other tensors than those that graphs write."""
+        myself = weakref.ref(self)
+
+        def start_again(_: torch.optim.Optimizer) -> None:
+            if (step := myself()) is not None:
+                step._start_again("a state of the optimizer was loaded")
+
+        inner = getattr(self.optimizer, "optimizer", None)
+        optimizer = inner if isinstance(inner, torch.optim.Optimizer) else self.optimizer
+        optimizer.register_load_state_dict_post_hook(start_again)
+
+    def _start_again(self, why: str) -> None:
+        if self._graphs:
+            logger.info("GraphedStep captures anew: %s", why)
+        self._graphs.clear()
+        self._rates = []
+        self._warm_steps = 0
+
+    def _warm_up(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """An eager step, which counts if a graph could have made it and it left optimizer state behind."""
+        if self._recorder is None:
+            self._recorder = Recorder(next(iter(gradients.parameters(self.optimizer))).device)
+        with self._recorder.warm_up() as waits:
+            loss = self._eager(inputs, targets)
+        self._waits = self._waits + 1 if waits else 0
+        if not waits:
+            assert self.last_result is not None
+            self._warm_steps += not self.last_result.skipped
+        elif self._waits == WARM_UP:
+            self._run_eagerly(f"each step waits for the device, which a graph cannot ({waits[0]})")
+        return loss
+
     def _eager(self, inputs: Any, targets: Any) -> torch.Tensor:
         self.optimizer.zero_grad()
         loss, self.last_result = self._step(inputs, targets)
-        if self._why_eager is None and self._warm_steps < WARM_UP:
-            self._warm_steps += not self.last_result.skipped  # a skipped step leaves no optimizer state behind
         return loss
 
     def _step(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, StepResult]:
@@ -139,7 +197,7 @@ class GraphedStep:
 
     def _capture(self, key: Any, leaves: list[Any], structure: Any) -> bool:
         if len(self._graphs) >= self.max_graphs:
-            self._say_full()
+            self._say_full(key)
             return False
         static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         inputs, targets = pytree.tree_unflatten(static, structure)
@@ -149,29 +207,31 @@ class GraphedStep:
             if isinstance(optimizer, torch.optim.Optimizer):
                 settle(optimizer)
         self.scaler.watch.drain()
+        assert self._recorder is not None
         try:
             with self._rates_on_device():
-                self._graphs[key] = _record(lambda: self._step(inputs, targets), static)
+                replay, (loss, result) = self._recorder.record(lambda: self._step(inputs, targets))
         except Exception as error:  # whatever a model or optimizer raises when it cannot be captured
             self.scaler.forget_iteration()
             self.optimizer.zero_grad(set_to_none=True)
-            self._why_eager = f"capture failed: {error}"
-            self._has_said_why = True
-            logger.warning("GraphedStep runs eagerly: %s", self._why_eager)
+            self._run_eagerly(f"capture failed: {error}")
             return False
+        weights = [*self.model.parameters(), *self.model.buffers()]
+        self._graphs[key] = _Graph(replay, static, loss, result, weights)
         return True
 
-    def _say_full(self) -> None:
+    def _say_full(self, key: Any) -> None:
+        """Say once that there are no more graphs, and which hyper-parameters have changed from graph to graph."""
         if self._has_said_full:
             return
         self._has_said_full = True
-        on_host = not all(map(_reads_rate_from_device, self.optimizer.param_groups))
+        every = [dict.fromkeys(seen[2]) for seen in (*self._graphs, key)]
+        changed = sorted({name for one in every for name, value in one if (name, value) not in every[0]})
         logger.warning(
-            "GraphedStep has its %d graphs; what needs another one runs eagerly.%s",
+            "GraphedStep has its %d graphs; what needs another one runs eagerly.%s%s",
             self.max_graphs,
-            " The optimizer reads its learning rate on the host, so each new rate needs one: use fused=True."
-            if on_host
-            else "",
+            f" What changes: {', '.join(changed)}." if changed else "",
+            " The optimizer reads its learning rate on the host: use fused=True." if "lr" in changed else "",
         )
 
     def _replay(self, graph: "_Graph", leaves: list[Any]) -> torch.Tensor:
@@ -214,21 +274,29 @@ class GraphedStep:
 
 
 class _Graph:
-    """One captured step with its input buffers and results."""
+    """One captured step with its input buffers and results, and the weights that it reads and writes."""
 
-    def __init__(self, replay: Callable[[], None], static: list[Any], loss: torch.Tensor, result: StepResult) -> None:
+    def __init__(
+        self,
+        replay: Callable[[], None],
+        static: list[Any],
+        loss: torch.Tensor,
+        result: StepResult,
+        weights: list[torch.Tensor],
+    ) -> None:
         self.replay = replay
         self.static = static
         self.loss = loss
         self.result = result
+        self._weights = [local(weight) for weight in weights]
+        self._addresses = list(map(_ADDRESS, self._weights))
+
+    def is_moved(self) -> bool:
+        """Whether a weight is elsewhere than it was: `.to()`, `.data =`."""
+        return list(map(_ADDRESS, self._weights)) != self._addresses
 
 
-def _record(step: Callable[[], tuple[torch.Tensor, StepResult]], static: list[Any]) -> _Graph:
-    """Capture `step`; nothing is executed. Threads that load data may use CUDA meanwhile."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        loss, result = step()
-    return _Graph(graph.replay, static, loss, result)
+_ADDRESS = torch.Tensor.data_ptr
 
 
 def _call(model: torch.nn.Module, inputs: Any) -> Any:

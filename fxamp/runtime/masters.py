@@ -130,9 +130,17 @@ def end_load(parameter: torch.Tensor) -> None:
 
 
 def round_into(parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-    """Give parameters the rounding of their masters, in one multi-tensor copy."""
-    if parameters:
-        torch._foreach_copy_([local(p.detach()) for p in parameters], [local(m) for m in masters])
+    """Give parameters the rounding of their masters, those of a device and dtype in one multi-tensor copy.
+
+    (A CUDA kernel of torch's took the dtype of the first for all: pytorch issue 173383.)
+    """
+    copies: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for parameter, master in zip(parameters, masters, strict=True):
+        targets, sources = copies.setdefault((parameter.device, parameter.dtype), ([], []))
+        targets.append(local(parameter.detach()))
+        sources.append(local(master))
+    for targets, sources in copies.values():
+        torch._foreach_copy_(targets, sources)
     for parameter in parameters:
         tighten(parameter)
         remember_version(parameter)

@@ -114,8 +114,8 @@ def give_gradients(narrow: list[torch.Tensor], wide: list[torch.Tensor], inverse
 
 
 def _widen(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> None:
-    """Copy gradients into float32 ones of the stand-ins, a device's in one multi-tensor copy."""
-    copies: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    """Copy gradients into float32 ones of the stand-ins, those of a device and dtype in one multi-tensor copy."""
+    copies: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for parameter, stand_in in zip(narrow, wide, strict=True):
         gradient = parameter.grad
         if stand_in is parameter or gradient is None:
@@ -124,7 +124,7 @@ def _widen(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> None:
             stand_in.grad = gradient.float()
             continue
         stand_in.grad = torch.empty_like(gradient, dtype=torch.float32)
-        targets, sources = copies.setdefault(gradient.device, ([], []))
+        targets, sources = copies.setdefault((gradient.device, gradient.dtype), ([], []))
         targets.append(stand_in.grad)
         sources.append(gradient)
     for targets, sources in copies.values():

@@ -49,7 +49,7 @@ class HostCopy:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(values.device))
 
     @property
     def is_ready(self) -> bool:

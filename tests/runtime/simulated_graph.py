@@ -5,6 +5,7 @@ refused, and a replay works on the memory that the recorded ops had. So a number
 what it was, and a change on the host that a replay would need is missing.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxamp.runtime import capturing, device_skip, graphed_step
+from fxamp.runtime import capturing, device_skip, graphed_step, step_result
 
 aten = torch.ops.aten
 # Their results, or the shapes of these, are numbers on the host.
@@ -48,7 +49,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in READS_DEVICE or (func in BRINGS_NUMBERS and not _is_in_torchs_optimizer()):
+        if func in READS_DEVICE or (func in BRINGS_NUMBERS and not _stays_on_host()):
             raise NotPermitted(f"{func} is not permitted while a stream is capturing")
         for tensor in self._written(func, args, kwargs):
             storage = tensor.untyped_storage()
@@ -90,12 +91,15 @@ class Recording(TorchDispatchMode):
                         then.copy_(now)
 
 
-def _is_in_torchs_optimizer() -> bool:
-    """Whether torch.optim asks: for step counters on the host, which on a GPU are on the device when captured."""
+def _stays_on_host() -> bool:
+    """Whether somebody asks whose numbers are on the host on a GPU too: an optimizer's counters, a known result."""
     frame = sys._getframe(2)
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("fxamp"):
-        if frame.f_globals.get("__name__", "").startswith("torch.optim."):
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("torch.optim.") or name == step_result.__name__:
             return True
+        if name.startswith("fxamp"):
+            return False
         frame = frame.f_back
     return False
 
@@ -104,30 +108,48 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor)]
 
 
+class Waits(TorchDispatchMode):
+    """Notes what would wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in READS_DEVICE and not _stays_on_host():
+            self.notes.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 class SimulatedGraphs:
     """Puts recordings in the place of CUDA graphs, and a GPU's ways in the place of a CPU's."""
 
     def __init__(self, monkeypatch) -> None:
         self.captures = 0
         self._is_capturing = False
-        monkeypatch.setattr(graphed_step, "_record", self._record)
+        monkeypatch.setattr(graphed_step, "Recorder", lambda device: self)
         monkeypatch.setattr(capturing, "is_capturing", lambda device: self._is_capturing)
         monkeypatch.setattr(device_skip, "LOOKS_AT_HOST_FLAGS", False)
         for name, module in list(sys.modules.items()):
             if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):
                 monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda *_, **__: ["cpu", "cuda"])
 
-    def _record(self, step: Callable[[], Any], static: list[Any]) -> Any:
+    @contextlib.contextmanager
+    def warm_up(self) -> Iterator[list[str]]:
+        with Waits() as waits:
+            yield waits.notes
+
+    def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         self.captures += 1
         recording = Recording()
         self._is_capturing = True
         try:
             with recording:
-                loss, result = step()
+                made = step()
         finally:
             self._is_capturing = False
             recording.put_back()
-        return graphed_step._Graph(recording.replay, static, loss, result)
+        return recording.replay, made
 
     def step_for(self, *args: Any, **options: Any) -> graphed_step.GraphedStep:
         step = graphed_step.GraphedStep(*args, **options)

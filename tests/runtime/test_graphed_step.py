@@ -10,7 +10,6 @@ import torch
 
 import fxamp
 from fxamp.errors import OptionError
-from fxamp.runtime import graphed_step
 from fxamp.runtime.graphed_step import WARM_UP, GraphedStep
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
@@ -142,6 +141,31 @@ def test_replays_equal_the_eager_loop(graphs, kind, optimizer, bad, max_grad_nor
     same(model, expected[0], 0.0 if is_exact else 2**-9 if kind == "float16" else 2**-16)
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+@pytest.mark.parametrize("optimizer", ["fused SGD", "capturable Adam"])
+def test_replays_without_scaling_equal_the_eager_loop(graphs, optimizer, max_grad_norm):
+    def made():
+        torch.manual_seed(0)
+        model = fxamp.convert(
+            torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)), "bf16"
+        )
+        return model, OPTIMIZERS[optimizer](model.parameters()), fxamp.scaler_for("bf16")
+
+    model, built, scaler = made()
+    step = graphs.step_for(model, loss_fn, built, scaler, max_grad_norm=max_grad_norm)
+    results = []
+    for batch in batches(10):
+        step(*batch)
+        results.append(step.last_result)
+    expected = made()
+    eager_loop(*expected, batches(10), max_grad_norm)
+    assert step.is_graphed and graphs.captures == 1
+    assert not any(result.skipped for result in results)
+    if max_grad_norm is not None:
+        assert len({result.grad_norm for result in results}) == 10
+    same(model, expected[0])
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", ["bert", "transformer", "unet", "ncf", "big_lstm", "jasper"])
 def test_steps_of_real_architectures_are_recorded(graphs, name, level):
@@ -207,18 +231,110 @@ def test_optimizer_that_cannot_read_its_rate_from_the_device_is_captured_anew(gr
         step(*next(batches(1)))
     assert graphs.captures == 2
     told = [record.message for record in caplog.records if "2 graphs" in record.message]
-    assert len(told) == 1 and "each new rate needs one: use fused=True" in told[0]
+    assert len(told) == 1 and "What changes: lr. The optimizer reads its learning rate on the host" in told[0]
+
+
+def test_hyper_parameters_that_change_at_each_step_are_named(graphs, caplog):
+    """OneCycleLR moves the betas too."""
+    model, optimizer, scaler = pieces()
+    step = graphs.step_for(model, loss_fn, optimizer, scaler, max_graphs=2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=50)
+    for batch in batches(WARM_UP + 4):
+        step(*batch)
+        scheduler.step()
+    told = [record.message for record in caplog.records if "2 graphs" in record.message]
+    assert graphs.captures == 2 and len(told) == 1 and told[0].endswith("What changes: betas.")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("optimizer", ["fused AdamW", "capturable Adam"])
+def test_a_loaded_optimizer_is_captured_anew(graphs, dtype, optimizer):
+    """A load replaces the state's tensors; a graph would go on with the old ones."""
+
+    def trained(count, step_of):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2).to(dtype)
+        built = OPTIMIZERS[optimizer](model.parameters())
+        built = MasterWeightOptimizer(built) if dtype != torch.float32 else built
+        step = step_of(model, built)
+        for number, batch in enumerate(batches(count, dtype=dtype)):
+            if number == WARM_UP + 2:
+                states = copy.deepcopy((model.state_dict(), built.state_dict()))
+            if number == WARM_UP + 5:
+                model.load_state_dict(states[0])
+                built.load_state_dict(states[1])
+            step(*batch)
+        return model, built, step
+
+    def eager(model, built):
+        return lambda x, t: eager_loop(model, built, LossScaler(8.0), [(x, t)])
+
+    model, built, step = trained(2 * WARM_UP + 9, lambda model, built: graphs.step_for(model, loss_fn, built))
+    expected, other, _ = trained(2 * WARM_UP + 9, eager)
+    assert step.is_graphed and graphs.captures == 2
+    same(model, expected)
+    for mine, theirs in zip(built.state.values(), other.state.values(), strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_model_whose_memory_was_replaced_is_captured_anew(graphs):
+    model, optimizer, scaler = pieces()
+    step = graphs.step_for(model, loss_fn, optimizer, scaler)
+    data = list(batches(2 * WARM_UP + 4))
+    for batch in data[: WARM_UP + 2]:
+        step(*batch)
+    model[0].weight.data = model[0].weight.data.clone()
+    for batch in data[WARM_UP + 2 :]:
+        step(*batch)
+    expected = pieces()
+    eager_loop(*expected, data)
+    assert graphs.captures == 2
+    same(model, expected[0], 2**-20)
+
+
+def test_a_step_that_waits_for_the_device_is_never_recorded(graphs, caplog):
+    model, optimizer, scaler = pieces()
+
+    def logging_loss(outputs, targets):
+        loss = loss_fn(outputs, targets)
+        loss.item()
+        return loss
+
+    step = graphs.step_for(model, logging_loss, optimizer, scaler)
+    losses = [float(step(*batch)) for batch in batches(WARM_UP + 3)]
+    expected = pieces()
+    assert losses == pytest.approx(eager_loop(*expected, batches(WARM_UP + 3)), rel=0)
+    assert graphs.captures == 0 and "each step waits for the device" in step.why_eager
+    assert len([record for record in caplog.records if "runs eagerly" in record.message]) == 1
+
+
+def test_a_step_that_waits_once_is_warmed_up_once_more(graphs):
+    model, optimizer, scaler = pieces()
+    waits = iter([True, False, True])
+
+    def loss(outputs, targets):
+        found = loss_fn(outputs, targets)
+        if next(waits, False):
+            found.item()
+        return found
+
+    step = graphs.step_for(model, loss, optimizer, scaler)
+    for batch in batches(WARM_UP + 3):
+        step(*batch)
+    assert step.is_graphed and graphs.captures == 1
 
 
 def test_while_capturing_rates_are_device_tensors(graphs, monkeypatch):
     model, optimizer, scaler = pieces()
     seen = []
 
-    def record(step, static):
-        seen.append(optimizer.param_groups[0]["lr"])
-        return graphs.record(step, static)
+    record = graphs.record
 
-    monkeypatch.setattr(graphed_step, "_record", record)
+    def looking(step):
+        seen.append(optimizer.param_groups[0]["lr"])
+        return record(step)
+
+    monkeypatch.setattr(graphs, "record", looking)
     step = graphs.step_for(model, loss_fn, optimizer, scaler)
     for batch in batches(WARM_UP + 1):
         step(*batch)
@@ -243,10 +359,10 @@ def test_new_shapes_modes_and_settings_recapture_up_to_the_bound(graphs, caplog)
 
 
 def test_failed_capture_falls_back_and_says_why_once(graphs, monkeypatch, caplog):
-    def fails(step, static):
+    def fails(step):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphed_step, "_record", fails)
+    monkeypatch.setattr(graphs, "record", fails)
     model, optimizer, scaler = pieces()
     step = graphs.step_for(model, loss_fn, optimizer, scaler)
     losses = [float(step(*batch)) for batch in batches(WARM_UP + 3)]

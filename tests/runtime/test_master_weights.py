@@ -619,3 +619,20 @@ def test_compensated_sums_past_the_largest_bfloat16_are_infinite_and_not_nan(gra
         optimizer.step()
         assert weight[0].item() == (math.inf if gradient < 0 else -math.inf)
         assert abs(weight[1].item()) == 1.0
+
+
+def test_multi_tensor_copies_hold_one_dtype(monkeypatch):
+    """A CUDA kernel of torch's took the dtype of the first destination for all."""
+    seen, copy_ = [], torch._foreach_copy_
+
+    def looking(targets, sources):
+        seen.append(({each.dtype for each in targets}, {each.dtype for each in sources}))
+        copy_(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", looking)
+    parameters = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float16, torch.bfloat16) * 2]
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(parameters, 0.25))
+    sum(parameter.float().sum() for parameter in parameters).backward()
+    optimizer.step()
+    assert all(len(targets) == len(sources) == 1 for targets, sources in seen) and len(seen) == 4
+    assert all(torch.equal(parameter.detach().float(), torch.full((3,), 0.75)) for parameter in parameters)
