@@ -429,6 +429,24 @@ def test_torchs_scaler_is_refused_with_the_way_out():
 
 @cuda
 @pytest.mark.gpu
+def test_on_a_gpu_a_capture_that_fails_leaves_random_numbers_usable():
+    model, optimizer, scaler = pieces("cuda")
+    model.append(torch.nn.Dropout(0.5))
+
+    def loss(outputs, targets):
+        found = loss_fn(outputs, targets)
+        if torch.cuda.is_current_stream_capturing():
+            found.item()
+        return found
+
+    step = GraphedStep(model, loss, optimizer, scaler)
+    for batch in batches(WARM_UP + 3, "cuda"):
+        step(*batch)
+    assert "capture failed" in step.why_eager
+
+
+@cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_on_a_gpu_replays_equal_the_eager_loop(dtype):
     model, optimizer, scaler = pieces("cuda", dtype)
