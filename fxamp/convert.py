@@ -172,20 +172,26 @@ def _convert_blocks(
     outer = Engine(options, workshop, AsWritten())
     sibling = make_tree(model, outer, paths, lambda own: Engine(own, workshop, DynamoForward(own, rewrite)))
     first = _first_graph(sibling, outer, example)
-    if example is None or first is None:
-        for path, inner in outer.blocks.items():
-            if not inner.all_variants():
-                _first_graph(sibling.get_submodule(path), inner, None)
-    else:
-        for path, args, kwargs in calls_of_blocks(first, device_of(model)):
-            block = sibling.get_submodule(path)
-            if (engine := engine_of(block)) is not None:
-                _first_graph(block, engine, (args, kwargs))
+    if example is not None and first is not None:
+        _capture_blocks(sibling, first, device_of(model))
+    for path, inner in outer.blocks.items():
+        if not inner.all_variants():
+            _first_graph(sibling.get_submodule(path), inner, None)
     check_overrides(
         [each.graph for each in outer.graphs()], options.overrides, [path for path, _ in model.named_modules()]
     )
     tell(sibling)
     return sibling
+
+
+def _capture_blocks(model: nn.Module, around: Variant, device: torch.device) -> None:
+    """The graphs of the blocks that a graph calls, of those that these call, and so on."""
+    for path, args, kwargs in calls_of_blocks(around, device):
+        block = model.get_submodule(path)
+        if (engine := engine_of(block)) is not None:
+            inner = _first_graph(block, engine, (args, kwargs))
+            if inner is not None:
+                _capture_blocks(block, inner, device)
 
 
 def _first_graph(model: nn.Module, engine: Engine, example: tuple[Any, Any] | None) -> Variant | None:

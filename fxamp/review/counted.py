@@ -22,12 +22,13 @@ def is_weight_cast(row: Row) -> bool:
     return row.role == "weight cast" and row.op == "to"
 
 
-def user_casts(rows: Sequence[Row]) -> int:
-    """Conversions between the two precisions that the user wrote: x.float() of a value that is low by now."""
-    dtypes = {(row.graph, row.name): row.dtype for row in rows}
+def user_casts(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Conversions between the two precisions that the user wrote, x.float() of a value that is low by now: what is
+    read, and the conversion."""
+    known = {(row.graph, row.name): row for row in rows}
     written = [row for row in rows if row.op in _CONVERSIONS and not row.role and row.dtype in _FLOATS]
-    reads = [(row, dtypes.get((row.graph, row.inputs[0]))) for row in written if row.inputs]
-    return count(row for row, before in reads if before in _FLOATS and before != row.dtype)
+    reads = [(known.get((row.graph, row.inputs[0])), row) for row in written if row.inputs]
+    return [(read, row) for read, row in reads if read and read.dtype in _FLOATS and read.dtype != row.dtype]
 
 
 _CONVERSIONS = ("to", "float", "half", "bfloat16", "type", "type_as", "_to_copy")

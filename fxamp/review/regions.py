@@ -27,7 +27,7 @@ class Region:
     Attributes:
         graph: number of the graph.
         nodes: names, in order.
-        nbytes: of the float32 values they make.
+        nbytes: of the float32 values they make in one forward, as often as their graph runs in it.
         cause: the node that holds the others in float32, and `reason` its reason.
         sources: the user's lines, each once.
     """
@@ -69,7 +69,7 @@ def _region(group: Sequence[Row]) -> Region:
     return Region(
         graph=group[0].graph,
         nodes=tuple(row.name for row in group),
-        nbytes=sum(row.nbytes or 0 for row in group),
+        nbytes=sum(row.runs * (row.nbytes or 0) for row in group),
         cause=cause.name,
         reason=cause.reason,
         sources=tuple(dict.fromkeys(row.source for row in group if row.source)),

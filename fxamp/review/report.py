@@ -74,6 +74,7 @@ class Report:
         casts_to_low, casts_to_high: activation casts.
         weight_casts: parameters and buffers cast; of a frozen model, in the first forward.
         user_casts: conversions between the precisions that the user's code makes; not counted in `casts`.
+        user_cast_bytes: read and written by them, None where shapes are not known.
         casts_inside: conversions that softmax, log_softmax and rms_norm make themselves; see fxamp/review/counted.py.
         cast_bytes, weight_cast_bytes: read and written by them, None where shapes are not known.
         rows: one per node of the rewritten graphs.
@@ -99,6 +100,7 @@ class Report:
     casts_inside: int
     cast_bytes: int | None
     weight_cast_bytes: int | None
+    user_cast_bytes: int | None
     rows: tuple[Row, ...]
     regions: tuple[Region, ...]
     gemms: tuple[Gemm, ...]
@@ -221,7 +223,7 @@ def report(converted: nn.Module) -> Report:
 def _report_of_left(model: nn.Module, reason: str) -> Report:
     counts = dict.fromkeys((field.name for field in dataclasses.fields(Report) if field.type in (int, "int")), 0)
     empty = dict.fromkeys((field.name for field in dataclasses.fields(Report) if "tuple" in str(field.type)), ())
-    sizes: dict[str, Any] = {"cast_bytes": 0, "weight_cast_bytes": 0}
+    sizes: dict[str, Any] = {"cast_bytes": 0, "weight_cast_bytes": 0, "user_cast_bytes": 0}
     name = type(model).__qualname__
     return Report(name, "float32", **counts, **empty, **sizes, is_preview=False, left=reason)  # type: ignore[arg-type]
 
@@ -255,6 +257,7 @@ def build_report(
     ]
     casts = [row for row in rows if is_cast(row)]
     weight_casts = [row for row in rows if is_weight_cast(row)]
+    written = user_casts(rows)
     regions = regions_of(rows)
     outside = [*outside_of(rows), *unread_parameters(model, variants)]
     low_nodes = count(row for row in rows if row.precision == "low" and is_node(row))
@@ -266,10 +269,11 @@ def build_report(
         casts_to_low=count(row for row in casts if row.precision == "low"),
         casts_to_high=count(row for row in casts if row.precision == "high"),
         weight_casts=count(weight_casts),
-        user_casts=user_casts(rows),
+        user_casts=count(made for _, made in written),
         casts_inside=casts_inside(rows, device.type),
         cast_bytes=_moved(casts),
         weight_cast_bytes=_moved(weight_casts),
+        user_cast_bytes=_moved_by_user(written),
         rows=tuple(rows),
         regions=tuple(regions),
         gemms=tuple(gemms),
@@ -289,6 +293,12 @@ def build_report(
 def _moved(casts: Sequence[Row]) -> int | None:
     known = [cast.runs * cast.moved for cast in casts if cast.moved is not None]
     return sum(known) if len(known) == len(casts) else None
+
+
+def _moved_by_user(written: Sequence[tuple[Row, Row]]) -> int | None:
+    sizes = [(made.runs, read.nbytes, made.nbytes) for read, made in written]
+    known = [runs * (before + after) for runs, before, after in sizes if before is not None and after is not None]
+    return sum(known) if len(known) == len(sizes) else None
 
 
 def _paddings(rows: Sequence[Row]) -> Iterable[Padding]:

@@ -37,7 +37,8 @@ def overview(built: "Report") -> Iterator[str]:
     weights = f" ({bytes_in_words(built.weight_cast_bytes)})" if built.weight_cast_bytes is not None else ""
     yield f"casts: {' and '.join(cost)}{moved}; {plural(built.weight_casts, 'weight cast')}{weights}"
     if built.user_casts:
-        yield f"the model's own code makes {plural(built.user_casts, 'conversion')} between the precisions"
+        moved = f", {bytes_in_words(built.user_cast_bytes)} moved" if built.user_cast_bytes is not None else ""
+        yield f"the model's own code makes {plural(built.user_casts, 'conversion')} between the precisions{moved}"
     if built.coverage is not None:
         gemms = plural(sum(gemm.runs for gemm in built.gemms), "GEMM")
         yield f"GEMM work in {built.low_dtype}: {built.coverage:.1%} of {gemms}"

@@ -332,3 +332,47 @@ def test_without_example_inputs_it_is_a_preview():
     built = report(fxamp.convert(Two(lambda m, x: m.a(x)), FP16))
     assert built.is_preview and built.cast_bytes is None and built.coverage is None
     assert "preview" in str(built)
+
+
+class Innermost(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(self.fc(x)).float() * 2
+
+
+class Twice(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.parts = torch.nn.ModuleList([kind(), kind()])
+
+    def forward(self, x):
+        return self.parts[1](self.parts[0](x))
+
+
+class Deep(Twice):
+    def __init__(self):
+        super().__init__(lambda: Twice(Innermost))
+        self.head = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(super().forward(x))
+
+
+def test_blocks_within_blocks_are_counted_before_the_first_call():
+    """What a model's own code converts, and what it moves, as often as its block runs."""
+    model = fxamp.convert(Deep(), torch.float16, (X,), boundaries=("parts.?", Twice, Innermost))
+    before = report(model)
+    with Counter() as counter:
+        model(X)
+    after = report(model)
+    assert not before.is_preview and before.runs == after.runs == (1, 2, 4)
+    for built in (before, after):
+        assert (built.casts, built.user_casts, built.launches) == (6, 4, 11)
+        moved = built.cast_bytes + built.weight_cast_bytes + built.user_cast_bytes
+        assert moved == counter.counts.cast_nbytes and built.user_cast_bytes == 4 * 32 * (2 + 4)
+    assert before.regions == after.regions and {region.nbytes for region in after.regions if region.graph == 2} == {
+        4 * 32 * 4 * nodes for nodes in {len(region.nodes) for region in after.regions if region.graph == 2}
+    }
