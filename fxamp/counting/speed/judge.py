@@ -25,7 +25,9 @@ class Goal:
 
 
 def limit_of(row: Row) -> str:
-    """What a faster step would need less of: launches, GEMM or bytes."""
+    """What a faster step would need less of: launches, GEMM or bytes. Unknown where the profiler saw no kernel."""
+    if not row["launches"]:
+        return "not profiled"
     busy = min(1.0, row["busy_ms"] / row["ms"])
     if busy < BUSY_ENOUGH:
         return f"launches (device busy {busy:.0%})"

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fxamp.counting.counts import Counter
 from fxamp.counting.speed.modes import Prepared
+from fxamp.numerics import kernels
 
 WARM_UP = 3
 """Steps before the one whose memory is measured; a GraphedStep captures in that one."""
@@ -19,14 +20,17 @@ BURST_MILLISECONDS = 20.0
 MAX_BURST = 10
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
 
-# Names of kernels, and of aten's ops for a profile of the CPU.
-# Inductor names a fused kernel after all it fuses: only its templates are GEMMs, and none is a mere copy.
-GEMM = re.compile(
-    r"^(?!triton_(?!tem)).*(gemm|gemv|nvjet|cutlass|cublas|splitk|conv(?!ert)|[fdw](prop|grad)(?![a-z])|winograd|flash"
-    r"|fmha|sdpa|attention|rnn|lstm|triton_tem|::(add|b|baddb)?mm$)",
-    re.IGNORECASE,
-)
-COPY = re.compile(r"^(?!triton_).*(copy|Memcpy DtoD)", re.IGNORECASE)
+HOST_STEPS = 2
+"""Of a burst, whose issuing is the host's time. LossScaler reads in each step the outcome of the step before the last
+(fxamp.runtime.watch.LAG), so later steps of a burst may wait for the device; GradScaler waits in none where the
+optimizer is fused."""
+LAUNCHES, LAUNCH_BURSTS = 100, 20
+SETTLING_SECONDS, SETTLING_CALLS = 0.03, 6
+
+# aten's ops stand for kernels in a profile of the CPU.
+_ATEN_GEMM = re.compile(r"^aten::(.*(conv(?!ert)|attention|rnn|lstm)|(add|b|baddb)?mm$)", re.IGNORECASE)
+# Inductor names a fused kernel after all it fuses: none is a mere copy.
+_COPY = re.compile(r"^(?!triton_).*(copy|Memcpy DtoD)", re.IGNORECASE)
 # The host's part of a CPU profile: ops that only call others.
 _WRAPPERS = re.compile(r"^(?!aten::)|^aten::(to|linear|matmul|conv2d|convolution|_to_copy|contiguous|reshape|clone)$")
 
@@ -70,7 +74,7 @@ def peak_of(step: Callable[[], Any], device: str) -> int:
 
 
 def timed(step: Callable[[], Any], count: int, device: str) -> tuple[float, float]:
-    """Milliseconds of one of `count` steps in a row, on the device and until the host was free again."""
+    """Milliseconds of one of `count` steps in a row on the device, and of the host for each of the first two."""
     if device != "cuda":
         start = time.perf_counter()
         for _ in range(count):
@@ -81,12 +85,13 @@ def timed(step: Callable[[], Any], count: int, device: str) -> tuple[float, floa
     wait(device)
     start = time.perf_counter()
     began.record()
-    for _ in range(count):
+    for number in range(count):
         step()
+        if number < HOST_STEPS:
+            host = time.perf_counter() - start
     ended.record()
-    host = time.perf_counter() - start
     wait(device)
-    return began.elapsed_time(ended) / count, 1e3 * host / count
+    return began.elapsed_time(ended) / count, 1e3 * host / min(count, HOST_STEPS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +128,7 @@ def in_turns(
             try:
                 sample = timed(step, bursts[name], device)
             except Exception as error:  # out of memory beside others, most likely
-                failed[name] = error
+                failed[name] = error.with_traceback(None)  # whose frames hold what the step had allocated
                 continue
             if number:
                 found[name].append(sample)
@@ -137,8 +142,26 @@ def _medians(samples: list[tuple[float, float]]) -> Times:
     return Times(statistics.median(device), statistics.median(host), len(samples))
 
 
+def launch_us(device: str) -> float:
+    """Microseconds of one op on one element, the least of many bursts: what the host needs to launch it.
+
+    A profiler that stays attached to CUDA makes every later launch slower, and this with it.
+    """
+    one = torch.zeros((), device=device)
+    return 1e3 * min(timed(lambda: one.add_(1), LAUNCHES, device)[0] for _ in range(LAUNCH_BURSTS))
+
+
 def profiled(step: Callable[[], Any], device: str) -> Profile:
-    """One step under torch.profiler; on a CPU its ops stand for kernels."""
+    """One step under torch.profiler; on a CPU its ops stand for kernels.
+
+    A profile that begins while the one before is still being torn down may see no kernel (pytorch/kineto#1554): then
+    once more.
+    """
+    found = _profiled(step, device)
+    return found if found.launches else _profiled(step, device)
+
+
+def _profiled(step: Callable[[], Any], device: str) -> Profile:
     kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if device == "cuda" else [ProfilerActivity.CPU]
     wait(device)
     with profile(activities=kinds) as recorded:
@@ -146,12 +169,28 @@ def profiled(step: Callable[[], Any], device: str) -> Profile:
         wait(device)
     events = recorded.profiler.kineto_results.events()
     chosen = [(event.name(), event.duration_ns() / 1e6) for event in events if _is_launch(event, device)]
-    return Profile(
-        launches=len(chosen),
-        busy_ms=sum(duration for _, duration in chosen),
-        gemm_ms=sum(duration for name, duration in chosen if GEMM.search(name)),
-        copy_ms=sum(duration for name, duration in chosen if COPY.search(name) and not GEMM.search(name)),
-    )
+    if device == "cuda":
+        _let_go()
+    spent = {"gemm": 0.0, "copy": 0.0, "": 0.0}
+    for name, milliseconds in chosen:
+        spent[kind_of(name)] += milliseconds
+    return Profile(len(chosen), sum(spent.values()), spent["gemm"], spent["copy"])
+
+
+def _let_go() -> None:
+    """Leave the profiler's own thread time to detach from CUDA, which it does at the end of a later call of CUDA's:
+    a next profile before that has crashed (pytorch/kineto#1169).
+    """
+    for _ in range(SETTLING_CALLS):
+        time.sleep(SETTLING_SECONDS / SETTLING_CALLS)
+        wait("cuda")
+
+
+def kind_of(kernel: str) -> str:
+    """ "gemm" (attention, convolutions and RNNs too), "copy" or ""; of a kernel, or of an op of a CPU profile."""
+    if _ATEN_GEMM.search(kernel) or kernels.kind_of(kernel, None).endswith("gemm"):
+        return "gemm"
+    return "copy" if _COPY.search(kernel) else ""
 
 
 def _is_launch(event: Any, device: str) -> bool:

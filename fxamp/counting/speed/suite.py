@@ -6,6 +6,7 @@ tools/gpu_speed --dry-run               # everything, tiny, on the CPU: that it 
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import signal
 import sys
@@ -17,89 +18,108 @@ from typing import Any
 import torch
 
 from fxamp.counting import results
-from fxamp.counting.speed import judge, measure
-from fxamp.counting.speed.modes import BASELINE, MODES, SETS, Prepared, Setting
+from fxamp.counting.speed import measure
+from fxamp.counting.speed.modes import BASELINE, COMPILED, COMPILED_FIRST, MODES, SETS, Prepared, Setting
+from fxamp.counting.speed.rows import BUILT, STARTED, TOO_LONG, Rows
 from fxamp.counting.speed.table import markdown
 from fxamp.counting.speed.workloads import FAMILIES, SIZES, workload
 from fxamp.runtime.tf32 import set_tf32
 
-Row = judge.Row
 RESERVE_SECONDS = 8.0
 """Kept of the budget for timing what is built, and for writing."""
-TURNS_SECONDS, TINY_TURNS_SECONDS = 5.0, 0.2
-UNDONE = ("built", "not run")
-"""How the status of a row begins that a further call has to measure."""
+TURNS_SECONDS, TINY_TURNS_SECONDS = 4.0, 0.2
+
+NO_MEMORY = ("out of memory", "OutOfMemoryError", "ALLOC_FAILED", "ALLOCATION_FAILED")
+"""Words of the allocator, of CUDA's driver (also for a graph), of a compiler that quotes them, of cuBLAS and cuDNN."""
 
 
 class OverBudgetError(BaseException):
     """A row took longer than it may; not an Exception, so that nobody who retries on errors catches it."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Seconds: of a call, of building one mode, and of building one that has to be compiled."""
+
+    call: float
+    row: float
+    compiled: float
+
+
 class Suite:
     """One call of the suite.
 
     Args:
-        path: file of the rows; those in it are kept, and not measured again.
-        budget: seconds from now on for everything, and `row_budget` for building one mode.
-        typed: arguments on the command line, for the record.
+        rows: where they go; what is in it and done is not measured again.
+        inner: the compiler of compiled modes.
+        budget: its seconds count from now.
     """
 
-    def __init__(
-        self, path: Path, device: str, dtype: torch.dtype, inner: str, budget: float, row_budget: float, tiny: bool,
-        typed: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        self.path, self.device, self.dtype, self.inner = path, device, dtype, inner
-        self.start, self.budget, self.row_budget, self.tiny, self.typed = (
-            time.perf_counter(), budget, row_budget, tiny, typed,
-        )  # fmt: skip
-        if device == "cuda":  # the libraries' own memory belongs to no mode
-            torch.ones(64, 64, device=device).matmul(torch.ones(64, 64, device=device))
-        self.before = results.load(path)
-        self.rows: dict[str, Row] = dict(self.before["data"]["rows"]) if self.before else {}
+    def __init__(self, rows: Rows, inner: str, budget: Budget) -> None:
+        self.rows, self.inner, self.budget = rows, inner, budget
+        self.device, self.dtype, self.tiny = rows.device, rows.dtype, rows.tiny
+        self.start = time.perf_counter()
+        if self.device == "cuda":  # the libraries' own memory belongs to no mode
+            torch.ones(64, 64, device=self.device).matmul(torch.ones(64, 64, device=self.device))
+        self.unprofiled_launch_us = measure.launch_us(self.device)
         self.broken = ""
-        self.call = max((row.get("run", 0) for row in self.rows.values()), default=0) + 1
 
     @property
     def left(self) -> float:
         """Seconds; none once the device has failed, which only a new process mends."""
-        return 0.0 if self.broken else self.budget - (time.perf_counter() - self.start)
+        return 0.0 if self.broken else self.budget.call - (time.perf_counter() - self.start)
 
     @property
     def why_not(self) -> str:
         """Status of a row that this call cannot measure any more."""
-        return f"not run: {self.broken or f'the budget of {self.budget:.0f} s was spent'}"
+        return f"not run: {self.broken or f'the budget of {self.budget.call:.0f} s was spent'}"
+
+    def row_budget(self, mode: str) -> float:
+        return self.budget.compiled if mode in COMPILED else self.budget.row
 
     def run(self, models: Sequence[str], sizes: Sequence[str], modes: Sequence[str]) -> None:
-        """Measure what is not in the file yet: every model without a compiler first, then with one."""
-        for chosen in SETS:
-            for model in models:
-                for size in sizes:
-                    self._run_set(model, size, [mode for mode in chosen if mode in modes])
+        """Measure what is not in the file yet, set by set for all models; then what took too long in a call before,
+        or the process with it.
+        """
+        for again in (False, True):
+            for members in SETS:
+                chosen = [mode for mode in members if mode in modes]
+                for model in _ordered(models, members):
+                    for size in sizes:
+                        self._run_set(model, size, chosen, again)
 
-    def _run_set(self, model: str, size: str, modes: Sequence[str]) -> None:
-        todo = [mode for mode in modes if self._is_undone(model, size, mode)]
-        if not todo or todo == [BASELINE]:
+    def _run_set(self, model: str, size: str, chosen: Sequence[str], again: bool) -> None:
+        todo = self._todo(model, size, chosen, again)
+        if not todo:
             return
         if self.left < RESERVE_SECONDS:
+            for mode in todo if not again else ():
+                self.rows.put(model, size, mode, status=self.why_not)
+            return
+        if again and not COMPILED.issuperset(todo):
             for mode in todo:
-                self._put(model, size, mode, status=self.why_not)
+                if self.left > RESERVE_SECONDS:
+                    self._measure_set(model, size, [mode])
             return
         self._measure_set(model, size, todo)
         for mode in todo:  # beside the others there was no room: once more with the baseline alone
-            row = self.rows[_key(model, size, mode)]
-            if row["status"] == "out of memory" and mode != BASELINE and len(todo) > 1 and self.left > RESERVE_SECONDS:
+            is_tight = self.rows.status(model, size, mode) == "out of memory"
+            if is_tight and mode != BASELINE and len(todo) > 1 and self.left > RESERVE_SECONDS:
                 self._measure_set(model, size, [mode])
 
-    def _is_undone(self, model: str, size: str, mode: str) -> bool:
-        row = self.rows.get(_key(model, size, mode))
-        return row is None or row["status"].startswith(UNDONE)
+    def _todo(self, model: str, size: str, chosen: Sequence[str], again: bool) -> list[str]:
+        """What is due; a compiled mode takes the other one with it."""
+        due = [mode for mode in chosen if self.rows.is_due(model, size, mode, again=again)]
+        if COMPILED.isdisjoint(due):
+            return due
+        return [mode for mode in chosen if mode in due or self.rows.status(model, size, mode) == "ok"]
 
     def _measure_set(self, model: str, size: str, todo: Sequence[str]) -> None:
         """Build each mode beside the baseline, then time all of them in turns."""
-        run, self.call = self.call, self.call + 1
+        run = self.rows.new_run()
+        self._clean()
         torch._dynamo.reset()
         torch._dynamo.config.allow_rnn = True  # else LSTMs are left out of the graphs, and stay in float32
-        built: dict[str, Prepared] = {}
         try:
             setting = Setting(
                 model, workload(model, size, torch.device(self.device), self.tiny), self.dtype, self.inner
@@ -110,42 +130,53 @@ class Suite:
             shared_bytes = measure.allocated(self.device) - before
         except Exception as error:
             for mode in todo:
-                self._put(model, size, mode, status=_failure(error))
+                self.rows.put(model, size, mode, status=_failure(error))
             return
-        work = setting.work
+        built: dict[str, Prepared] = {}
+        statuses: dict[str, str] = {}
         for mode in dict.fromkeys((BASELINE, *todo)):
-            prepared, facts = self._build(setting, mode, shared_bytes)
-            facts |= {"run": run, "batch": work.batch_size, "unit": work.unit}
-            if mode in todo:
-                self._put(model, size, mode, **facts)
+            began, work, is_asked = time.perf_counter(), setting.work, mode in todo
+            if is_asked:
+                self.rows.put(model, size, mode, status=STARTED, run=run)
+            prepared, facts = self._build(setting, mode, shared_bytes, is_asked)
+            if is_asked:
+                facts |= {"run": run, "batch": work.batch_size, "unit": work.unit}
+                self.rows.put(model, size, mode, build_seconds=round(time.perf_counter() - began, 1), **facts)
             if prepared is not None:
                 built[mode] = prepared
-        if self.broken:  # what was built stays undone
-            return
+            statuses[mode] = facts["status"]
+        if not self.broken and not statuses[BASELINE].startswith(("not run", TOO_LONG)):  # else they stay undone
+            self._time(setting, size, built, todo)
+
+    def _time(self, setting: Setting, size: str, built: dict[str, Prepared], todo: Sequence[str]) -> None:
+        model, asked = setting.name, [mode for mode in built if mode in todo]
+        for mode in asked:
+            self.rows.put(model, size, mode, status=STARTED)
         seconds = min(TINY_TURNS_SECONDS if self.tiny else TURNS_SECONDS, max(1.0, self.left - RESERVE_SECONDS / 2))
+        launch_us = measure.launch_us(self.device)
         steps = {mode: prepared.step for mode, prepared in built.items()}
         times = measure.in_turns(steps, seconds, self.device, self._switch)
-        baseline = times.get(BASELINE)
-        for mode in todo:
-            facts = _timed(times[mode], baseline, work.units) if mode in times else {}
-            if _is_of_device(facts.get("status", "")):
-                self.broken = f"the device failed while {setting.name} was timed; call again"
-            elif facts:
-                self._put(model, size, mode, **facts)
-        built.clear()
-        del setting, work, steps
-        self._clean()
+        found = {mode: _timed(times[mode], times.get(BASELINE), setting.work.units) for mode in times}
+        if any(_is_of_device(facts["status"]) for facts in found.values()):  # rows stay as if the process had crashed
+            self.broken = f"the device failed while {model} was timed; call again"
+            return
+        for mode in asked:
+            facts = found[mode] | {"launch_us": launch_us, "unprofiled_launch_us": self.unprofiled_launch_us}
+            self.rows.put(model, size, mode, **facts)
 
-    def _build(self, setting: Setting, mode: str, shared_bytes: int) -> tuple[Prepared | None, dict[str, Any]]:
-        """A mode, warmed up, and what is measured of it alone."""
+    def _build(
+        self, setting: Setting, mode: str, shared_bytes: int, is_asked: bool
+    ) -> tuple[Prepared | None, dict[str, Any]]:
+        """A mode, warmed up, and, where its row is asked for, what is measured of it alone."""
         if self.left < RESERVE_SECONDS:
             return None, {"status": self.why_not}
-        limit = min(self.row_budget, self.left - RESERVE_SECONDS / 2)
+        row_budget = self.row_budget(mode)
+        limit = min(row_budget, self.left - RESERVE_SECONDS / 2)
         try:
             with _alarm(limit):
-                return self._warm(setting, mode, shared_bytes)
+                return self._warm(setting, mode, shared_bytes, is_asked)
         except OverBudgetError:
-            status = self.why_not if limit < self.row_budget else f"failed: over the row's {limit:.0f} s"
+            status = self.why_not if limit < row_budget else f"{TOO_LONG} {limit:.0f} s"
         except Exception as error:
             status = _failure(error)
             if _is_of_device(status):
@@ -153,7 +184,7 @@ class Suite:
         self._clean()
         return None, {"status": status}
 
-    def _warm(self, setting: Setting, mode: str, shared_bytes: int) -> tuple[Prepared, dict[str, Any]]:
+    def _warm(self, setting: Setting, mode: str, shared_bytes: int, is_asked: bool) -> tuple[Prepared, dict[str, Any]]:
         self._switch(mode)
         before = measure.allocated(self.device)
         prepared = MODES[mode](setting)
@@ -161,6 +192,8 @@ class Suite:
             loss = prepared.step()
         is_finite = bool(loss.isfinite())
         _clear_gradients(prepared)
+        if not is_asked:
+            return prepared, {"status": BUILT}
         own = shared_bytes if prepared.is_sharing else measure.allocated(self.device) - before
         peak = own + measure.peak_of(prepared.step, self.device)
         seen = measure.profiled(prepared.step, self.device)
@@ -168,7 +201,7 @@ class Suite:
         _clear_gradients(prepared)
         notes = [prepared.note(), "" if is_finite else "the loss is not finite"]
         return prepared, {
-            "status": "built: not timed yet",
+            "status": BUILT,
             "peak_gb": peak / 1e9 if self.device == "cuda" else None,
             "launches": seen.launches,
             "busy_ms": seen.busy_ms,
@@ -182,23 +215,15 @@ class Suite:
         """TF32 is a switch of the process; torch.compile guards on it."""
         set_tf32(mode == "TF32")
 
-    def _put(self, model: str, size: str, mode: str, **facts: Any) -> None:
-        """Change a row and write the file."""
-        key = _key(model, size, mode)
-        old = {} if "peak_gb" in facts or "run" in facts else self.rows.get(key, {})
-        self.rows[key] = {**old, "model": model, "size": size, "mode": mode, **facts}
-        results.save(self.record(), self.path)
-
-    def record(self) -> dict[str, Any]:
-        """What the file holds."""
-        seconds = time.perf_counter() - self.start + (self.before or {}).get("seconds", 0.0)
-        data = {"dtype": str(self.dtype).removeprefix("torch."), "tiny": self.tiny, "rows": self.rows}
-        return results.make("tools/gpu_speed", self.typed, data, seconds, self.device)
-
     def _clean(self) -> None:
         gc.collect()
         if self.device == "cuda" and not self.broken:
             torch.cuda.empty_cache()
+
+
+def _ordered(models: Sequence[str], members: Sequence[str]) -> list[str]:
+    """Few models first where a row takes minutes."""
+    return sorted(models, key=lambda model: COMPILED.issuperset(members) and model not in COMPILED_FIRST)
 
 
 @contextlib.contextmanager
@@ -215,24 +240,20 @@ def _alarm(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _key(model: str, size: str, mode: str) -> str:
-    return f"{model}/{size}/{mode}"
-
-
 def _clear_gradients(prepared: Prepared) -> None:
     for parameter in prepared.parameters:
         parameter.grad = None
 
 
 def _is_of_device(status: str) -> bool:
-    """Whether a failure is one after which nothing runs in this process."""
+    """Whether a failure is one after which nothing runs in this process; being out of memory is none."""
     return "CUDA error" in status
 
 
 def _failure(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
     text = str(error).strip().splitlines()
+    if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY):
+        return "out of memory"
     return f"failed: {type(error).__name__}: {text[0][:150] if text else ''}"
 
 
@@ -260,7 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--budget", type=float, default=460.0, help="seconds of this call; default 460")
-    parser.add_argument("--row-budget", type=float, default=60.0, help="seconds to build one mode; default 60")
+    parser.add_argument("--row-budget", type=float, default=40.0, help="seconds to build one mode; default 40")
+    parser.add_argument(
+        "--compile-budget", type=float, default=200.0, help="seconds to build one mode that is compiled; default 200"
+    )
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU: no claim about time")
     parser.add_argument("--inner", help="compiler of the compiled modes; default inductor, in a dry run aot_eager")
     parser.add_argument("--save", type=Path, help="rows as JSON, beside it the table as .md; they are continued")
@@ -275,16 +299,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{path} has rows of {other}. Give another file with --save, or forget them with --fresh.")
     inner = given.inner or ("aot_eager" if is_dry else "inductor")
     device, dtype = "cpu" if is_dry else "cuda", getattr(torch, given.dtype)
-    suite = Suite(path, device, dtype, inner, given.budget, given.row_budget, is_dry, typed)
+    rows = Rows(path, device, dtype, is_dry, typed)
+    suite = Suite(rows, inner, Budget(given.budget, given.row_budget, given.compile_budget))
     suite.run(given.models, given.sizes, given.modes)
-    text = f"{_title(suite.record())}\n\n{markdown(suite.rows.values(), is_dry)}\n"
+    rows.save()
+    text = f"{_title(rows.record())}\n\n{markdown(rows.found.values(), is_dry)}\n"
     path.with_suffix(".md").write_text(text)
     print(text)
-    undone = sum(row["status"].startswith(UNDONE) for row in suite.rows.values())
-    print(f"{len(suite.rows) - undone} rows in {path}, {undone} not run; the same command goes on with those.")
+    print(
+        f"{len(rows.found) - rows.undone} rows in {path}, {rows.undone} not run; the same command goes on with those."
+    )
     if is_dry:
         print("A dry run on the CPU: every mode was run; its times say nothing about a GPU.")
-    return 0 if any(row["status"] == "ok" for row in suite.rows.values()) else 1
+    return 0 if any(row["status"] == "ok" for row in rows.found.values()) else 1
 
 
 def _other_run(path: Path, dtype: str, is_dry: bool) -> str:

@@ -40,9 +40,12 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 LEGEND = """\
 ms: a whole step (forward, loss, backward, scaler, AdamW), median of bursts, modes in turns, by CUDA events. x autocast:
-autocast's time in the same turns, divided by this. host ms: until the host had issued it. peak GB: of this mode alone
-(parameters, gradients, optimizer, activations). casts, GEMM: share of the device's time in kernels that copy and in
-GEMMs, convolutions, attention and RNNs, by name. counted GB: read and written by the ops of forward, loss, backward."""
+autocast's time in the same turns, divided by this. host ms: until the host had issued it, in the first two steps after
+the device was idle. peak GB: of this mode alone (parameters, gradients, optimizer, activations). casts, GEMM: share of
+the device's time in kernels that copy and in GEMMs, convolutions, attention and RNNs, by name. counted GB: read and
+written by the ops of forward, loss, backward."""
+LEFT_BEHIND = 1.05
+"""A launch that takes so much longer than before the first profile shows that the profiler left a cost."""
 
 
 def markdown(rows: Iterable[Row], is_dry: bool = False) -> str:
@@ -52,12 +55,28 @@ def markdown(rows: Iterable[Row], is_dry: bool = False) -> str:
     parts = [tabulate(cells, headers=list(COLUMNS), tablefmt="github", disable_numparse=True), LEGEND]
     if is_dry:
         return "\n\n".join(parts)
+    if cost := profiler_cost(rows):
+        parts.append(cost)
     verdicts = [(goal.text, goal.found, goal.verdict) for goal in goals(rows)]
     parts.append(tabulate(verdicts, headers=("goal", "found", ""), tablefmt="github", disable_numparse=True))
     gaps = [f"{ratio:.3f} ({name})" for ratio, name in gaps_to_half(rows)[:3]]
     if gaps:
         parts.append(f"Biggest gaps between fxamp's fastest step without a compiler and pure half: {', '.join(gaps)}.")
     return "\n\n".join(parts)
+
+
+def profiler_cost(rows: Iterable[Row]) -> str:
+    """Whether launches became slower by the profiles that come before the times: the worst row says it."""
+    found = [(row["launch_us"], row["unprofiled_launch_us"]) for row in rows if row.get("launch_us")]
+    if not found:
+        return ""
+    after, before = max(found, key=lambda pair: pair[0] / pair[1])
+    is_clean = after <= LEFT_BEHIND * before
+    left = "nothing was left" if is_clean else f"what launches limit is up to {after / before - 1:.0%} too slow"
+    return (
+        f"The profiler's cost: a launch took {before:.2f} us of the host before the first profile, at most "
+        f"{after:.2f} us while steps were timed: {left}."
+    )
 
 
 def _place(row: Row) -> tuple[int, int, int]:
