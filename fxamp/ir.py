@@ -35,6 +35,8 @@ WRITES = "fxamp_writes"
 GUESS = "fxamp_guess"
 # What stays of a guess when values are forgotten: the sizes in the node's type are the most that may come.
 GUESSED = "fxamp_guessed"
+# Set on an input that a caller of the model hands over, which nothing of the model has computed.
+FROM_CALLER = "fxamp_from_caller"
 # Set on a node that stands for an expression of the model: the ops it was written with, see fxamp.passes.fuse.
 WRITTEN_OUT = "fxamp_written_out"
 # Set on the nodes of a block that is converted by itself: the block's path in the model.

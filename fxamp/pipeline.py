@@ -175,6 +175,8 @@ def policy_of(root: nn.Module, options: Options) -> Policy:
 
 def _note_storage(captured: Captured, options: Options) -> None:
     for node in captured.graph.nodes:
+        if node.op == "placeholder" and captured.method == "symbolic":
+            node.meta[ir.FROM_CALLER] = True  # an input of one of Dynamo's graphs may be another graph's result
         if node.op == "get_attr":
             node.meta["stored_low"] = is_stored_low(ir.attribute(captured.root, node.target))
         elif node.op == "call_module":

@@ -220,7 +220,7 @@ def _fix_allow(ruling: Ruling, node: fx.Node) -> None:
             return
         verdict = ruling.fixed.get(origin)
         if verdict is not None and verdict.reason.kind == "user cast":
-            ruling.fix(node, "high", "user cast", f"the user cast its operand {origin.name} to float32", origin)
+            ruling.fix(node, "high", "user operand", f"the user cast its operand {origin.name} to float32", origin)
             return
     row = ruling.policy.lists.row(op)
     why = "" if row is None else row.reason if row.origin == "default" else f"set by {row.origin}"
@@ -248,6 +248,8 @@ def _fix_conversion_to_float32(ruling: Ruling, node: fx.Node, sources: set[torch
     elif node in ruling.chosen and ruling.colours[node] == "allow":
         text = f"makes float32; that its readers need not be is by {ruling.chosen[node].text}"
         ruling.fix(node, "high", "conversion", text)
+    elif sources == {torch.float32} and ruling.through_clear(node.all_input_nodes[0]).meta.get(ir.FROM_CALLER):
+        ruling.fix(node, "high", "conversion", "makes sure that an input is float32, which it is")
     elif torch.float32 in sources or sources & {*LOW_DTYPES}:
         ruling.fix(node, "high", "user cast", "the user cast to float32 here")
     elif node in ruling.integers:

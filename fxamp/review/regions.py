@@ -9,6 +9,7 @@ _CAUSES = (
     "list",
     "override",
     "user cast",
+    "user operand",
     "user region",
     "unlisted",
     "literal",

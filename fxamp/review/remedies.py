@@ -227,6 +227,7 @@ _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
     "square": _risky("scale the operand down first, or the square overflows float16 from 256"),
     "upstream": _risky("rounding may take the argument out of the domain: -inf or NaN"),
     "user cast": _user_cast,
+    "user operand": _user_cast,
     "user region": _user_region,
     "override": _overridden,
     "not low-born": _by_level,

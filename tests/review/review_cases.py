@@ -158,7 +158,7 @@ CASES = (
         *(("stream", "stream"), "begins"),
         dtype=torch.bfloat16,
     ),
-    Case("user cast", lambda m, x: m.b(m.a(x).float()), "linear_1", "high", ("user cast", "user cast"), "float_1"),
+    Case("user cast", lambda m, x: m.b(m.a(x).float()), "linear_1", "high", ("user operand", "user cast"), "float_1"),
     Case("user region", switched_off, "linear_1", "high", ("user region",), "autocast off"),
     Case("not low-born", lambda m, x: m.a(x + 1.0), "add", "high", ("not low-born", "input"), "input_0"),
     Case(
