@@ -25,6 +25,7 @@ from fxamp.passes.keep import KeepWeights, forget_copies
 from fxamp.passes.literals import Fit, fit_in
 from fxamp.passes.losses import ReadLogitsLow
 from fxamp.passes.normalise import Normalise
+from fxamp.passes.outputs import ConnectOutputs
 from fxamp.passes.overrides import names_kept
 from fxamp.passes.pack import PackWeights
 from fxamp.passes.pad import PadGemms
@@ -35,6 +36,7 @@ from fxamp.passes.types import InferTypes
 from fxamp.passes.verify import ALWAYS, keeps_state, outputs_have, types_hold
 from fxamp.review.code import call_title
 from fxamp.review.plan import plan_pins
+from fxamp.runtime.apex_casts import casts_into
 from fxamp.storage import is_stored_low, logical_dtype
 from fxamp.variant import Variant
 from fxamp.weight_fits import WeightFits
@@ -59,7 +61,8 @@ def build_variant(
     if spec is None:
         spec = unknown_call(plain)
     fakes = Fakes(plain, logical_dtype)
-    captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in options.lists, live)
+    with casts_into(options.low):
+        captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in options.lists, live)
     before = captured.text()
     total = len(captured.graph.nodes)
     fits = rewrite(captured, fakes if inputs is not None else None, options)
@@ -102,6 +105,7 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
         InsertCasts(policy, options.output_dtype),  # does what was decided
         Absorb(policy.low),  # kernels take casts inside; before padding hides what a cast feeds
         ReadLogitsLow(policy.low, policy.device),  # so does the loss; the padding must see that nothing needs its cast
+        ConnectOutputs(policy.low),  # behind both, which would take its casts away again
         *_padding(captured, fakes, options),  # behind the casts: a cast moves the model's own sizes
         *(() if fuses_casts else (PackWeights(),)),  # last: it groups the weight casts that are left
     )

@@ -20,7 +20,7 @@ from fxamp.passes.verify import casts_minimal, operands_agree
 from fxamp.runtime import low_loss
 
 # What models put between logits and loss: the numbers stay what they are, in another order or shape.
-_MOVES = frozenset("contiguous flatten getitem movedim permute reshape squeeze transpose unsqueeze view".split())
+MOVES = frozenset("contiguous flatten getitem movedim permute reshape squeeze transpose unsqueeze view".split())
 _QUESTIONS = frozenset("dim ndimension numel size".split())
 
 
@@ -96,7 +96,7 @@ class ReadLogitsLow(Pass):
             path.insert(0, node)
             if self._is_conversion_up(node):
                 return path
-            if ir.mark(node).op not in _MOVES or not ir.is_tensor(node) or ir.mark(node).precision != "high":
+            if ir.mark(node).op not in MOVES or not ir.is_tensor(node) or ir.mark(node).precision != "high":
                 return None
             node = node.args[0]
         return None
@@ -131,4 +131,4 @@ def _carries_no_gradient(reader: fx.Node) -> bool:
     """Whether no gradient comes back from a reader, as far as the graph goes: it is the model's result."""
     if reader.op == "output" or not any(found.requires_grad for found in ir.tensors_in(ir.mark(reader).type)):
         return True
-    return ir.mark(reader).op in _MOVES and all(map(_carries_no_gradient, reader.users))
+    return ir.mark(reader).op in MOVES and all(map(_carries_no_gradient, reader.users))

@@ -275,4 +275,4 @@ def test_what_cuda_runs_is_what_the_report_says():
         [sys.executable, "-W", "ignore", "-c", _COUNTED], capture_output=True, text=True, cwd=ROOT, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:2] == ["0 2 0 True", "1 2 1 True"]
+    assert done.stdout.split("\n")[:2] == ["0 2 0 True", "1 2 0 True"]  # bfloat16: the loss reads the caller's copy

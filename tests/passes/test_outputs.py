@@ -1,0 +1,161 @@
+"""Gradients of one result of a model with respect to another: what the caller gets is on the way."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxamp
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Features(nn.Module):
+    """A head's scores, and the features they are computed from."""
+
+    def __init__(self, act=F.leaky_relu):
+        super().__init__()
+        self.body, self.head, self.act = nn.Linear(8, 16), nn.Linear(16, 4), act
+
+    def forward(self, x):
+        features = self.act(self.body(x))
+        return self.head(features), features
+
+
+class Attention(nn.Module):
+    """Attention maps are returned beside the result, as transformers' output_attentions does."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        maps = self.q(x) @ self.k(x).t()
+        return maps.softmax(-1) @ self.v(x), maps
+
+
+class Widened(nn.Module):
+    """The user's own conversion is returned; in float32 it is the very tensor that the head reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        features = self.body(x)
+        return self.head(features), features.float()
+
+
+class Bounded(Features):
+    def forward(self, x):
+        logits = self.body(x)
+        return self.head(logits.sigmoid()), logits
+
+
+class Kept(Features):
+    def forward(self, x):
+        self.features = self.body(x)
+        return self.head(self.features)
+
+
+def gradient(model, x=X):
+    result, inner = model(x)
+    return torch.autograd.grad(result.float().sum(), inner)[0]
+
+
+def distance(ours, theirs):
+    return float((ours.float() - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize(
+    "model", [Features, lambda: Features(lambda y: y), lambda: Features(F.gelu), Attention, Widened, Bounded]
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"capture": "dynamo"},
+        {"level": "aggressive"},
+        {"opt_level": "O2", "example_inputs": (X,)},
+        {"pad": "always"},
+    ],
+    ids=["default", "dynamo", "aggressive", "O2", "padded"],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_result_has_a_gradient_with_respect_to_another(model, options, dtype):
+    torch.manual_seed(0)
+    plain = model()
+    converted = fxamp.convert(copy.deepcopy(plain), dtype=dtype, **options)
+    assert distance(gradient(converted), gradient(plain)) < 8 * torch.finfo(dtype).eps
+    result, inner = converted(X)
+    inner.retain_grad()
+    result.sum().backward()
+    assert inner.grad is not None and inner.dtype == inner.grad.dtype == torch.float32
+
+
+def test_the_numbers_are_those_of_the_copy_that_was_beside():
+    torch.manual_seed(0)
+    plain, rows = Features(), []
+    converted = fxamp.convert(plain, dtype=torch.float16)
+    beside = fxamp.convert(plain, dtype=torch.float16, output_dtype=None)
+    for mine, other in zip(converted(X), beside(X), strict=True):
+        assert torch.equal(mine, other.float())
+    for model in (converted, beside):
+        scores, features = model(X)
+        (scores.float().sum() + features.float().square().sum()).backward()
+        rows.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    for mine, other in zip(*rows, strict=True):
+        assert distance(mine, other) < 2e-3
+
+
+def test_nothing_is_added_where_no_gradient_flows():
+    converted = fxamp.convert(Features(lambda y: y).requires_grad_(False), dtype=torch.float16)
+    converted(X)
+    assert fxamp.report(converted).casts == 3  # the input, two results
+    converted = fxamp.convert(Features(lambda y: y), dtype=torch.float16)
+    converted(X)
+    assert fxamp.report(converted).casts == 4
+
+
+def test_a_value_that_forward_keeps_on_the_model():
+    model = fxamp.convert(Kept(), dtype=torch.bfloat16)
+    scores = model(X)
+    assert torch.autograd.grad(scores.sum(), model.features)[0].abs().sum() > 0
+
+
+def test_a_result_that_is_written_afterwards_is_as_it_was():
+    class Writes(Features):
+        def forward(self, x):
+            features = self.body(x)
+            scores = self.head(features)
+            features.detach().mul_(2)
+            return scores, features
+
+    torch.manual_seed(0)
+    plain = Writes()
+    converted = fxamp.convert(copy.deepcopy(plain), dtype=torch.float16)
+    with torch.no_grad():
+        for mine, other in zip(converted(X), plain(X), strict=True):
+            assert distance(mine, other) < 4e-3
+
+
+def test_through_a_loss_in_forward():
+    """On a CPU; where a kernel of a GPU reads low logits, the loss is computed past the copy that is returned."""
+
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(8, 16)
+
+        def forward(self, x, target):
+            logits = self.head(x)
+            return F.cross_entropy(logits.view(-1, 16), target.view(-1)), logits
+
+    model = fxamp.convert(WithLoss(), dtype=torch.bfloat16)
+    loss, logits = model(X, torch.arange(4))
+    assert torch.autograd.grad(loss, logits)[0].shape == (4, 16)
+    report = fxamp.report(model)
+    assert (report.casts_to_low, report.casts_to_high) == (1, 1)  # one copy for the caller and the loss
