@@ -29,6 +29,7 @@ from fxamp.dynamo_variant import Rewrite, rewrite_dynamo_graph, run_checkpoints
 from fxamp.errors import OptionError, nearest
 from fxamp.options import Options, check_options, device_of
 from fxamp.recompute import compiler_call, fold_checkpoints
+from fxamp.runtime.apex_casts import casts_into
 from fxamp.variant import Variant
 from fxamp.views import nested, plain_inside, plain_tree
 
@@ -126,7 +127,8 @@ class DynamoForward:
             self.protected = protected_lines(base, module, args, kwargs)
             self._compiled = torch.compile(_own_code(base.forward), backend=self._backend)
         try:
-            with modes_wait(), plain_inside(module, self._nested) if self._nested else contextlib.nullcontext():
+            inside = plain_inside(module, self._nested) if self._nested else contextlib.nullcontext()
+            with modes_wait(), casts_into(self.options.low), inside:
                 return self._compiled(module, *args, **kwargs)
         except (RuntimeError, ValueError) as error:
             refused = refused_low_inputs(module, pytree.tree_leaves((args, kwargs)), error)
@@ -210,7 +212,8 @@ def trace_on_fakes(
         variant.captured.forget_values()
         previews.append(variant)
 
-    error = visit_graphs(base, plain, args, kwargs, record)
+    with casts_into(options.low):
+        error = visit_graphs(base, plain, args, kwargs, record)
     if error is not None:
         log.info("no full preview: %s does not run on fake tensors (%s)", base.__qualname__, _first_line(error))
     return previews

@@ -225,9 +225,15 @@ def _preview(model: nn.Module, engine: Engine) -> Variant | None:
 
 
 def _lowered_paths(graph: fx.Graph, opt_level: str, model: nn.Module) -> list[str]:
-    """O2: the parameters that are only read low; O3: every float32 parameter and buffer."""
+    """O2: the parameters that are only read low; O3: every float32 parameter and buffer.
+
+    At O3 those of a module that runs high as a whole (a batch norm whose override says so) stay: nothing casts them.
+    """
     if opt_level == "O3":
-        return [name for name, value in _named_tensors(model) if value.dtype == torch.float32]
+        whole = [node for node in graph.nodes if node.op == "call_module" and ir.mark(node).precision == "high"]
+        high = tuple(f"{node.target}." for node in whole)
+        tensors = _named_tensors(model)
+        return [name for name, value in tensors if value.dtype == torch.float32 and not name.startswith(high)]
     lowered = []
     for node in graph.nodes:
         if node.op == "get_attr" and isinstance(ir.attribute(model, node.target), nn.Parameter):

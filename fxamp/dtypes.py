@@ -15,6 +15,9 @@ NAMES: dict[str, torch.dtype] = {
 }
 """What users call the two."""
 
+# How the cast of a registered function's argument (`x.to(low, copy=False)`) is told from a conversion the user wrote.
+ARGUMENT_CAST = {"copy": False}
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Name without the module: dtype_name(torch.float16) == "float16"."""

@@ -278,3 +278,76 @@ def test_a_parameter_replaced_by_a_float32_one_is_cast_as_at_o1(index):
     o1[index].weight = low[index].weight = weight
     assert torch.equal(low(x), fxamp.convert(o1, torch.bfloat16, (x,))(x))
     assert torch.equal(low.state_dict()[f"{index}.weight"], weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("example", [None, (TOKENS,)])
+def test_a_batch_norm_that_is_denied_at_o3_stays_float32(model, dtype, example):
+    plain = copy.deepcopy(model)
+    converted = fxamp.convert(model, dtype, example, opt_level="O3", overrides={"bn": "deny"})
+    kept = {name for name, value in converted.named_parameters() if value.dtype == torch.float32}
+    assert kept == {"bn.weight", "bn.bias"} and converted.bn.running_var.dtype == torch.float32
+    converted(TOKENS).sum().backward()
+    plain(TOKENS)
+    torch.testing.assert_close(converted.bn.running_var, plain.bn.running_var, rtol=2**-5, atol=0)
+
+
+def test_a_preview_takes_inputs_to_be_where_the_weights_are(model):
+    class Parallel(Net):
+        def forward(self, tokens):
+            if tokens.is_cuda and self.training:
+                raise AssertionError
+            return super().forward(tokens)
+
+    converted = fxamp.convert(Parallel(), torch.bfloat16, opt_level="O2")
+    assert converted.head.weight.dtype == torch.bfloat16 and converted.bn.weight.dtype == torch.float32
+    assert converted(TOKENS).shape == (4, 6, 11)
+
+
+class Deciding(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.fc = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.fc(x).relu() if x.shape[0] > 2 else self.fc(x)
+
+
+def test_a_capture_that_needs_examples_says_how_several_models_get_theirs():
+    nets = [Deciding(4), Deciding(8)]
+    with pytest.raises(fxamp.CaptureError, match=r"It is model 0 of 2: .*example_inputs=\[\(x,\), \(y,\)\]"):
+        fxamp.initialize(nets, opt_level="O2", verbosity=0)
+    with pytest.raises(fxamp.CaptureError, match="It is model 1 of 2"):
+        fxamp.initialize(nets, opt_level="O2", verbosity=0, example_inputs=[(torch.ones(4, 4),), None])
+    nets = [Deciding(4), Deciding(8)]
+    shapes = [(torch.ones(4, 4),), (torch.ones(2, 8),)]
+    made = fxamp.initialize(nets, opt_level="O2", verbosity=0, example_inputs=shapes)
+    assert [net.fc.weight.dtype for net in made] == [torch.bfloat16] * 2
+    assert [net(*shape).shape[1] for net, shape in zip(made, shapes, strict=True)] == [4, 8]
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_one_of_several_models_that_fails_leaves_no_half_converted_ones(opt_level):
+    good = Deciding(4)
+    before = good.fc.weight.detach().clone()
+    with pytest.raises(fxamp.CaptureError, match="model 1 of 2"):
+        fxamp.initialize(
+            [good, Deciding(8)], opt_level=opt_level, verbosity=0, example_inputs=[(torch.ones(4, 4),), None]
+        )
+    assert torch.equal(good.fc.weight, before) and good(torch.ones(4, 4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_apexs_speed_of_light_setting_trains(model, dtype):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    options = {"keep_batchnorm_fp32": True, "cast_model_type": dtype, "loss_scale": 8.0, "verbosity": 0}
+    converted, optimizer = fxamp.initialize(model, optimizer, opt_level="O3", **options)
+    before = F.cross_entropy(converted(TOKENS).flatten(0, 1), TOKENS.flatten())
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(converted(TOKENS).flatten(0, 1), TOKENS.flatten())
+        with fxamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert loss < 0.9 * before
+    assert converted.bn.weight.dtype == torch.float32 and converted.conv.weight.dtype == dtype

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.dtypes import LOW_DTYPES
+from fxamp.dtypes import ARGUMENT_CAST, LOW_DTYPES
 from fxamp.fakes import Fakes
 from fxamp.lists import OpLists
 
@@ -32,7 +32,8 @@ class Promotion:
     2. A deny op reads the model's own low inputs in float32, where the model's weights are float32.
     3. What the user converted (`x.half()`) is read by other ops as it is, and nothing is done in a region without
        autocast.
-    4. An op that torch refuses on mixed operands is tried on widened ones (by the tracer).
+    4. The low arguments of a half_function are as inputs that come in low: its deny ops read them in float32.
+    5. An op that torch refuses on mixed operands is tried on widened ones (by the tracer).
 
     Args:
         root: resolves modules.
@@ -55,7 +56,7 @@ class Promotion:
         """Remember low values that came in from outside, or follow from such."""
         if not _is_low(node) or ir.is_weight(node):
             return
-        if node.op == "placeholder":
+        if node.op == "placeholder" or (node.target == "to" and node.kwargs == ARGUMENT_CAST):
             self._from_outside.add(node)
         elif any(given in self._from_outside for given in node.all_input_nodes):
             if ir.canonical_op(node, self.root) not in _CONVERSIONS:

@@ -153,7 +153,7 @@ class SymbolicTracer(fx.Tracer):
         self._reads: Reads | None = None
         self._opened: nn.Module | None = None
         self._region: Region | None = None
-        self._device_type = "cpu"
+        self.device_type = "cpu"
 
     # ------------------------------------------------------------------------------------------ one trace
 
@@ -161,7 +161,7 @@ class SymbolicTracer(fx.Tracer):
         self._promotion = Promotion(root, self._value_of)
         self._tensor_paths = paths_of_tensors(root)
         self._hooks = {id(module): hooks_on(module) for module in root.modules()}
-        self._device_type = autocast_device(root)
+        self.device_type = autocast_device(root)
         self._reads = Reads(root, lambda: self.evaluating or not self._recording, self._numbers.instead_of)
         with (
             untouched(root),
@@ -169,7 +169,7 @@ class SymbolicTracer(fx.Tracer):
             training_reads(root, self.training),
             unrepeatable_randomness(),
             torch.enable_grad(),
-            idle_autocast(self._device_type),
+            idle_autocast(self.device_type),
             attention.plain_paths(),
             whole_functions(self._function, self._checkpointed),
             honest_questions(),
@@ -323,7 +323,7 @@ class SymbolicTracer(fx.Tracer):
         node = proxy.node
         node.meta["source"] = user_line()
         node.meta["static"] = is_static(node)
-        if not torch.is_autocast_enabled(self._device_type):
+        if not torch.is_autocast_enabled(self.device_type):
             node.meta["autocast"] = "off"
         if kind == "call_module":
             node.meta["inplace"] = bool(getattr(self.root.get_submodule(str(target)), "inplace", False))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from fxamp.errors import OpListError
 from fxamp.lists.environment import EnvironmentChange, read_environment, warn_once
-from fxamp.lists.names import op_name
+from fxamp.lists.names import entered, op_name
 from fxamp.lists.rows import COLOURS, Colour, Row, read_list, read_lists, read_toml
 
 __all__ = ["COLOURS", "DOMAIN_SENSITIVE", "TRAITS", "Colour", "EnvironmentChange", "Op", "OpLists", "Row"]
@@ -70,6 +70,8 @@ class OpLists(Mapping[str, str]):
     ) -> "OpLists":
         """New lists in which these ops have that colour; an op leaves the list it stood in.
 
+        Warns, once per process, of a plain Python function, which no graph holds as an op.
+
         Raises:
             OpListError: an op is named for two lists, or is neither torch's nor a dotted path or `ns::op`.
         """
@@ -77,6 +79,8 @@ class OpLists(Mapping[str, str]):
         for colour, ops in zip(COLOURS, (allow, infer, deny, clear), strict=True):
             for op in _each(ops):
                 name = op_name(op, self, where=f"override({colour}=...): ")
+                if (problem := entered(op, name)) is not None:
+                    warn_once(f"override({colour}=...): {problem}")
                 if colours.setdefault(name, colour) != colour:
                     raise OpListError(f"override: {name!r} is named for {colours[name]} and for {colour}; keep one.")
         return self._moved({name: (colour, "lists=") for name, colour in colours.items()})

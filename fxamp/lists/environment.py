@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fxamp.errors import OpListError, nearest
-from fxamp.lists.names import op_name
+from fxamp.lists.names import entered, op_name
 from fxamp.lists.rows import COLOURS, Colour
 
 ADD: dict[str, Colour] = {f"FXAMP_{colour.upper()}LIST_ADD": colour for colour in COLOURS}
@@ -134,9 +134,13 @@ def _ops(plan: EnvironmentPlan, variable: str, value: str, lists: Mapping[str, s
     ops: dict[str, None] = {}
     for name in names:
         try:
-            ops[op_name(name, lists, where=f"{variable}: ")] = None
+            op = op_name(name, lists, where=f"{variable}: ")
+            ops[op] = None
         except OpListError as error:
             plan.warnings.append(f"{error} The name is ignored.")
+            continue
+        if (problem := entered(name, op)) is not None:
+            plan.warnings.append(f"{variable}: {problem}")
     return ops
 
 

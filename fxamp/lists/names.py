@@ -5,10 +5,12 @@ import importlib.util
 import inspect
 import re
 import sys
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.fx import _symbolic_trace
 
 from fxamp.errors import OpListError, nearest
 from fxamp.opnames import ALIASES, canonical_name, is_qualified, is_torch_op, module_name
@@ -32,6 +34,33 @@ def op_name(op: str | Callable[..., Any], listed: Iterable[str], where: str = ""
             "Other functions and classes are named by dotted path, other libraries' ops by ns::op."
         )
     return name
+
+
+def entered(op: str | Callable[..., Any], name: str) -> str | None:
+    """Why a list that names this op changes nothing: a capture goes into a plain Python function, whose ops have lists.
+
+    None for what a graph can hold as one op, and for a name that no loaded module has.
+    """
+    if "." not in name or is_torch_op(name):
+        return None
+    function = _loaded(op) if isinstance(op, str) else op
+    if not isinstance(function, types.FunctionType):
+        return None
+    if (id(function.__globals__), function.__name__) in _symbolic_trace._wrapped_fns_to_patch:
+        return None
+    return (
+        f"{name!r} is a Python function, which is no op of a graph: capture enters it, and the lists decide about the "
+        "ops inside. To choose its precision, cast at its first line (x.float()), decorate it with float_function, "
+        "half_function or promote_function of fxamp.runtime.apex and use its initialize(), or give it to torch.fx.wrap."
+    )
+
+
+def _loaded(path: str) -> Any:
+    """What has a dotted path in the modules that are loaded, None where nothing has."""
+    owner, _, last = path.rpartition(".")
+    if not owner:
+        return None
+    return getattr(sys.modules.get(owner) or _loaded(owner), last, None)
 
 
 def _from_object(op: Callable[..., Any]) -> str:

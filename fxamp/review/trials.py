@@ -20,6 +20,7 @@ from fxamp.errors import OptionError
 from fxamp.fakes import Fakes, is_foreign
 from fxamp.lists import OpLists
 from fxamp.rebuild import rebuild_variant, training_flags, with_data
+from fxamp.runtime.apex_casts import casts_into
 from fxamp.runtime.masters import exact_values
 from fxamp.runtime.packed_weights import packed_cast
 from fxamp.storage import is_stored_low, logical_dtype, lower_parameters
@@ -95,7 +96,7 @@ class Trials:
         new = frozenset(op for op in lists if op not in self.engine.options.lists)
         found = self.captures.get((id(variant), new))
         if found is None or found.fakes.is_reshaped:
-            found = self.captures[id(variant), new] = _capture(self.plain, variant, lists)
+            found = self.captures[id(variant), new] = _capture(self.plain, variant, lists, self.engine.options.low)
         return found
 
 
@@ -116,11 +117,12 @@ class _Capture:
         return dataclasses.replace(self.captured, graph=graph, constants=dict(self.captured.constants))
 
 
-def _capture(plain: nn.Module, variant: Variant, lists: OpLists) -> _Capture:
+def _capture(plain: nn.Module, variant: Variant, lists: OpLists, low: torch.dtype) -> _Capture:
     before, fakes = variant.captured, _MemoisedFakes(plain, logical_dtype)
     spec = unknown_call(plain) if variant.is_preview else before.spec
     inputs = None if variant.is_preview else [with_data(value, plain) for value in before.example or []]
-    captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in lists, before.live)
+    with casts_into(low):
+        captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in lists, before.live)
     fakes.is_on = not fakes.is_reshaped
     return _Capture(captured, fakes)
 

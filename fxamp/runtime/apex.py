@@ -11,7 +11,6 @@ loss scalers belong to the process, one `initialize` sets them. Differences: an 
 static scale (apex wrote the inf into the weights), and whether a step is skipped is decided on the device.
 """
 
-import collections
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
@@ -19,26 +18,54 @@ from typing import Any
 
 import torch
 
-from fxamp.errors import CheckpointError, FxampError, OptionError
+from fxamp.errors import FxampError, OptionError
 from fxamp.runtime import gradients
-from fxamp.runtime.apex_options import BRIEF, Properties, properties, table
+from fxamp.runtime.apex_casts import (
+    casting,
+    casts_disabled,
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from fxamp.runtime.apex_options import BRIEF, check_output_dtype, check_whole, properties, table
 from fxamp.runtime.apex_prepare import (
     IS_UNSCALED,
     PENDING_FOUND_INF,
     add_back,
     check_models,
     check_optimizers,
-    converted,
+    converted_all,
+    low_of,
     prepared,
     put_back,
-    registry,
     scaler_of,
     stash,
+    without_gradients,
 )
-from fxamp.runtime.fixed_scalers import NoOpLossScaler, StaticLossScaler
+from fxamp.runtime.apex_state import AmpState, Session, load, saved
+from fxamp.runtime.fixed_scalers import NoOpLossScaler
 from fxamp.runtime.master_weights import MasterWeightOptimizer
-from fxamp.runtime.scale_rule import ScaleRule, checked_scale
 from fxamp.runtime.scaler import LossScaler
+
+__all__ = [
+    "NotInitializedError",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "init",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+]
 
 logger = logging.getLogger("fxamp")
 
@@ -49,15 +76,7 @@ class NotInitializedError(FxampError, RuntimeError):
     """scale_loss or state_dict was used before initialize."""
 
 
-class _Session:
-    """What one `initialize` set up."""
-
-    def __init__(self, chosen: Properties | None, scalers: list[LossScaler]) -> None:
-        self.properties = chosen
-        self.scalers = scalers
-
-
-_session: _Session | None = None
+_amp_state = AmpState()
 
 
 def initialize(
@@ -85,13 +104,15 @@ def initialize(
         models, optimizers: one, or a list.
         enabled: False returns everything unchanged, and makes scale_loss pass the loss through.
         opt_level, cast_model_type, ..., loss_scale: see apex_options; None leaves the level's own value.
-        cast_model_outputs: dtype of floating outputs; None is float32.
+        cast_model_outputs: dtype of floating outputs; None is float32, and at O0 as they come.
         num_losses: how many loss scalers; `scale_loss(..., loss_id=k)` picks one.
         verbosity: 0 leaves out the table of the chosen properties. What `convert` logs stays; FXAMP_LOG_LEVEL
             sets that.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale; None is 2**-14.
         convert: what converts a model; None: fxamp.convert. It is called with dtype, opt_level, output_dtype,
             overrides, lists (where registered functions or batch norms ask for them) and `convert_options`.
+        convert_options: further arguments of fxamp.convert. `example_inputs` may be a list, one for each of `models`:
+            `initialize([net, critic], example_inputs=[(noise,), (images,)])`.
 
     Returns:
         The converted models and the prepared optimizers, each as one or as a list, as given; the models alone where
@@ -101,9 +122,11 @@ def initialize(
         OptionError: a property, model or optimizer that is not allowed; says what is.
         FxampError: whatever `convert` raises.
     """
-    global _session
+    check_whole("num_losses", num_losses, 1)
+    check_output_dtype(cast_model_outputs)
     if not enabled:
-        _session = _Session(None, [NoOpLossScaler() for _ in range(num_losses)])
+        casting.low = None
+        _amp_state.session = Session(None, [NoOpLossScaler() for _ in range(num_losses)])
         return models if optimizers is None else (models, optimizers)
     chosen = properties(
         opt_level,
@@ -121,9 +144,15 @@ def initialize(
     if verbosity:
         logger.info("opt_level %s: %s\n%s", opt_level, BRIEF[opt_level], table(chosen))
     options = {**convert_options, "output_dtype": cast_model_outputs or torch.float32}
-    models_converted = [converted(model, chosen, convert, options) for model in model_list]
+    was, casting.low = casting.low, low_of(chosen, model_list, options)
+    try:
+        models_converted = converted_all(model_list, chosen, convert, options)
+    except BaseException:
+        casting.low = was
+        raise
     optimizers_prepared = [prepared(optimizer, chosen) for optimizer in optimizer_list]
-    _session = _Session(chosen, scalers)
+    _amp_state.session = Session(chosen, scalers, models_converted)
+    _amp_state.verbosity = verbosity
     models = models_converted if isinstance(models, list | tuple) else models_converted[0]
     if optimizers is None:
         return models
@@ -142,7 +171,8 @@ def scale_loss(
     """Yield the scaled loss; on exit gradients are unscaled, and checked for the next `optimizer.step()`.
 
     Gradients that stand from an earlier backward are added to the new ones, each unscaled by its own scale.
-    After an error in the block they stand as before it. After the block
+    After an error in the block they stand as before it (where scaled ones stood, of a delay_unscale, those of the
+    broken backward are among them). After the block
     `clip_grad_norm_(master_params(optimizer), max_norm)` clips true values.
 
     Args:
@@ -158,13 +188,16 @@ def scale_loss(
 
     Raises:
         NotInitializedError: initialize was not called.
-        OptionError: loss_id is out of range, or an optimizer did not come from initialize.
+        OptionError: the loss is no tensor, loss_id is out of range, or an optimizer did not come from initialize.
     """
     session = _current("scale_loss")
     if session.properties is None:
         yield loss
         return
-    if not 0 <= loss_id < len(session.scalers):
+    if not isinstance(loss, torch.Tensor):
+        raise OptionError(f"scale_loss() got a {type(loss).__name__} as loss; give the tensor, without .item().")
+    check_whole("loss_id", loss_id, 0)
+    if loss_id >= len(session.scalers):
         raise OptionError(
             f"loss_id={loss_id}: there are {len(session.scalers)} losses; initialize(num_losses=) sets it."
         )
@@ -187,13 +220,14 @@ def scale_loss(
 def _standing_gradients(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
     """Set unscaled gradients aside; after an error they stand again, whatever happened to the new ones."""
     were_unscaled = [getattr(optimizer, IS_UNSCALED) for optimizer in optimizers]
+    were_empty = [without_gradients(optimizer) for optimizer in optimizers]
     for optimizer in optimizers:
         stash(optimizer)
     try:
         yield
     except BaseException:
-        for optimizer, was_unscaled in zip(optimizers, were_unscaled, strict=True):
-            put_back(optimizer, was_unscaled)
+        for optimizer, was_unscaled, empty in zip(optimizers, were_unscaled, were_empty, strict=True):
+            put_back(optimizer, was_unscaled, empty)
         raise
 
 
@@ -219,6 +253,8 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     Returns:
         Masters, and parameters that need none, in the order of the optimizer's groups.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise OptionError(f"master_params() got a {type(optimizer).__name__}; give it an optimizer.")
     if isinstance(optimizer, MasterWeightOptimizer):
         yield from optimizer.master_params()
     else:
@@ -227,14 +263,7 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 def state_dict() -> dict[str, dict[str, float]]:
     """{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}, apex's format."""
-    scalers = _current("state_dict").scalers
-    return collections.OrderedDict(
-        (
-            f"loss_scaler{number}",
-            {"loss_scale": scaler.get_scale(), "unskipped": scaler._get_growth_tracker()},
-        )
-        for number, scaler in enumerate(scalers)
-    )
+    return saved(_current("state_dict").scalers)
 
 
 def load_state_dict(state: dict[str, dict[str, float]]) -> None:
@@ -244,70 +273,46 @@ def load_state_dict(state: dict[str, dict[str, float]]) -> None:
         CheckpointError: a key that is no loss scaler's, or a value that is none of its states; nothing is changed.
         NotInitializedError: initialize was not called.
     """
-    scalers = _current("load_state_dict").scalers
-    unexpected = [key for key in state if not key.startswith("loss_scaler")]
-    if unexpected:
-        raise CheckpointError(f"Unexpected keys {unexpected}; apex's state has loss_scaler0, loss_scaler1, ...")
-    if len(state) != len(scalers):
-        logger.warning("the state has %d loss scalers, initialize() made %d", len(state), len(scalers))
-    numbers = {key: _numbers_of(key, saved) for key, saved in state.items()}
-    for number, scaler in enumerate(scalers):
-        if f"loss_scaler{number}" in numbers and scaler.is_enabled():
-            scale, unskipped = numbers[f"loss_scaler{number}"]
-            now = {**scaler.state_dict(), "scale": scale, "_growth_tracker": unskipped}
-            if isinstance(scaler, StaticLossScaler):
-                now.update(min_scale=scale, max_scale=scale)
-            LossScaler.load_state_dict(scaler, now)
+    load(_current("load_state_dict").scalers, state)
 
 
-def _numbers_of(key: str, saved: Any) -> tuple[float, int]:
-    try:
-        scale, unskipped = float(saved["loss_scale"]), int(saved["unskipped"])
-        return checked_scale("loss_scale", scale, ScaleRule(min_scale=2.0**-149, max_scale=2.0**127)), unskipped
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{key} is {saved!r}, not a loss_scale and an unskipped: {error}") from error
+def disable_casts() -> contextlib.AbstractContextManager[None]:
+    """Inside, models that were converted at O1 run as they are written, in float32, and registered functions cast
+    nothing.
+
+        with amp.disable_casts():
+            exact = model(x)
+
+    Models of O2 and O3 run as ever: their weights are low.
+    """
+    session = _amp_state.session
+    casts = session is not None and session.properties is not None and session.properties.opt_level == "O1"
+    return casts_disabled(session.models() if session is not None and casts else [])
 
 
-def register_half_function(module: Any, name: str) -> None:
-    """Run `module.name` in low precision; call it before initialize."""
-    _register("allow", module, name)
+def init(*args: Any, **kwargs: Any) -> Any:
+    """apex's old interface, which this module has not.
 
-
-def register_float_function(module: Any, name: str) -> None:
-    """Run `module.name` in float32; call it before initialize."""
-    _register("deny", module, name)
-
-
-def register_promote_function(module: Any, name: str) -> None:
-    """Run `module.name` in the widest precision of its inputs; call it before initialize."""
-    _register("infer", module, name)
-
-
-def half_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: run a function of yours in low precision."""
-    return _registered("allow", function)
-
-
-def float_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: run a function of yours in float32."""
-    return _registered("deny", function)
-
-
-def promote_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: run a function of yours in the widest precision of its inputs."""
-    return _registered("infer", function)
+    Raises:
+        OptionError: always; says what to use.
+    """
+    raise OptionError(
+        "init() is apex's old interface: it patches torch's functions for every model. Here models are converted: "
+        "model, optimizer = initialize(model, optimizer, opt_level='O1'), and scale_loss() in place of "
+        "handle.scale_loss()."
+    )
 
 
 # Internals
 
 
-def _current(called: str) -> _Session:
-    if _session is None:
+def _current(called: str) -> Session:
+    if _amp_state.session is None:
         raise NotInitializedError(
             f"{called}() was called before initialize(): "
             "model, optimizer = initialize(model, optimizer, opt_level=...) comes first."
         )
-    return _session
+    return _amp_state.session
 
 
 def _as_list(given: Any, kind: type, name: str) -> list[Any]:
@@ -316,15 +321,3 @@ def _as_list(given: Any, kind: type, name: str) -> list[Any]:
         if not isinstance(one, kind):
             raise OptionError(f"{name}s must be a {name} or a list of {name}s, got a {type(one).__name__}.")
     return every
-
-
-def _register(colour: str, module: Any, name: str) -> None:
-    function = getattr(module, name, None)
-    if function is None:
-        raise OptionError(f"No function named {name} in module {getattr(module, '__name__', module)}.")
-    _registered(colour, function, f"{getattr(module, '__name__', type(module).__name__)}.{name}")
-
-
-def _registered(colour: str, function: Callable[..., Any], path: str | None = None) -> Callable[..., Any]:
-    registry[colour].append(path or f"{function.__module__}.{function.__qualname__}")
-    return function

@@ -26,6 +26,7 @@ class Properties:
         patch_torch_functions: True in O1, which inserts casts; nothing is patched, the graph is rewritten.
         keep_batchnorm_fp32: None means the level's own rule.
         loss_scale: "dynamic" or a number.
+        enabled: False where initialize() was told to do nothing.
     """
 
     opt_level: str
@@ -34,6 +35,7 @@ class Properties:
     keep_batchnorm_fp32: bool | None = None
     master_weights: bool | None = None
     loss_scale: float | str = 1.0
+    enabled: bool = True
 
 
 LEVELS = {
@@ -58,8 +60,9 @@ def properties(opt_level: str, **overrides: Any) -> Properties:
             + nearest(str(opt_level), LEVELS)
         )
     given = {name: value for name, value in overrides.items() if value is not None}
-    if "keep_batchnorm_fp32" in given:
-        given["keep_batchnorm_fp32"] = _as_bool("keep_batchnorm_fp32", given["keep_batchnorm_fp32"])
+    for name in ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
+        if name in given:
+            given[name] = _as_bool(name, given[name])
     if "loss_scale" in given:
         given["loss_scale"] = _as_loss_scale(given["loss_scale"])
     _check_overrides(opt_level, given)
@@ -79,6 +82,8 @@ def _check_overrides(opt_level: str, given: dict[str, Any]) -> None:
                 raise OptionError(f"{name}={given[name]!r} has no meaning with opt_level='O1': {reason}.")
     elif given.get("patch_torch_functions"):
         raise OptionError("patch_torch_functions=True belongs to opt_level='O1' only; leave it out.")
+    if opt_level == "O0" and low is not None and low != torch.float32:
+        raise OptionError(f"cast_model_type={low!r}: O0 is float32 training; lower models with opt_level='O2' or 'O3'.")
     if opt_level in ("O2", "O3") and low is not None and low not in LOW_DTYPES:
         raise OptionError(f"cast_model_type={low!r} must be torch.float16 or torch.bfloat16 in {opt_level}.")
 
@@ -91,12 +96,26 @@ def _as_bool(name: str, value: object) -> bool:
 
 
 def _as_loss_scale(value: object) -> float | str:
-    if value == "dynamic":
+    if isinstance(value, str) and value == "dynamic":
         return "dynamic"
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise OptionError(f"loss_scale={value!r} must be a number or 'dynamic'.") from None
+
+
+def check_output_dtype(dtype: object) -> None:
+    """Refuse a cast_model_outputs that is no floating dtype."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise OptionError(f"cast_model_outputs={dtype!r} must be a floating dtype, such as torch.float32, or None.")
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """Refuse what is no whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise OptionError(f"{name}={value!r} must be a whole number, {least} or more.")
 
 
 def table(chosen: Properties) -> str:

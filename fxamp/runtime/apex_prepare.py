@@ -3,19 +3,22 @@
 import functools
 import importlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from fxamp.errors import OptionError
+from fxamp.dtypes import resolve_dtype
+from fxamp.errors import CaptureError, OptionError
 from fxamp.runtime import gradients
+from fxamp.runtime.apex_casts import registry
 from fxamp.runtime.apex_options import Properties
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.fixed_scalers import StaticLossScaler
 from fxamp.runtime.master_gradients import mirror_gradient
 from fxamp.runtime.master_weights import MasterWeightOptimizer
-from fxamp.runtime.scale_rule import ScaleRule, checked_scale
+from fxamp.runtime.scale_rule import LARGEST_SCALE, SMALLEST_SCALE, ScaleRule, checked_scale
 from fxamp.runtime.scaler import LossScaler
 
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
@@ -23,9 +26,6 @@ PENDING_FOUND_INF = "_fxamp_found_inf"
 IS_UNSCALED = "_fxamp_gradients_are_unscaled"
 STASH = "_fxamp_stashed_gradients"
 FIRST_SCALE = 2.0**16  # apex's own
-
-# Functions registered by the user: colour -> dotted paths.
-registry: dict[str, list[str]] = {"allow": [], "deny": [], "infer": []}
 
 
 def check_models(models: list[torch.nn.Module]) -> None:
@@ -48,6 +48,64 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
             raise OptionError("A given optimizer should only be passed through initialize() once.")
 
 
+def low_of(chosen: Properties, models: list[torch.nn.Module], options: dict[str, Any]) -> torch.dtype | None:
+    """The low dtype that the models will run in; None where nothing is converted."""
+    if not _converts(chosen):
+        return None
+    device = next((tensor.device for model in models for tensor in model.parameters()), torch.device("cpu"))
+    return resolve_dtype(chosen.cast_model_type or options.get("dtype"), device)
+
+
+def _converts(chosen: Properties) -> bool:
+    return chosen.opt_level in ("O2", "O3") or chosen.patch_torch_functions
+
+
+def converted_all(
+    models: list[torch.nn.Module],
+    chosen: Properties,
+    convert: Callable[..., torch.nn.Module] | None,
+    options: dict[str, Any],
+) -> list[torch.nn.Module]:
+    """Every model as its level asks, each with its own example inputs where a list of them is given; all or none.
+
+    Raises:
+        CaptureError: of one of several models, with how to give example inputs to each.
+    """
+    options = dict(options)
+    examples = options.pop("example_inputs", None)
+    own = examples if isinstance(examples, list) else [examples] * len(models)
+    if len(own) != len(models):
+        raise OptionError(
+            f"example_inputs is a list of {len(own)}, and there are {len(models)} models: give one for each, a tuple "
+            "of arguments or None; a tuple in place of the list is for every model."
+        )
+    made = []
+    before = [(tensor, tensor.data, tensor.grad) for model in models for tensor in _tensors(model)]
+    for number, (model, example) in enumerate(zip(models, own, strict=True)):
+        try:
+            given = {} if example is None else {"example_inputs": example}
+            made.append(converted(model, chosen, convert, {**options, **given}))
+        except Exception as error:
+            _put_back(before)
+            if not isinstance(error, CaptureError) or len(models) == 1 or example is not None:
+                raise
+            raise CaptureError(
+                f"{error} It is model {number} of {len(models)}: initialize(models, ..., example_inputs=[(x,), (y,)]) "
+                "gives each its own, None where one needs none."
+            ) from error
+    return made
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_leaf)
+
+
+def _put_back(before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
+    """Undo what O2 and O3 did to the models before the one that failed: they can be given to initialize() again."""
+    storage = importlib.import_module("fxamp.storage")
+    storage.put_back(storage.Lowered(*each) for each in before if storage.is_stored_low(each[0]))
+
+
 def converted(
     model: torch.nn.Module,
     chosen: Properties,
@@ -55,8 +113,10 @@ def converted(
     options: dict[str, Any],
 ) -> torch.nn.Module:
     """A model as its level asks; `convert` is fxamp.convert unless given."""
-    if chosen.opt_level == "O0":
-        return model.to(chosen.cast_model_type)
+    if not _converts(chosen):
+        if options["output_dtype"] != torch.float32:
+            model.register_forward_hook(functools.partial(_cast_outputs, dtype=options["output_dtype"]))
+        return model
     options = {"dtype": chosen.cast_model_type, "opt_level": chosen.opt_level, **options}
     overrides = {**_batchnorm_overrides(model, chosen), **options.pop("overrides", {})}
     if overrides:
@@ -70,6 +130,12 @@ def converted(
         assert package is not None
         convert = package.convert
     return convert(model, **options)
+
+
+def _cast_outputs(module: torch.nn.Module, args: Any, outputs: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(
+        torch.Tensor, lambda given: given.to(dtype) if given.is_floating_point() else given, outputs
+    )
 
 
 def _batchnorm_overrides(model: torch.nn.Module, chosen: Properties) -> dict[str, str]:
@@ -117,7 +183,7 @@ def scaler_of(chosen: Properties, min_scale: float | None, max_scale: float) -> 
     if chosen.loss_scale == "dynamic":
         floor = 2.0**-14 if min_scale is None else min_scale
         for name, bound in (("min_loss_scale", floor), ("max_loss_scale", max_scale)):
-            checked_scale(name, bound, ScaleRule(min_scale=2.0**-149, max_scale=2.0**127))
+            checked_scale(name, bound, ScaleRule(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE))
         first = min(max_scale, FIRST_SCALE)
         if floor > first:
             limit = f"max_loss_scale={max_scale:g}" if max_scale < FIRST_SCALE else f"the first scale, {first:g}"
@@ -156,11 +222,22 @@ def add_back(optimizer: torch.optim.Optimizer) -> None:
     stash.clear()
 
 
-def put_back(optimizer: torch.optim.Optimizer, was_unscaled: bool) -> None:
+def without_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters that have no gradient."""
+    return [parameter for parameter in gradients.parameters(optimizer) if parameter.grad is None]
+
+
+def put_back(optimizer: torch.optim.Optimizer, was_unscaled: bool, empty: list[torch.Tensor]) -> None:
     """After an error: the gradients as they stood before `stash`, without what a broken backward left.
 
     Where scaled gradients stood, those of the broken backward are among them, as after `loss.backward()`.
+
+    Args:
+        empty: the parameters that had none.
     """
+    for parameter in empty:
+        parameter.grad = None
+        mirror_gradient(parameter)
     if was_unscaled:
         for parameter in gradients.parameters(optimizer):
             parameter.grad = None

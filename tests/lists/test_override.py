@@ -2,19 +2,27 @@
 
 import dataclasses
 import pickle
+import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxamp.errors import OpListError
-from fxamp.lists import COLOURS, OpLists, Row
+from fxamp.lists import COLOURS, OpLists, Row, environment
 
 LISTS = OpLists.default()
 
 
 def my_gemm(a, b):
     return a @ b
+
+
+def my_wrapped_gemm(a, b):
+    return a @ b
+
+
+fx.wrap("my_wrapped_gemm")
 
 
 class MyLinear(nn.Linear):
@@ -132,3 +140,21 @@ def test_pickle_keeps_everything():
     copy = pickle.loads(pickle.dumps(lists))
     assert copy == lists and copy.environment == lists.environment
     assert copy.row("my.gemm") == lists.row("my.gemm")
+
+
+@pytest.mark.parametrize("given", [my_gemm, f"{__name__}.my_gemm"])
+def test_a_python_function_that_capture_enters_is_warned_about_with_what_to_do(given, monkeypatch):
+    monkeypatch.setattr(environment, "_warned", set())
+    with pytest.warns(UserWarning, match=r"override\(deny=...\): .*my_gemm' is a Python function.*float_function"):
+        LISTS.override(deny=[given])
+    monkeypatch.setattr(environment, "_warned", set())
+    with pytest.warns(UserWarning, match=r"FXAMP_DENYLIST_ADD: .*my_gemm' is a Python function"):
+        LISTS.with_environment({"FXAMP_DENYLIST_ADD": f"{__name__}.my_gemm"})
+
+
+def test_what_a_graph_holds_as_an_op_is_not_warned_about(monkeypatch):
+    monkeypatch.setattr(environment, "_warned", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LISTS.override(deny=[my_wrapped_gemm, MyLinear, MyFunction, MyFunction.apply, f"{__name__}.my_wrapped_gemm"])
+        LISTS.override(deny=["torch.nn.functional.gelu", torch.nn.functional.cross_entropy, "not_loaded.fused"])

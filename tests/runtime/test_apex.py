@@ -7,8 +7,8 @@ import torch
 
 from fxamp.errors import CheckpointError, OptionError
 from fxamp.runtime import apex as amp
+from fxamp.runtime.apex_casts import registry
 from fxamp.runtime.apex_options import properties
-from fxamp.runtime.apex_prepare import registry
 from fxamp.runtime.master_weights import MasterWeightOptimizer, master_of
 
 
@@ -31,12 +31,12 @@ calls: list[dict] = []
 
 @pytest.fixture(autouse=True)
 def fresh():
-    amp._session = None
+    amp._amp_state.session = amp.casting.low = None
     calls.clear()
     for paths in registry.values():
         paths.clear()
     yield
-    amp._session = None
+    amp._amp_state.session = amp.casting.low = None
 
 
 def start(opt_level, **options):
@@ -154,7 +154,7 @@ def test_each_loss_has_its_scaler_and_gradients_add_up_unscaled():
 def test_bounds_of_the_scale():
     start("O1", min_loss_scale=64.0, max_loss_scale=256.0)
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 256.0
-    assert amp._session.scalers[0].rule.min_scale == 64.0
+    assert amp._amp_state.session.scalers[0].rule.min_scale == 64.0
 
 
 @pytest.mark.parametrize(
@@ -221,12 +221,9 @@ def test_keep_batchnorm_becomes_an_override(level, keep, expected):
     assert calls[0]["overrides"] == {"1": expected}
 
 
-def test_registered_functions_reach_the_lists():
-    @amp.half_function
-    def mine(x):
-        return x
-
-    amp.register_float_function(math, "exp")
+def test_functions_of_torch_reach_the_lists():
+    amp.register_half_function(torch.nn.functional, "softmax")
+    amp.register_float_function(torch.Tensor, "tanh")
     amp.register_promote_function(torch, "add")
 
     class Lists:
@@ -234,11 +231,8 @@ def test_registered_functions_reach_the_lists():
             return changes
 
     start("O1", lists=Lists())
-    allowed = [path for path in calls[0]["lists"]["allow"] if path.endswith("mine")]
-    assert len(allowed) == 1 and allowed[0].startswith(mine.__module__)
-    assert (calls[0]["lists"]["deny"], calls[0]["lists"]["infer"]) == (("math.exp",), ("torch.add",))
-    with pytest.raises(OptionError, match="No function named exq in module math"):
-        amp.register_half_function(math, "exq")
+    paths = {"allow": ("torch.nn.functional.softmax",), "deny": ("Tensor.tanh",), "infer": ("torch.add",)}
+    assert calls[0]["lists"] == paths
 
 
 @pytest.mark.parametrize(
@@ -252,6 +246,11 @@ def test_registered_functions_reach_the_lists():
         ("O2", {"cast_model_type": torch.float64}, "float64"),
         ("O2", {"keep_batchnorm_fp32": "yes"}, "'yes' must be"),
         ("O2", {"loss_scale": "static"}, "'static' must be a number"),
+        ("O1", {"loss_scale": True}, "loss_scale=True must be a number"),
+        ("O2", {"master_weights": "yes"}, "master_weights='yes' must be"),
+        ("O1", {"patch_torch_functions": 1.5}, "patch_torch_functions=1.5 must be"),
+        ("O0", {"cast_model_type": torch.float16}, "O0 is float32 training.*'O2' or 'O3'"),
+        ("O0", {"cast_model_type": "float"}, "cast_model_type='float'"),
     ],
 )
 def test_contradictions_are_refused(level, overrides, text):
@@ -377,9 +376,104 @@ def test_an_error_while_unscaling_puts_the_gradients_back(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(amp._session.scalers[0], "unscale_", out_of_memory)
+        patch.setattr(amp._amp_state.session.scalers[0], "unscale_", out_of_memory)
         with pytest.raises(MemoryError):
             backward(model, optimizer, 2.0)
     assert model.weight.grad.item() == 0.5
     backward(model, optimizer, 0.25)
     assert model.weight.grad.item() == 0.75
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_broken_backward_leaves_no_scaled_gradients_where_none_stood(level):
+    linear = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = amp.initialize(
+        linear, torch.optim.SGD(linear.parameters(), 1.0), opt_level=level, convert=convert
+    )
+    with pytest.raises(MemoryError):
+        backward(model, optimizer, 2.0, fails=True)
+    assert model.weight.grad is None
+    assert all(parameter.grad is None for parameter in amp.master_params(optimizer))
+
+
+def test_only_gradients_that_stood_are_kept_after_an_error():
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)])
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 1.0), convert=convert)
+    with amp.scale_loss(model[0].weight.sum(), optimizer) as scaled:
+        scaled.backward()
+    with pytest.raises(MemoryError), amp.scale_loss(model[1].weight.sum(), optimizer) as scaled:
+        scaled.backward()
+        raise MemoryError
+    assert model[0].weight.grad.item() == 1.0 and model[1].weight.grad is None
+
+
+@pytest.mark.parametrize("count", ["2", 0, -1, 1.5, True])
+def test_a_number_of_losses_that_cannot_be_is_refused(count):
+    with pytest.raises(OptionError, match=f"num_losses={count!r} must be a whole number"):
+        start("O1", num_losses=count)
+    assert not calls
+
+
+def test_wrong_arguments_are_refused_by_name():
+    model, optimizer = start("O1")
+    for call, culprit in (
+        (lambda: amp.scale_loss(5.0, optimizer), "float as loss.*tensor"),
+        (lambda: amp.scale_loss(torch.ones(()), optimizer, loss_id="0"), "loss_id='0' must be a whole number"),
+        (lambda: amp.scale_loss(torch.ones(()), optimizer, loss_id=-1), "loss_id=-1"),
+        (lambda: amp.scale_loss(torch.ones(()), optimizer, loss_id=1), "loss_id=1: there are 1"),
+        (lambda: amp.scale_loss(torch.ones(()), model), "Sequential that initialize"),
+    ):
+        with pytest.raises(OptionError, match=culprit), call():
+            pass
+    with pytest.raises(OptionError, match=r"master_params.*int"):
+        list(amp.master_params(5))
+    for state in (None, 5):
+        with pytest.raises(CheckpointError, match="the state is a"):
+            amp.load_state_dict(state)
+    with pytest.raises(OptionError, match="cast_model_outputs='half'"):
+        start("O2", cast_model_outputs="half")
+    with pytest.raises(OptionError, match=r"init.*initialize"):
+        amp.init()
+
+
+def test_one_example_for_each_model():
+    nets = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)]
+    shapes = [(torch.ones(1, 1),), (torch.ones(1, 2),)]
+    amp.initialize(nets, example_inputs=shapes, convert=convert)
+    amp.initialize(nets, example_inputs=shapes[0], convert=convert)
+    assert [call["example_inputs"] for call in calls] == [*shapes, shapes[0], shapes[0]]
+    with pytest.raises(OptionError, match="list of 1, and there are 2 models"):
+        amp.initialize(nets, example_inputs=shapes[:1], convert=convert)
+
+
+def test_what_scripts_read_of_amp_state():
+    assert not hasattr(amp._amp_state, "opt_properties") and not hasattr(amp._amp_state, "loss_scalers")
+    start("O2", num_losses=2)
+    scaler = amp._amp_state.loss_scalers[1]
+    assert (scaler.loss_scale(), scaler._loss_scale, scaler._unskipped, scaler.dynamic) == (65536.0, 65536.0, 0, True)
+    scaler._loss_scale, scaler._unskipped = 1024.0, 7
+    assert amp.state_dict()["loss_scaler1"] == {"loss_scale": 1024.0, "unskipped": 7}
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 65536.0
+    chosen = amp._amp_state.opt_properties
+    assert (chosen.enabled, chosen.opt_level, chosen.master_weights) == (True, "O2", True)
+    start("O1", loss_scale=8.0)
+    assert not amp._amp_state.loss_scalers[0].dynamic and not amp._amp_state.hard_override
+    with pytest.raises(OptionError, match=r"allow_incoming_model_not_fp32.*float32 models"):
+        amp._amp_state.allow_incoming_model_not_fp32 = True
+    amp.initialize(torch.nn.Linear(1, 1), enabled=False)
+    assert not amp._amp_state.opt_properties.enabled and amp._amp_state.loss_scalers[0].loss_scale() == 1.0
+    with pytest.raises(AttributeError, match="no 'loss_scaler'; it has"):
+        _ = amp._amp_state.loss_scaler
+
+
+def test_o1_without_patches_converts_nothing_and_still_scales():
+    model, optimizer = start("O1", patch_torch_functions=False)
+    assert not calls and amp.state_dict()["loss_scaler0"]["loss_scale"] == 65536.0
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+
+
+@pytest.mark.parametrize(("level", "more"), [("O0", {}), ("O1", {"patch_torch_functions": False})])
+def test_models_that_stay_float32_give_the_outputs_asked_for(level, more):
+    model, _ = start(level, cast_model_outputs=torch.float16, **more)
+    assert model(torch.ones(2, 3)).dtype == torch.float16
+    assert start(level, **more)[0](torch.ones(2, 3)).dtype == torch.float32
