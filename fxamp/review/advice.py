@@ -1,5 +1,6 @@
 """What stayed outside, and what would make a converted model faster, in sentences."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -43,7 +44,9 @@ def unread_parameters(model: nn.Module, variants: Sequence[Variant]) -> list[str
         root = variant.captured.root
         for node in variant.graph.nodes:
             if node.op == "call_module":
-                read.update(map(id, root.get_submodule(str(node.target)).parameters()))
+                for owner in (root, model):  # copies of a model share graphs
+                    with contextlib.suppress(AttributeError):
+                        read.update(map(id, owner.get_submodule(str(node.target)).parameters()))
             elif ir.is_weight(node):
                 path = str(node.meta.get(ir.WEIGHT_PATH, node.target))
                 read.update(map(id, (variant.captured.weight(node), ir.attribute(model, path))))

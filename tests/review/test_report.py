@@ -1,5 +1,6 @@
 """fxamp.report: what is counted is what runs."""
 
+import copy
 import json
 
 import pytest
@@ -376,3 +377,13 @@ def test_blocks_within_blocks_are_counted_before_the_first_call():
     assert before.regions == after.regions and {region.nbytes for region in after.regions if region.graph == 2} == {
         4 * 32 * 4 * nodes for nodes in {len(region.nodes) for region in after.regions if region.graph == 2}
     }
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["original first", "copy first"])
+def test_a_copy_of_a_converted_model_reads_its_own_batch_norm(order):
+    """Copies share a graph, which belongs to the one that was called first."""
+    model = fxamp.convert(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)), torch.bfloat16)
+    both = (model, copy.deepcopy(model))
+    for position in order:
+        both[position](X)
+    assert [report(each).outside for each in both] == [(), ()]
