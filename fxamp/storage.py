@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
+from fxamp.runtime.distributed import local
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.masters import (
     MASTER,
@@ -35,6 +36,7 @@ from fxamp.runtime.padded_weights import make_room, renew_room
 log = logging.getLogger("fxamp")
 
 _LOGICAL = "_fxamp_logical_dtype"
+_LOWERED = "_fxamp_lowered"  # on a module: {name of its tensor that was lowered: whether it has a master}
 
 
 def is_stored_low(tensor: object) -> bool:
@@ -117,14 +119,29 @@ def speak_float32(model: nn.Module) -> list[Any]:
     Returns:
         Handles that take it back.
     """
-    handles = []
+    handles: list[Any] = []
     for module in model.modules():
-        if any(map(is_stored_low, _own_tensors(module).values())):
+        lowered = {
+            name: hasattr(tensor, MASTER) for name, tensor in _own_tensors(module).items() if is_stored_low(tensor)
+        }
+        if lowered:
+            module.__dict__[_LOWERED] = lowered
+            handles.append(_Names(module))
             handles.append(module.register_state_dict_post_hook(_raise_to_float32))  # type: ignore[no-untyped-call]
             handles.append(module.register_load_state_dict_post_hook(_end_load))  # type: ignore[no-untyped-call]
             if module is not model:  # the model itself has a method that does so, see load_exactly
                 handles.append(module.register_load_state_dict_pre_hook(_begin_load))  # type: ignore[no-untyped-call]
     return handles
+
+
+@dataclasses.dataclass
+class _Names:
+    """Handle of what a module knows of its lowered tensors."""
+
+    module: nn.Module
+
+    def remove(self) -> None:
+        self.module.__dict__.pop(_LOWERED, None)
 
 
 @dataclasses.dataclass
@@ -187,13 +204,17 @@ def load_exactly(model: nn.Module, state: dict[str, Any], prefix: str) -> None:
 
     A method of converted models calls it, not a hook that torch would bind to one module: copies have it too.
     """
+    for module in model.modules():
+        _own_tensors(module)
     _load(dict(_named_tensors(model)), state, prefix)
 
 
 def _load(tensors: Mapping[str, torch.Tensor], state: dict[str, Any], prefix: str) -> None:
     for name, tensor in tensors.items():
         value = state.get(prefix + name)
-        if isinstance(value, torch.Tensor) and is_stored_low(tensor) and value.shape == tensor.shape:
+        if not isinstance(value, torch.Tensor) or _is_shard(value) != _is_shard(tensor):
+            continue
+        if is_stored_low(tensor) and value.shape == tensor.shape:
             begin_load(tensor, value.to(device=tensor.device, dtype=torch.float32))
 
 
@@ -204,7 +225,23 @@ def _end_load(module: nn.Module, _: Any) -> None:
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in (*module._parameters.items(), *module._buffers.items()) if value is not None}
+    own = {name: value for name, value in (*module._parameters.items(), *module._buffers.items()) if value is not None}
+    for name, has_master in module.__dict__.get(_LOWERED, {}).items():
+        if name in own and _is_shard(own[name]) and own[name].dtype in LOW_DTYPES and not is_stored_low(own[name]):
+            _mark_shard(own[name], has_master)
+    return own
+
+
+def _mark_shard(tensor: torch.Tensor, has_master: bool) -> None:
+    """Let a DTensor by which `fully_shard` has replaced a lowered parameter stand for float32 numbers, too."""
+    setattr(tensor, _LOGICAL, torch.float32)
+    if has_master and not hasattr(tensor, MASTER):  # an optimizer may have given it one
+        attach_master(tensor, tensor.detach().float())
+        loosen(tensor)
+
+
+def _is_shard(tensor: torch.Tensor) -> bool:
+    return local(tensor) is not tensor
 
 
 def apply_exactly(model: nn.Module, apply: Callable[[], Any]) -> bool:
@@ -219,6 +256,9 @@ def apply_exactly(model: nn.Module, apply: Callable[[], Any]) -> bool:
     before = {name: tensor for name, tensor in _named_tensors(model) if is_stored_low(tensor)}
     dtypes = {name: tensor.dtype for name, tensor in before.items()}
     exact = {name: exact_values(tensor) for name, tensor in before.items() if hasattr(tensor, MASTER)}
+    for tensor in filter(_is_shard, before.values()):
+        _take_over(tensor)
+        _handed_out.pop(tensor, None)  # torch exchanges what a DTensor is made of, if nobody has a weak reference
     apply()
     now = dict(_named_tensors(model))
     for name, tensor in before.items():
@@ -228,9 +268,12 @@ def apply_exactly(model: nn.Module, apply: Callable[[], Any]) -> bool:
 
 
 def _move_master(old: torch.Tensor, new: torch.Tensor, exact: torch.Tensor | None, is_converted: bool) -> None:
-    """Let a tensor that was moved or converted have its exact numbers; it may be another object now (`to_empty`)."""
-    if new is not old:
-        setattr(new, _LOGICAL, getattr(old, _LOGICAL))
+    """Let a tensor that was moved or converted have its exact numbers.
+
+    It may be another object now (`to_empty`), or the same with another's attributes (a DTensor).
+    """
+    if not hasattr(new, _LOGICAL):
+        setattr(new, _LOGICAL, getattr(old, _LOGICAL, torch.float32))
     if exact is None:
         return
     if exact.is_meta and not new.is_meta:
@@ -238,7 +281,7 @@ def _move_master(old: torch.Tensor, new: torch.Tensor, exact: torch.Tensor | Non
     with torch.no_grad():
         if is_converted:
             new.copy_(exact)
-        if new is not old:
+        if not hasattr(new, MASTER):
             attach_master(new, exact.to(new.device))
             loosen(new)
         elif exact.device != new.device:

@@ -14,7 +14,8 @@ from fxamp.errors import CheckpointError, nearest
 from fxamp.whole import put_whole, remove_drafts
 
 FORMAT = 1
-PARTS = ("model", "optimizer", "scaler")
+KINDS = {"model": torch.nn.Module, "optimizer": torch.optim.Optimizer, "scaler": torch.amp.GradScaler}
+PARTS = tuple(KINDS)
 
 
 def save_checkpoint(
@@ -42,16 +43,15 @@ def save_checkpoint(
         extra: anything `torch.load(weights_only=True)` can read: numbers, text, tensors, state dicts.
 
     Raises:
-        CheckpointError: the directory does not exist, the file cannot be written, or something cannot be pickled or
-            could not be read back (named). What was at `path` is there still.
+        CheckpointError: the directory does not exist, a part is none, the file cannot be written, or something cannot
+            be pickled or could not be read back (named). What was at `path` is there still.
     """
-    path = Path(path)
+    path = _checked_path(path)
+    parts = _checked_parts(model, optimizer, scaler)
     if not path.parent.is_dir():
         raise CheckpointError(f"{path.parent} is not a directory; create it before saving {path.name}.")
     content: dict[str, Any] = {"fxamp_checkpoint": FORMAT, "random": _random_state(), "extra": extra}
-    for name, part in zip(PARTS, (model, optimizer, scaler), strict=True):
-        if part is not None:
-            content[name] = part.state_dict()
+    content.update({name: part.state_dict() for name, part in parts.items()})
     try:
         remove_drafts(path)
         put_whole(path, lambda file: torch.save(content, file), check=_check_readable)
@@ -85,11 +85,11 @@ def load_checkpoint(
         The `extra` of `save_checkpoint`, {} where there was none.
 
     Raises:
-        CheckpointError: no such file, a damaged one, a part that it lacks, or a part that does not fit.
+        CheckpointError: no such file, a damaged one, a part that it lacks, or a part that is none or does not fit.
     """
-    path = Path(path)
+    path = _checked_path(path)
+    wanted = _checked_parts(model, optimizer, scaler)
     content = _read(path, map_location)
-    wanted = {name: part for name, part in zip(PARTS, (model, optimizer, scaler), strict=True) if part is not None}
     if "fxamp_checkpoint" not in content:
         content = _as_plain_weights(path, content, wanted)
     missing = [name for name in wanted if name not in content]
@@ -107,6 +107,28 @@ def load_checkpoint(
         put_back.pop_all()
     extra: dict[str, Any] = content.get("extra", {})
     return extra
+
+
+def _checked_path(path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(f"path={path!r} is no file's name: give a str or a pathlib.Path.")
+    return Path(path)
+
+
+def _checked_parts(*parts: Any) -> dict[str, Any]:
+    """{name: part} of those given."""
+    given = {name: part for name, part in zip(PARTS, parts, strict=True) if part is not None}
+    for name, part in given.items():
+        kind = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
+        others = tuple(each for other, each in KINDS.items() if other != name)
+        if isinstance(part, (*others, type)):
+            raise CheckpointError(f"{name}= is {kind}; give the {name} itself. Nothing was changed.")
+        if not (callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))):
+            raise CheckpointError(
+                f"{name}= is {kind}, which has no state_dict() and load_state_dict(): give the {name} itself. "
+                "Nothing was changed."
+            )
+    return given
 
 
 def _check_readable(draft: Path) -> None:
@@ -146,7 +168,10 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint: it is damaged, or no file of torch.save ({type(error).__name__}: "
+            f"{error})."
+        ) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint.")
     return dict(content)

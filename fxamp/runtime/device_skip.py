@@ -7,22 +7,26 @@ flag on a GPU there are three ways, tried in this order:
    master-weight optimizer). Free.
 2. `device`: parameters and state are copied, the step runs, and the copies are selected back where found_inf
    is set. Costs one transient copy of the stepped parameters and their state (Adam: 12 bytes a float32
-   parameter) and one pass over it. What the host changed meanwhile (Python counters, host tensors such as
-   Adam's `step` beside CUDA parameters, state created in this step) is put back at the next step, when the
-   answer has long arrived: the host never waits for the step it has just launched.
-3. `host`: state made of objects that cannot be copied: found_inf is read, as torch.amp.GradScaler does.
+   parameter) and one pass over it. An optimizer of another package sees ones in place of the gradients of such
+   a step (a decomposition of NaN raises), which takes a copy of them too. What the host changed meanwhile
+   (Python counters, host tensors such as Adam's `step` beside CUDA parameters, state created in this step) is
+   put back at the next step, when the answer has long arrived: the host never waits for the step it has just
+   launched.
+3. `host`: state made of objects that cannot be copied, an optimizer around another: found_inf is read, as
+   torch.amp.GradScaler does.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from fxamp.runtime import capturing
-from fxamp.runtime.snapshot import OpaqueStateError, Snapshot
+from fxamp.runtime import capturing, distributed, gradients
+from fxamp.runtime.snapshot import OpaqueStateError, Snapshot, is_torchs
 from fxamp.runtime.step_result import HostCopy
 
 PENDING = "_fxamp_pending"
@@ -77,10 +81,38 @@ def step_unless(
         before = Snapshot(optimizer)
     except OpaqueStateError:
         return run() if HostCopy(found_inf.reshape(1).clone()).values[0] == 0 else None
-    returned = run()
+    with contextlib.nullcontext() if is_torchs(optimizer) else _ones_where(found_inf, optimizer):
+        returned = run()
     before.select_back(found_inf)
     _defer(optimizer, found_inf, before.host_changes())
     return returned
+
+
+@contextlib.contextmanager
+def _ones_where(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Context: gradients are 1 where `found_inf` is above 0; afterwards they are what they were, to be named.
+
+    Not 0, by which D-Adaptation divides on the host.
+    """
+    skipped: dict[torch.device, torch.Tensor] = {}
+    exchanged: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for parameter in gradients.parameters(optimizer):
+        given = parameter.grad
+        if given is None or given.requires_grad:  # whose graph the optimizer may differentiate (AdaHessian)
+            continue
+        if given.device not in skipped:
+            skipped[given.device] = found_inf.to(given.device, non_blocking=True) > 0
+        seen = given.clone()
+        values = seen._values() if seen.is_sparse else distributed.local(seen)
+        values.masked_fill_(skipped[given.device], 1)
+        parameter.grad = seen
+        exchanged.append((parameter, given, seen))
+    try:
+        yield
+    finally:
+        for parameter, given, seen in exchanged:
+            if parameter.grad is seen:
+                parameter.grad = given
 
 
 def settle(optimizer: torch.optim.Optimizer) -> None:

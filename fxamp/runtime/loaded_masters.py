@@ -25,7 +25,13 @@ def check_masters(parameters: list[torch.Tensor], saved: Mapping[int, torch.Tens
     Raises:
         OptionError: names the parameter, by its place in the optimizer.
     """
+    if not isinstance(saved, Mapping):
+        raise OptionError(f"'masters' of the state is a {type(saved).__name__}, not a dict of index to tensor.")
     for index, value in saved.items():
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise OptionError(f"the state has a master of {index!r}, which is no index of a parameter.")
+        if not isinstance(value, torch.Tensor):
+            raise OptionError(f"the master of parameter {index} is a {type(value).__name__}, not a tensor.")
         if not 0 <= index < len(parameters):
             raise OptionError(f"the state has a master of parameter {index}; the optimizer has {len(parameters)}.")
         if value.shape != parameters[index].shape:

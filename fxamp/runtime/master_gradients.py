@@ -17,12 +17,15 @@ def widen_gradients_(parameters: Iterable[torch.Tensor]) -> None:
         mirror_gradient(parameter)
 
 
-def drop_widened(parameters: Iterable[torch.Tensor]) -> None:
-    """Forget widened gradients, so that the next are 16 bits again."""
+def drop_widened(parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
+    """Clear widened gradients, so that the next are 16 bits again: none, or 16-bit zeros."""
     for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+        gradient = parameter.grad
+        if gradient is not None and gradient.dtype != parameter.dtype:
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
+            if not set_to_none:
+                parameter.grad = torch.zeros_like(gradient, dtype=parameter.dtype, requires_grad=False)
         mirror_gradient(parameter)
 
 

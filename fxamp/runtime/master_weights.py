@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from fxamp.errors import OptionError, nearest
 from fxamp.runtime import gradients
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.loaded_masters import LoadedMasters, check_masters
+from fxamp.runtime.master_checks import check_arguments, check_closure, check_is_state, check_state
 from fxamp.runtime.master_gradients import drop_widened, mirror_gradient, widen_gradients_
 from fxamp.runtime.masters import (
     MASTER,
@@ -32,7 +32,6 @@ from fxamp.runtime.wide_state import widen_state_
 
 __all__ = ["MasterWeightOptimizer", "master_of", "set_master"]
 
-MODES = ("fp32", "kahan", "stochastic")
 BUCKET_BYTES = 64 * 2**20  # of float32 gradients alive at once
 HOOK_TABLES = (
     "_optimizer_step_pre_hooks",
@@ -62,7 +61,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     = 16, and for a moment the float32 gradients of one bucket: at most `bucket_bytes`. A wrapped optimizer
     that is not `fused` needs four times that under a loss scaler, because masters and state of the bucket
     are kept for the way back. An optimizer of another package, which may look at all parameters at once, is
-    stepped as one bucket.
+    stepped as one bucket (under a scaler with one more copy of the gradients).
 
     Args:
         optimizer: any torch.optim.Optimizer, over the model's parameters.
@@ -71,7 +70,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         bucket_bytes: of float32 gradients alive at once.
 
     Raises:
-        OptionError: no optimizer, an optimizer wrapped already, or an unknown `masters`.
+        OptionError: no optimizer, one wrapped already, one around another (Lookahead), or an argument out of range.
     """
 
     _step_supports_amp_scaling = True
@@ -79,7 +78,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, masters: str = "fp32", bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        _check(optimizer, masters)
+        check_arguments(optimizer, masters, bucket_bytes)
         self.optimizer = optimizer
         self.masters = masters
         self.bucket_bytes = bucket_bytes
@@ -121,8 +120,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._adopt()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; one widened by `unscale_` is dropped, so that the next is 16 bits again."""
-        drop_widened(gradients.parameters(self))
+        """Clear the gradients; those that `unscale_` widened are 16 bits again."""
+        drop_widened(gradients.parameters(self), set_to_none)
         self.optimizer.zero_grad(set_to_none)
 
     def master_params(self) -> Iterator[torch.Tensor]:
@@ -170,6 +169,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before wrapping
         if closure is not None:
+            check_closure(closure)
             return self._step_with_closure(closure)
         inverse = None if grad_scale is None else grad_scale.double().reciprocal().float()
         bare = step_of_each(self.optimizer)
@@ -219,6 +219,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         bucket = [parameter for parameter in gradients.parameters(self) if parameter.requires_grad]
         wide = self._wide(bucket)
+        give_gradients(bucket, wide, None)
         returned = call_on_stand_ins(self.optimizer, bucket, wide, self.optimizer.step, closure)
         self._take_back(bucket, wide, None)
         return returned
@@ -274,14 +275,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         give them their low bits; where they are others (an average of weights), they stay as they are.
 
         Raises:
-            OptionError: masters that are not of these parameters; nothing is changed.
+            OptionError: no state of such an optimizer, or masters that are not of these parameters; nothing is changed.
         """
+        check_is_state(state_dict)
         state_dict = dict(state_dict)
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             state_dict = hook(self, state_dict) or state_dict
         kept = state_dict.pop("masters", {})
         every = list(gradients.parameters(self))
         check_masters(every, kept)
+        check_state(self.optimizer, state_dict)
         # torch casts loaded state to the dtype of what stands in the groups: let that be float32.
         wide = [torch.empty_like(p, dtype=torch.float32) if is_low(p) else p for p in every]
         groups = self.optimizer.param_groups
@@ -337,14 +340,3 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"MasterWeightOptimizer(masters={self.masters!r}, {self.optimizer!r})"
-
-
-def _check(optimizer: Any, masters: str) -> None:
-    if isinstance(optimizer, MasterWeightOptimizer):
-        raise OptionError("The optimizer is a MasterWeightOptimizer already; use it as it is.")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptionError(f"MasterWeightOptimizer takes a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
-    if masters not in MODES:
-        raise OptionError(
-            f"masters={masters!r} is not a mode. Allowed: {', '.join(MODES)}.{nearest(str(masters), MODES)}"
-        )

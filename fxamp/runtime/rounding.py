@@ -1,6 +1,12 @@
 """Updating 16-bit parameters without float32 masters: Kahan compensation and stochastic rounding."""
 
+import logging
+
 import torch
+
+from fxamp.runtime.distributed import groups_of, local, several_ranks
+
+logger = logging.getLogger("fxamp")
 
 MANTISSA_CUT = 16  # bits of a float32 that a bfloat16 lacks
 
@@ -74,8 +80,12 @@ class StochasticRounding:
     """Rounds each updated bfloat16 up or down at random, up with the probability of the cut-off fraction.
 
     The expected value of the parameter is then the exact one, so that small updates are not lost. A value
-    that is representable stays. Random bits come from torch's default generator of the device.
+    that is representable stays. Random bits come from torch's default generator of the device: replicas on several
+    ranks (DDP) stay alike only where these generators do.
     """
+
+    def __init__(self) -> None:
+        self._has_warned = False
 
     def widened(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter in float32, fresh."""
@@ -83,8 +93,14 @@ class StochasticRounding:
 
     def take_back(self, low: list[torch.Tensor], wide: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
         """Round updated values into parameters."""
+        if not self._has_warned and several_ranks() and not groups_of(low):
+            self._has_warned = True
+            logger.warning(
+                "masters='stochastic' rounds with this rank's random numbers: replicas drift apart unless all ranks "
+                "draw the same ones (one torch.manual_seed, no other draws between). masters='kahan' draws none."
+            )
         for parameter, value in zip(low, wide, strict=True):
-            parameter.detach().copy_(stochastic_round(value, parameter.dtype))
+            local(parameter.detach()).copy_(stochastic_round(local(value), parameter.dtype))
 
     def state(self, indexed: list[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Nothing is kept between steps."""

@@ -9,6 +9,8 @@ import torch
 from fxamp.runtime import distributed
 
 NUMBERS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+OF_EVERY_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called")  # noted otherwise, or not of the step
+OURS = "_fxamp"  # how attributes begin that are of this package
 
 
 class OpaqueStateError(Exception):
@@ -21,10 +23,14 @@ class _Absent:
 
 
 class Snapshot:
-    """Parameters with gradients, their state, state under other keys, and group values, before a step.
+    """What an optimizer has before a step.
+
+    Parameters with gradients, their state, state under other keys, and group values; of another package's optimizer
+    what it keeps on itself, too (`self.total_steps`).
 
     Raises:
-        OpaqueStateError: the state holds an object that is no tensor, number, text or container of these.
+        OpaqueStateError: there is an object that is no tensor, number, text or container of these: another optimizer
+            that this one is around, or an object with counters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -34,19 +40,34 @@ class Snapshot:
         self._tensors: list[tuple[dict[Any, Any], Any, torch.Tensor, torch.Tensor]] = []
         self._trees: list[tuple[Any, Any, Any]] = []  # (container, key, what stood there)
         self._keys: list[tuple[dict[Any, Any], tuple[Any, ...]]] = []
+        if not is_torchs(optimizer):
+            self._note_attributes()
         stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._parameters = [distributed.local(parameter.detach()) for parameter in stepped]
         self._saved = [self._copy_of(parameter) for parameter in self._parameters]
         for parameter in stepped:
             self._note_state(parameter)
-        for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        self._global_keys = {key for key in optimizer.state if not isinstance(key, torch.Tensor)}
+        for key in self._global_keys:
             self._note(optimizer.state, key)
         for group in optimizer.param_groups:
+            self._keys.append((group, tuple(group)))
             for name in [name for name in group if name not in ("params", "param_names")]:
                 self._note(group, name)
         for copies, sources in self._copies.values():
             torch._foreach_copy_(copies, sources)
         self._copies = {}
+
+    def _note_attributes(self) -> None:
+        optimizer = self._optimizer
+        if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+            raise OpaqueStateError(f"{type(optimizer).__name__} did not call Optimizer.__init__")
+        own = _own_attributes(optimizer)
+        self._keys.append((vars(optimizer), tuple(vars(optimizer))))
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name in own:
+            before = _copied(own[name], lambda tensor: tensor if id(tensor) in stepped else self._copy_of(tensor))
+            self._trees.append((vars(optimizer), name, before))
 
     def _note_state(self, parameter: torch.Tensor) -> None:
         state = self._optimizer.state.get(parameter)
@@ -92,11 +113,11 @@ class Snapshot:
         self._saved, self._tensors, self._trees = [], [], []
 
     def _note_created(self) -> None:
-        for state, keys in self._keys:
-            if tuple(state) != keys:
-                self._trees.extend((state, key, _Absent()) for key in state if key not in keys)
-        state, known = self._optimizer.state, {id(key) for _, key, _ in self._trees}
-        created = [key for key in state if not isinstance(key, torch.Tensor) and id(key) not in known]
+        for container, keys in self._keys:
+            if tuple(container) != keys:
+                self._trees.extend((container, key, _Absent()) for key in container if key not in keys)
+        state, known = self._optimizer.state, self._global_keys
+        created = [key for key in state if not isinstance(key, torch.Tensor) and key not in known]
         self._trees.extend((state, key, _Absent()) for key in created)
 
     def host_changes(self) -> list[Callable[[], None]]:
@@ -112,6 +133,8 @@ class Snapshot:
                 self._undo.append(lambda: _put(container, key, before))
             return
         now, optimizer = container[key], self._optimizer
+        if now is before:
+            return
         if isinstance(now, torch.Tensor):
             now = distributed.local(now.detach())
         if isinstance(before, _Absent):
@@ -129,6 +152,16 @@ class Snapshot:
                 yield from self._compare(now, index, item, device)
         elif not _is_same(now, before):
             self._undo.append(lambda: _put_unless_changed(container, key, before, now))
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a class of torch.optim itself: it keeps nothing on the object, and steps on any numbers."""
+    return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+
+
+def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    names = [name for name in vars(optimizer) if name not in OF_EVERY_OPTIMIZER and not name.startswith(OURS)]
+    return {name: vars(optimizer)[name] for name in names}
 
 
 def select_(pairs: list[tuple[torch.Tensor, torch.Tensor]], found_inf: torch.Tensor) -> None:
@@ -180,6 +213,8 @@ def _copied(tree: Any, copy_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return list(copies) if isinstance(tree, list) else tuple(copies)
     if isinstance(tree, NUMBERS) or callable(tree):
         return tree
+    if isinstance(tree, set | frozenset) and all(isinstance(each, NUMBERS) for each in tree):
+        return set(tree) if isinstance(tree, set) else tree
     raise OpaqueStateError(f"optimizer state holds a {type(tree).__name__}")
 
 

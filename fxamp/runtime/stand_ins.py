@@ -118,7 +118,10 @@ def _widen(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> None:
     copies: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for parameter, stand_in in zip(narrow, wide, strict=True):
         gradient = parameter.grad
-        if stand_in is parameter or gradient is None:
+        if stand_in is parameter:
+            continue
+        if gradient is None:
+            stand_in.grad = None  # a master may have that of an earlier backward
             continue
         if type(gradient) is not torch.Tensor or gradient.is_sparse or gradient.dtype == torch.float32:
             stand_in.grad = gradient.float()

@@ -34,8 +34,8 @@ def call_on_stand_ins(
 ) -> Any:
     """Call a method of the optimizer while its groups hold `wide` in the place of `narrow`.
 
-    While a closure among the arguments runs, the groups hold `narrow`, with the values that `wide` has by then; the
-    gradients that it leaves are those of `wide`.
+    While a closure among the arguments runs, the groups hold `narrow`, with the values and the gradients that `wide`
+    has by then (SAM has cleared them); the gradients that it leaves are those of `wide`.
     """
     standing_in = StandIns(optimizer, optimizer.param_groups, narrow, wide)
     pairs = [
@@ -47,6 +47,7 @@ def call_on_stand_ins(
             standing_in.__exit__(None, None, None)
             try:
                 round_into([parameter for parameter, _ in pairs], [stand_in for _, stand_in in pairs])
+                give_back_gradients(narrow, wide)
                 with torch.enable_grad():
                     loss = closure(*args, **kwargs)
             finally:

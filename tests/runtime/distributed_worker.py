@@ -217,6 +217,63 @@ def fully_sharded(make, dtype):
             torch.testing.assert_close(parameter.full_tensor(), wanted, rtol=2**-18, atol=2**-20)
 
 
+def lowered_and_sharded_at_the_root(holds_first):
+    """O2 under fully_shard, which exchanges the parameters: states are float32, and a loaded one reaches masters."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    import fxamp
+
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
+    exact = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
+    model = fxamp.convert(plain, torch.bfloat16, opt_level="O2", example_inputs=(torch.ones(4, 8),))
+    fully_shard(model)
+    whole = StateDictOptions(full_state_dict=True)
+    if holds_first:
+        optimizer = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 2.0**-10))
+    set_model_state_dict(model, dict(exact), options=whole)
+    if not holds_first:
+        optimizer = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 2.0**-10))
+    for number in range(3):
+        masters = [master.full_tensor() for master in optimizer.master_params()]
+        for name, value, parameter, master in zip(exact, exact.values(), model.parameters(), masters, strict=True):
+            assert parameter.dtype == torch.bfloat16 and torch.equal(parameter.full_tensor(), master.bfloat16()), name
+            assert torch.equal(master, value), (name, number)
+        for state in (model.state_dict(), get_model_state_dict(model)):
+            assert all(torch.equal(value.full_tensor(), exact[name]) for name, value in state.items()), number
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).square().mean().backward()
+        gradients = [parameter.grad.full_tensor().float() for parameter in model.parameters()]
+        optimizer.step()
+        exact = {
+            name: value - 2.0**-10 * gradient for (name, value), gradient in zip(exact.items(), gradients, strict=True)
+        }
+    model.to("cpu")  # exchanges the numbers of the parameters, and their attributes
+    before = copy.deepcopy(exact)
+    assert all(torch.equal(value.full_tensor(), before[name]) for name, value in model.state_dict().items())
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(state)
+    assert all(torch.equal(value.full_tensor(), before[name]) for name, value in model.state_dict().items())
+
+
+def stochastic_of_shards():
+    """Random rounding of shards: each number becomes one of its two neighbours, and their mean is right."""
+    model = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    fully_shard(model)
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 1.0), masters="stochastic")
+    model.weight.grad = torch.full_like(model.weight, -(2.0**-9))
+    optimizer.step()
+    weight = model.weight.full_tensor()
+    assert set(weight.unique().tolist()) == {1.0, 1.0 + 2.0**-7}
+    # A quarter of 4,096 go up: within five standard deviations, 0.0068 each.
+    assert abs(float((weight > 1).float().mean()) - 0.25) < 5 * 0.0068
+
+
 def norm_of_gradients(scaler):
     """Sharded, replicated, sharded over one of two mesh dimensions, addends, plain: each part counts once."""
     line, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
@@ -378,6 +435,9 @@ CHECKS = {
     "o2_seeds_by_hand": lambda: lowered_from_different_seeds("resync_masters", holds_first=False),
     "o2_seeds_by_hand_later": lambda: lowered_from_different_seeds("resync_masters", holds_first=True),
     "o2_loaded": lowered_and_loaded,
+    "o2_fsdp": lambda: lowered_and_sharded_at_the_root(holds_first=False),
+    "o2_fsdp_optimizer_first": lambda: lowered_and_sharded_at_the_root(holds_first=True),
+    "fsdp_stochastic": stochastic_of_shards,
     "fsdp": lambda: fully_sharded(momentum, torch.float32),
     "fsdp_fused": lambda: fully_sharded(fused_adam, torch.float32),
     "fsdp_masters": lambda: fully_sharded(momentum, torch.bfloat16),

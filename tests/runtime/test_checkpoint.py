@@ -309,3 +309,48 @@ def test_a_model_that_is_no_state_dict_is_told(tmp_path, state):
     with pytest.raises(CheckpointError, match="does not fit"):
         load_checkpoint(tmp_path / "a.pt", model=model)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+PIECES = ("model", "optimizer", "scaler")
+
+
+@pytest.mark.parametrize("use", [save_checkpoint, load_checkpoint])
+@pytest.mark.parametrize(
+    ("name", "culprit", "text"),
+    [
+        ("model", 5, "model= is a int"),
+        ("model", torch.nn.Linear, "model= is the class Linear"),
+        ("model", "state_dict", r"model= is a OrderedDict.*the model itself"),
+        ("optimizer", [1], "optimizer= is a list"),
+        ("model", "optimizer", "model= is a Adam"),
+        ("optimizer", "model", "optimizer= is a Linear"),
+        ("scaler", "model", "scaler= is a Linear"),
+        ("optimizer", "scaler", "optimizer= is a LossScaler"),
+    ],
+)
+def test_what_is_no_such_part_is_named_and_nothing_changes(tmp_path, use, name, culprit, text):
+    parts = dict(zip(PIECES, trained(0), strict=True))
+    save_checkpoint(tmp_path / "a.pt", **parts, step=1)
+    others = dict(zip(PIECES, trained(1), strict=True))
+    before = copy.deepcopy([part.state_dict() for part in others.values()])
+    known = {**others, "state_dict": others["model"].state_dict()}
+    given = {**others, name: known[culprit] if isinstance(culprit, str) else culprit}
+    with pytest.raises(CheckpointError, match=text):
+        use(tmp_path / "a.pt", **given)
+    assert_equal([part.state_dict() for part in others.values()], before)
+    assert load_checkpoint(tmp_path / "a.pt") == {"step": 1}
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+@pytest.mark.parametrize("path", [None, 5, b"a.pt"])
+def test_a_path_that_is_none_is_told(path):
+    for use in (save_checkpoint, load_checkpoint):
+        with pytest.raises(CheckpointError, match=r"path=.*a str or a pathlib\.Path"):
+            use(path)
+
+
+@pytest.mark.parametrize(("content", "reason"), [(b"", "EOFError"), (b"hello", "KeyError")])
+def test_a_file_of_something_else_is_told(tmp_path, content, reason):
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"a\.pt cannot be read as a checkpoint: .*torch\.save.*{reason}"):
+        load_checkpoint(tmp_path / "a.pt")

@@ -175,3 +175,190 @@ def test_older_contract_with_a_grad_scaler_argument_is_not_trusted_to_skip():
 
     assert not device_skip.takes_found_inf(Old([torch.nn.Parameter(torch.ones(1))], 0.1))
     assert device_skip.takes_found_inf(torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], fused=True))
+
+
+# --------------------------------------------------------------------------------------- optimizers of other packages
+
+
+class CountsInItsGroup(torch.optim.Optimizer):
+    """Adam with one counter for a group, made in the first step, as most of other packages are written."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group.setdefault("seen", []).append(group["step"])
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad.float(), 0.1)
+                p.sub_(group["lr"] * mean / (1 - 0.9 ** group["step"]))
+
+
+class CountsOnItself(torch.optim.SGD):
+    """Its counters and its memory are attributes, one made late."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.total_steps, self.memory, self.every = 0, {}, list(self.param_groups[0]["params"])
+
+    def step(self, closure=None):
+        self.total_steps += 1
+        self.late = getattr(self, "late", 0) + 1
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.memory["sum"] = self.memory.get("sum", torch.zeros(())) + p.grad.float().sum()
+        self.param_groups[0]["lr"] = 1.0 / self.total_steps / self.late
+        return super().step(closure)
+
+
+class Decomposes(torch.optim.SGD):
+    """As Shampoo and SOAP: a decomposition, which raises at numbers that are not finite."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            gradient = (p.grad.to_dense() if p.grad.is_sparse else p.grad).float()
+            state = self.state[p]
+            state["covariance"] = state.get("covariance", torch.zeros(2, 2)) + gradient.T @ gradient
+            vectors, _, _ = torch.linalg.svd(state["covariance"])
+            p.sub_(0.1 * gradient @ vectors.abs())
+
+
+OTHER_PACKAGES = {"group": CountsInItsGroup, "itself": CountsOnItself, "decomposes": Decomposes}
+
+
+def trained_on(make, scaler, factors, dtype=torch.float32):
+    weight = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=dtype))
+    optimizer = make([weight])
+    results = []
+    for factor in factors:
+        optimizer.zero_grad()
+        scaler.scale((weight.float().square() * factor).sum()).backward()
+        results.append(scaler.step(optimizer))
+        scaler.update()
+    optimizer.state_dict()
+    return weight, getattr(optimizer, "optimizer", optimizer), results
+
+
+@pytest.mark.usefixtures("way_to_skip")
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("kind", OTHER_PACKAGES)
+@pytest.mark.parametrize("bad", [(0,), (2,), (0, 1, 3)])
+def test_optimizers_of_other_packages_are_what_they_are_under_torchs_scaler(kind, masters, bad):
+    make, dtype = OTHER_PACKAGES[kind], torch.bfloat16 if masters else torch.float32
+    wrapped = (lambda params: MasterWeightOptimizer(make(params))) if masters else make
+    factors = [math.nan if index in bad else 1.0 for index in range(5)]
+    weight, optimizer, results = trained_on(wrapped, LossScaler(16.0), factors, dtype)
+    good = [1.0] * (5 - len(bad))
+    expected, plain, _ = trained_on(wrapped, torch.amp.GradScaler("cpu", 16.0, enabled=False), good, dtype)
+    assert [result.skipped for result in results] == [index in bad for index in range(5)]
+    assert torch.equal(weight, expected)
+    for name in ("total_steps", "late", "memory"):
+        assert getattr(optimizer, name, None) == getattr(plain, name, None)
+    ours, theirs = optimizer.param_groups[0], plain.param_groups[0]
+    assert {**ours, "params": 0} == {**theirs, "params": 0}
+
+
+class Counter:
+    count = 0
+
+
+class KeepsAnObject(torch.optim.SGD):
+    """As SPAM, with a schedule of its own: the object cannot be copied and compared, so the host decides."""
+
+    def __init__(self, params):
+        super().__init__(params, 0.1)
+        self.warmup, self.seen = Counter(), set()
+
+    def step(self, closure=None):
+        self.warmup.count += 1
+        self.param_groups[0]["lr"] = 1.0 / self.warmup.count
+        return super().step(closure)
+
+
+@pytest.mark.usefixtures("way_to_skip")
+def test_an_object_that_an_optimizer_keeps_sees_no_step_that_is_skipped():
+    weight, optimizer, _ = trained_on(KeepsAnObject, LossScaler(16.0), [math.nan, 1.0, math.inf, 1.0])
+    expected, plain, _ = trained_on(KeepsAnObject, torch.amp.GradScaler("cpu", enabled=False), [1.0, 1.0])
+    assert torch.equal(weight, expected) and optimizer.warmup.count == plain.warmup.count == 2
+
+
+class KeepsASet(KeepsAnObject):
+    def __init__(self, params):
+        super().__init__(params)
+        self.warmup = None
+
+    def step(self, closure=None):
+        self.seen.add(len(self.seen))
+        self.param_groups[0]["lr"] = 1.0 / len(self.seen)
+        return torch.optim.SGD.step(self, closure)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_set_that_an_optimizer_keeps_is_put_back_without_waiting():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = KeepsASet([weight]), LossScaler(2.0, device="cpu")
+    for factor in (1.0, math.nan):
+        weight.grad = torch.full((2,), factor)
+        with NoSync():
+            scaler.step(optimizer)
+            scaler.update()
+    optimizer.state_dict()
+    assert optimizer.seen == {0} and weight.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_the_gradients_of_a_skipped_step_are_still_there_to_be_named(is_sparse):
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer, scaler = Decomposes([weight], 0.1), LossScaler(2.0, device="cpu")
+    gradient = torch.tensor([[math.nan, 1.0], [0.0, 2.0]])
+    weight.grad = gradient.to_sparse(1) if is_sparse else gradient
+    given = weight.grad
+    result = scaler.step(optimizer)
+    assert result.skipped and weight.grad is given and len(result.nonfinite) == 1
+
+
+class Around(torch.optim.Optimizer):
+    """As Lookahead of pytorch_optimizer: no Optimizer.__init__, groups and state of the optimizer that it is around."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.calls = optimizer, 0
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def step(self, closure=None):
+        self.calls += 1
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+
+class Beside(torch.optim.Optimizer):
+    """As davda54's SAM: groups of the optimizer that it is around, and a state of its own."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, {})
+        self.base, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+@pytest.mark.usefixtures("way_to_skip")
+@pytest.mark.parametrize("around", [Around, Beside])
+@pytest.mark.parametrize("bad", [(), (0,), (2,)])
+def test_an_optimizer_around_another_is_what_it_is_under_torchs_scaler(around, bad):
+    factors = [math.inf if index in bad else 1.0 for index in range(4)]
+    weights = [
+        trained_on(lambda params: around(torch.optim.Adam(params, 0.1)), scaler, factors)[0]
+        for scaler in (LossScaler(16.0), torch.amp.GradScaler("cpu", 16.0))
+    ]
+    assert torch.equal(*weights)

@@ -636,3 +636,92 @@ def test_multi_tensor_copies_hold_one_dtype(monkeypatch):
     optimizer.step()
     assert all(len(targets) == len(sources) == 1 for targets, sources in seen) and len(seen) == 4
     assert all(torch.equal(parameter.detach().float(), torch.full((3,), 0.75)) for parameter in parameters)
+
+
+class Sharpness(torch.optim.SGD):
+    """SAM in one step: up by the gradients that stand, and down by those that the closure leaves there."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        every = [p for group in self.param_groups for p in group["params"]]
+        self.stood = [None if p.grad is None else p.grad.clone() for p in every]
+        climbed = [0.0 if gradient is None else 0.125 * gradient for gradient in self.stood]
+        for p, way in zip(every, climbed, strict=True):
+            p.add_(way)
+        self.zero_grad()
+        loss = torch.enable_grad()(closure)()
+        for p, way in zip(every, climbed, strict=True):
+            p.sub_(way)
+        super().step()
+        return loss
+
+
+def two_halves(dtype, masters, scaler):
+    """Four such steps of two weights; one is in the first half of every other step only."""
+    weights = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2)]
+    optimizer = plain = Sharpness(weights, 0.25, momentum=0.5)
+    if masters is not None:
+        optimizer = MasterWeightOptimizer(plain, masters=masters)
+    stood = []
+    for number in range(4):
+        scaler.scale(sum((p.float() * 2).sum() for p in weights[: 1 + number % 2])).backward()
+
+        def closure():
+            loss = sum((p.float() * 3).sum() for p in weights)
+            scaler.scale(loss).backward()
+            return loss
+
+        scaler.step(optimizer, closure=closure)
+        scaler.update()
+        stood.append([None if gradient is None else gradient.tolist() for gradient in plain.stood])
+        for p in weights:  # as model.zero_grad(), of which the optimizer hears nothing
+            p.grad = None
+    return stood, [p.detach().float() for p in weights]
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("masters", ["fp32", "kahan"])
+def test_a_step_with_a_closure_sees_the_gradients_that_stand_before_it(masters, scales):
+    expected = two_halves(torch.float32, None, LossScaler(8.0, enabled=scales))
+    assert expected[0][:2] == [[[2.0, 2.0], None], [[2.0, 2.0]] * 2]
+    found = two_halves(torch.bfloat16, masters, LossScaler(8.0, enabled=scales))
+    assert found[0] == expected[0]
+    for one, other in zip(found[1], expected[1], strict=True):
+        assert torch.equal(one, other.bfloat16().float())
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_zeros_that_zero_grad_leaves_are_stepped_as_in_float32(dtype, unscales):
+    ends = []
+    for low in (torch.float32, dtype):
+        weights = [torch.nn.Parameter(torch.ones(2, dtype=low)) for _ in range(2)]
+        optimizer = torch.optim.SGD(weights, 0.25, momentum=0.5)
+        optimizer = optimizer if low == torch.float32 else MasterWeightOptimizer(optimizer)
+        scaler = LossScaler(4.0)
+        for number in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            assert number == 0 or [p.grad.tolist() for p in weights] == [[0.0, 0.0]] * 2
+            scaler.scale(sum(p.float().sum() for p in weights[: 2 if number == 0 else 1])).backward()
+            assert {p.grad.dtype for p in weights if p.grad is not None} == {low}
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append([p.tolist() for p in weights])
+    assert ends[0] == ends[1]
+    optimizer.zero_grad()
+    assert [p.grad for p in weights] == [None, None]
+
+
+def test_random_rounding_on_several_ranks_is_warned_about_once(monkeypatch, caplog):
+    from fxamp.runtime import rounding
+
+    monkeypatch.setattr(rounding, "several_ranks", lambda: True)
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([parameter], 0.1), masters="stochastic")
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert [record.message for record in caplog.records if "replicas drift apart" in record.message]
+    assert len(caplog.records) == 1

@@ -1,0 +1,98 @@
+"""What a MasterWeightOptimizer can be given: its arguments, and the states that it loads."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fxamp.errors import OptionError, nearest
+
+MODES = ("fp32", "kahan", "stochastic")
+
+
+def check_arguments(optimizer: Any, masters: Any, bucket_bytes: Any) -> None:
+    """Refuse arguments of the constructor.
+
+    Raises:
+        OptionError: says which, and what is allowed.
+    """
+    if hasattr(optimizer, "widen_gradients_"):
+        raise OptionError("The optimizer is a MasterWeightOptimizer already; use it as it is.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptionError(f"MasterWeightOptimizer takes a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
+    _refuse_around(optimizer)
+    if masters not in MODES:
+        raise OptionError(
+            f"masters={masters!r} is not a mode. Allowed: {', '.join(MODES)}.{nearest(str(masters), MODES)}"
+        )
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
+        raise OptionError(
+            f"bucket_bytes={bucket_bytes!r} must be a whole number >= 1, of bytes; a parameter that is larger is a "
+            "bucket of its own."
+        )
+
+
+def _refuse_around(optimizer: torch.optim.Optimizer) -> None:
+    groups = getattr(type(optimizer), "param_groups", None)
+    is_settable = not isinstance(groups, property) or groups.fset is not None
+    if is_settable and hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+        return
+    name = type(optimizer).__name__
+    inner = [type(value).__name__ for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+    about = f"is around the {inner[0]}" if inner else "did not call Optimizer.__init__"
+    raise OptionError(
+        f"MasterWeightOptimizer cannot wrap {name}: it {about}, so that its groups and state are not its own to hold "
+        f"masters. Keep the parameters float32 (opt_level='O1') and use {name} as it is"
+        + (f", or wrap the {inner[0]} and go without {name}." if inner else ".")
+    )
+
+
+def check_closure(closure: Any) -> None:
+    """Refuse what cannot be called."""
+    if not callable(closure):
+        raise OptionError(f"closure={closure!r} must be a function that re-evaluates the model and returns the loss.")
+
+
+def check_is_state(state: Any) -> None:
+    """Refuse what is no dict at all.
+
+    Raises:
+        OptionError: says what was given instead.
+    """
+    if not isinstance(state, Mapping):
+        raise OptionError(
+            f"load_state_dict() got a {type(state).__name__}; it takes what optimizer.state_dict() returns."
+        )
+
+
+def check_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Refuse a state that is no state of such an optimizer; classes with a `load_state_dict` of their own check theirs.
+
+    Raises:
+        OptionError: says what it lacks, or which group is of another model.
+    """
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    missing = [repr(key) for key in ("state", "param_groups") if key not in state]
+    if missing:
+        raise OptionError(
+            f"the state has no {' and no '.join(missing)}; it has {sorted(map(str, state))[:8]}. load_state_dict() "
+            "takes what optimizer.state_dict() returns."
+        )
+    for key, kind in (("state", Mapping), ("param_groups", list | tuple)):
+        if not isinstance(state[key], kind):
+            raise OptionError(f"{key!r} is a {type(state[key]).__name__} in the state: no optimizer's state dict.")
+    given, own = state["param_groups"], optimizer.param_groups
+    if len(given) != len(own):
+        raise OptionError(
+            f"the state has {len(given)} groups, the optimizer has {len(own)}: add_param_group() them first."
+        )
+    for number, (theirs, mine) in enumerate(zip(given, own, strict=True)):
+        indices = theirs.get("params") if isinstance(theirs, Mapping) else None
+        if not isinstance(indices, list | tuple):
+            raise OptionError(f"group {number} of the state has no list of 'params': no optimizer's state dict.")
+        if len(indices) != len(mine["params"]):
+            raise OptionError(
+                f"group {number} of the state is of {len(indices)} parameters, of the optimizer of "
+                f"{len(mine['params'])}: the state is another model's."
+            )
