@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from fxamp.dtypes import NAMES
-from fxamp.errors import CheckpointError, OptionError, nearest
-from fxamp.runtime.scale_rule import ScaleRule, checked_scale
+from fxamp.errors import CheckpointError
+from fxamp.runtime.scale_rule import LARGEST_SCALE, SMALLEST_SCALE, ScaleRule, checked_scale
 from fxamp.runtime.scaler import LossScaler
+from fxamp.runtime.scaler_base import needs_scaling
 
 
 class StaticLossScaler(LossScaler):
@@ -16,16 +16,16 @@ class StaticLossScaler(LossScaler):
         scaler = fxamp.StaticLossScaler(fxamp.choose_scale(max_abs_grad))
 
     Args:
-        scale: finite, > 0.
+        scale: 2^-127 to 2^127, as float32 holds its reciprocal there.
         options: LossScaler's keywords enabled, device, max_skips, process_group, dtype; after `max_skips`
             skipped updates in a row ScaleCollapseError is raised, since this scale will not come down.
 
     Raises:
-        OptionError: scale is not a finite number > 0.
+        OptionError: scale is no such number.
     """
 
     def __init__(self, scale: float, **options: Any) -> None:
-        checked_scale("scale", scale, ScaleRule(min_scale=2.0**-149, max_scale=2.0**127))
+        checked_scale("scale", scale, ScaleRule(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE))
         super().__init__(scale, min_scale=scale, max_scale=scale, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -34,6 +34,9 @@ class StaticLossScaler(LossScaler):
         Raises:
             CheckpointError: a dynamic scaler's state, or none at all.
         """
+        if not isinstance(state_dict, dict):
+            super().load_state_dict(state_dict)  # refuses it
+            return
         bounds = [state_dict.get(name) for name in ("min_scale", "max_scale")]
         if self._enabled and state_dict and (None in bounds or bounds[0] != bounds[1]):
             raise CheckpointError(
@@ -65,14 +68,4 @@ def scaler_for(dtype: torch.dtype | str, **options: Any) -> LossScaler:
     Raises:
         OptionError: another dtype or name ("auto" is one that convert() resolves).
     """
-    names = {**NAMES, "fp32": torch.float32, "float32": torch.float32, "float64": torch.float64}
-    known = names.get(dtype) if isinstance(dtype, str) else dtype
-    if known is torch.float16:
-        return LossScaler(**options)
-    if known in (torch.bfloat16, torch.float32, torch.float64):
-        return NoOpLossScaler()
-    raise OptionError(
-        f"dtype={dtype!r} is none that gradients are scaled for or are left alone in. Allowed: torch.float16, "
-        f"torch.bfloat16, torch.float32, torch.float64 and their names ({', '.join(map(repr, names))}); of a converted "
-        "model it is fxamp.report(model).low_dtype." + (nearest(dtype, names) if isinstance(dtype, str) else "")
-    )
+    return LossScaler(**options) if needs_scaling(dtype) else NoOpLossScaler()

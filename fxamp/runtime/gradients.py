@@ -2,12 +2,14 @@
 
 import dataclasses
 import logging
+import numbers
+import operator
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from fxamp.errors import OptionError
 from fxamp.runtime import distributed
@@ -39,6 +41,16 @@ def listed(found: Iterable[str]) -> str:
     return ", ".join(every[:NAMED]) + more
 
 
+def check_optimizer(optimizer: object, called: str) -> None:
+    """Refuse what has no list of parameter groups.
+
+    Raises:
+        OptionError: names the call and what it was given.
+    """
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise OptionError(f"{called} takes an optimizer, got a {type(optimizer).__name__}.")
+
+
 def has_any(optimizer: torch.optim.Optimizer) -> bool:
     """Whether any parameter has a gradient."""
     return any(parameter.grad is not None for parameter in parameters(optimizer))
@@ -61,6 +73,18 @@ def values_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return _local_numbers(gradient)
 
 
+def summed_values_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """As `values_of`, but rows that a sparse gradient holds several times are added up, 16-bit ones in float32.
+
+    The gradient stays as it is.
+    """
+    gradient = parameter.grad
+    if gradient is None or not gradient.is_sparse or gradient.dtype is torch.float16 or gradient.is_coalesced():
+        return values_of(parameter)
+    wide = gradient.float() if gradient.dtype is torch.bfloat16 else gradient
+    return _local_numbers(wide.coalesce()._values())
+
+
 def _local_numbers(gradient: torch.Tensor) -> torch.Tensor:
     gradient = distributed.local(gradient)
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
@@ -81,14 +105,19 @@ def groups(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def unscale_and_check(
-    gradients: Iterable[torch.Tensor], inverse_scale: torch.Tensor, found_inf: torch.Tensor
+    gradients: Iterable[torch.Tensor],
+    inverse_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    *,
+    looks_after: bool = False,
 ) -> dict[torch.device, torch.Tensor]:
     """Multiply gradients in place by `inverse_scale` and note per device whether any is inf or NaN.
 
-    One kernel for each device and dtype.
+    One kernel for each device and dtype. It looks at the scaled values.
 
     Args:
         inverse_scale, found_inf: 0-d float32; found_inf is 0 and is not written.
+        looks_after: look at the unscaled values too, which a scale below 1 may take out of their range.
 
     Returns:
         device -> 0-d float32 tensor, 1 where something was not finite.
@@ -104,6 +133,9 @@ def unscale_and_check(
                 flags[device] = found_inf.to(device, non_blocking=True, copy=True)
                 inverses[device] = inverse_scale.to(device, non_blocking=True)
             torch._amp_foreach_non_finite_check_and_unscale_(same, flags[device], inverses[device])
+            if looks_after:
+                one = torch.ones_like(inverses[device])
+                torch._amp_foreach_non_finite_check_and_unscale_(same, flags[device], one)
     return flags
 
 
@@ -174,7 +206,7 @@ def global_norm(optimizer: torch.optim.Optimizer, process_group: Any = None) -> 
         device = distributed.local(parameter).device
         shared = parameter if parameter.grad is None else parameter.grad
         found = bins[(process_group,) if process_group is not None else distributed.shard_groups(shared)]
-        values = values_of(parameter)
+        values = summed_values_of(parameter)
         if values is not None:
             added = distributed.without_partial(parameter.grad)  # type: ignore[arg-type]
             found.append(values if added is parameter.grad else _local_numbers(added))
@@ -184,9 +216,22 @@ def global_norm(optimizer: torch.optim.Optimizer, process_group: Any = None) -> 
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])) if norms else torch.zeros(())
 
 
-def clip_(gradients: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their total norm is at most `max_norm`; as torch, no host sync."""
-    factor = clip_factor(norm, max_norm)
+def check_max_norm(max_norm: object) -> None:
+    """Refuse what is no norm to clip to.
+
+    Raises:
+        OptionError: anything but a number >= 0 (math.inf is one) or None.
+    """
+    if max_norm is None:
+        return
+    if isinstance(max_norm, bool) or not isinstance(max_norm, numbers.Real) or not float(max_norm) >= 0:
+        raise OptionError(
+            f"max_grad_norm={max_norm!r} must be a number >= 0 (math.inf only measures), or None for no clipping."
+        )
+
+
+def multiply_(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply gradients in place by a 0-d tensor on any device."""
     with torch.no_grad():
         for same in _by_device(gradients):
             torch._foreach_mul_(same, factor.to(same[0].device))
@@ -213,27 +258,31 @@ def is_nonfinite(parameter: torch.Tensor) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """The gradients of an optimizer at one time, told by the first of them: it is of an object, not of an address."""
+    """The gradients of an optimizer at one time, without keeping them alive.
 
-    gradient: TensorWeakRef | None
-    version: int
+    An object has one weak reference as long as somebody holds that; a new gradient has another one, also at the
+    address, and with the version, of an old one. So references are compared by identity.
+    """
+
+    references: list[weakref.ref[torch.Tensor]]
+    versions: list[int]
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the gradients are still those: neither zeroed, nor replaced, nor accumulated into."""
-        now = _first_gradient(optimizer)
-        if now is None or self.gradient is None:
-            return now is None and self.gradient is None
-        return self.gradient() is now and now._version == self.version
+        now = mark(optimizer)
+        if len(now.references) != len(self.references) or now.versions != self.versions:
+            return False
+        return all(map(operator.is_, now.references, self.references))
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 def mark(optimizer: torch.optim.Optimizer) -> Mark:
     """The gradients as they are now."""
-    now = _first_gradient(optimizer)
-    return Mark(None, 0) if now is None else Mark(TensorWeakRef(now), now._version)
-
-
-def _first_gradient(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-    return next((parameter.grad for parameter in parameters(optimizer) if parameter.grad is not None), None)
+    every = (group["params"] for group in optimizer.param_groups)
+    found = [g for params in every for p in params if (g := p.grad) is not None]
+    return Mark(list(map(weakref.ref, found)), list(map(_VERSION, found)))
 
 
 def why_none(optimizer: torch.optim.Optimizer) -> str:

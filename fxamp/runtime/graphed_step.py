@@ -58,7 +58,7 @@ class GraphedStep:
         max_graphs: shapes (and other reasons to recapture) beyond this many run eagerly.
 
     Raises:
-        OptionError: scaler is not one of this package's.
+        OptionError: an argument of another kind, or a scaler that is not one of this package's.
     """
 
     def __init__(
@@ -71,11 +71,8 @@ class GraphedStep:
         max_grad_norm: float | None = None,
         max_graphs: int = MAX_GRAPHS,
     ) -> None:
-        if scaler is not None and not isinstance(scaler, LossScaler):
-            raise OptionError(
-                f"scaler is a {type(scaler).__name__}, whose step reads the device; use fxamp.LossScaler, "
-                "which loads its state: LossScaler().load_state_dict(scaler.state_dict())."
-            )
+        _check(model, loss_fn, optimizer, scaler, max_graphs)
+        gradients.check_max_norm(max_grad_norm)
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
@@ -193,7 +190,8 @@ class GraphedStep:
             if isinstance(value, PLAIN)
         )
         rule = dataclasses.astuple(self.scaler.rule)
-        return shapes, str(structure), settings, rule, self.model.training, self.max_grad_norm
+        looks_after = self.scaler.may_be_below_one()  # unscaling is another then
+        return shapes, str(structure), settings, rule, self.model.training, self.max_grad_norm, looks_after
 
     def _capture(self, key: Any, leaves: list[Any], structure: Any) -> bool:
         if len(self._graphs) >= self.max_graphs:
@@ -294,6 +292,25 @@ class _Graph:
     def is_moved(self) -> bool:
         """Whether a weight is elsewhere than it was: `.to()`, `.data =`."""
         return list(map(_ADDRESS, self._weights)) != self._addresses
+
+
+def _check(model: object, loss_fn: object, optimizer: object, scaler: object, max_graphs: object) -> None:
+    order = "The order is GraphedStep(model, loss_fn, optimizer, scaler)."
+    if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, LossScaler):
+        raise OptionError(
+            f"scaler is a {type(scaler).__name__}, whose step reads the device; use fxamp.LossScaler, "
+            "which loads its state: LossScaler().load_state_dict(scaler.state_dict())."
+        )
+    if scaler is not None and not isinstance(scaler, LossScaler):
+        raise OptionError(f"scaler is a {type(scaler).__name__}, not a fxamp.LossScaler or None. {order}")
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(f"model is a {type(model).__name__}, not a torch.nn.Module. {order}")
+    if not callable(loss_fn):
+        raise OptionError(f"loss_fn is a {type(loss_fn).__name__}, which cannot be called. {order}")
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise OptionError(f"optimizer is a {type(optimizer).__name__}, not an optimizer. {order}")
+    if isinstance(max_graphs, bool) or not isinstance(max_graphs, int) or max_graphs < 0:
+        raise OptionError(f"max_graphs={max_graphs!r} must be an integer >= 0.")
 
 
 _ADDRESS = torch.Tensor.data_ptr

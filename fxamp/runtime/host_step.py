@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from fxamp.errors import OptionError
 from fxamp.runtime import gradients
 from fxamp.runtime.step_result import StepResult, plain_result
 
@@ -20,10 +21,21 @@ class _OverflowInClosure(Exception):
 
 
 def take_closure(args: tuple[Any, ...], closure: Closure | None) -> tuple[tuple[Any, ...], Closure | None]:
-    """A closure may come by name or, as torch's optimizers take it, first by position."""
+    """A closure may come by name or, as torch's optimizers take it, first by position.
+
+    Raises:
+        OptionError: two closures, or one that cannot be called.
+    """
+    given = [each for each in (*args, closure) if callable(each)]
+    if closure is not None and (len(given) != 1 or not callable(closure)):
+        raise OptionError(
+            f"closure={closure!r} cannot be called: it is a function of no arguments that returns the loss."
+            if not callable(closure)
+            else "step() was given two closures, by position and as closure=; pass one."
+        )
     if closure is None and len(args) == 1 and callable(args[0]):
         return (), args[0]
-    return args, closure
+    return (args[1:] if closure is not None and args[:1] == (None,) else args), closure
 
 
 def plain_step(
@@ -36,11 +48,13 @@ def plain_step(
 ) -> StepResult:
     """Clip and step; nothing is scaled and nothing is checked."""
     norm: torch.Tensor | None = None
+    about = scaler._about(optimizer)
 
     def clip() -> None:
-        nonlocal norm
+        nonlocal norm, about
         if max_grad_norm is not None:
             norm, _ = scaler._clip(optimizer, max_grad_norm, None)
+            about = scaler._about(optimizer)
 
     if closure is None:
         clip()
@@ -48,12 +62,14 @@ def plain_step(
     else:
 
         def evaluate() -> Any:
+            nonlocal about
             loss = closure()
             clip()
+            about = scaler._about(optimizer)
             return loss
 
         returned = optimizer.step(evaluate, *args, **kwargs)
-    return plain_result(optimizer, scaler._about(optimizer), skipped=False, norm=norm, returned=returned)
+    return plain_result(optimizer, about, skipped=False, norm=norm, returned=returned)
 
 
 def step_with_closure(
@@ -73,18 +89,23 @@ def step_with_closure(
     state = scaler._per_optimizer_states[id(optimizer)]
     before = _Backup(optimizer)
     norm: torch.Tensor | None = None
+    about = scaler._about(optimizer)
 
     def check(*, is_scaled: bool) -> None:
-        nonlocal norm
+        nonlocal norm, about
         if is_scaled:
             state["stage"] = OptState.READY
-            scaler.unscale_(optimizer)
+            scaler._unscale_(optimizer, state)
         else:
             scaler._check_inf_per_device(optimizer)
+        about = scaler._about(optimizer)
         if any(flag.item() > 0 for flag in state["found_inf_per_device"].values()):
             raise _OverflowInClosure
         if max_grad_norm is not None:
             norm, _ = scaler._clip(optimizer, max_grad_norm, None)
+            about = scaler._about(optimizer)
+            if scaler._with_norm(state, scaler._no_inf(), norm, max_grad_norm).item() > 0:
+                raise _OverflowInClosure
 
     def evaluate() -> Any:
         calls = scaler._scale_calls
@@ -101,7 +122,6 @@ def step_with_closure(
     except _OverflowInClosure:
         skipped = True
         before.restore()
-    about = scaler._about(optimizer)
     return plain_result(optimizer, about, skipped=skipped, scale=scaler.get_scale(), norm=norm, returned=returned)
 
 

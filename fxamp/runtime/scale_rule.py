@@ -7,9 +7,10 @@ import torch
 
 from fxamp.errors import OptionError, nearest
 
-REFILLS = ("growth", "good_step")
+REFILLS = ("growth", "good_step", "deepspeed", "deepspeed_consecutive")
 LARGEST_HALF = torch.finfo(torch.float16).max  # 65,504
-LARGEST_EXPONENT = 126  # of a scale: float32 holds 2**126, and its reciprocal as a normal number
+LARGEST_EXPONENT = 126  # of a chosen scale: float32 holds 2**126, and its reciprocal as a normal number
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-127, torch.finfo(torch.float32).max  # with reciprocals that float32 holds
 
 
 @dataclasses.dataclass
@@ -23,12 +24,12 @@ class ScaleRule:
             growth_tracker += 1
             if growth_tracker == growth_interval:
                 growth_tracker = 0;  scale = min(scale * growth_factor, max_scale)
-        refill "growth":     left = hysteresis when the scale grows    (Megatron-Core, DeepSpeed)
-        refill "good_step":  left = hysteresis after every good step   (apex's update_scale_hysteresis,
-                                                                        DeepSpeed's consecutive_hysteresis)
+        refill "growth":     left = hysteresis when the scale grows    (Megatron-Core)
+        refill "good_step":  left = hysteresis after every good step   (apex's update_scale_hysteresis)
 
-    With hysteresis 1 this is torch.amp.GradScaler's rule between bounds. DeepSpeed counts one more good step
-    before the growth that follows an overflow; here, as in Megatron, apex and torch, it is growth_interval.
+    With hysteresis 1 this is torch.amp.GradScaler's rule between bounds. "deepspeed" and "deepspeed_consecutive"
+    (its consecutive_hysteresis) refill as these two do, but growth_tracker begins at -1, at the start and after an
+    overflow: DeepSpeed counts the good steps after the first one. After a growth it begins at 0.
 
     Raises:
         OptionError: a constant out of its range.
@@ -56,17 +57,24 @@ class ScaleRule:
         )
         _require(_is_count(self.growth_interval), "growth_interval", self, "an integer >= 1")
         _require(_is_count(self.hysteresis), "hysteresis", self, "an integer >= 1")
-        _require(_is_finite(self.min_scale) and self.min_scale > 0, "min_scale", self, "finite and > 0")
-        _require(_is_finite(self.max_scale), "max_scale", self, "finite")
+        for name in ("min_scale", "max_scale"):
+            value = getattr(self, name)
+            fits = _is_finite(value) and SMALLEST_SCALE <= value <= LARGEST_SCALE
+            _require(fits, name, self, "2**-127 to 3.4e38, as float32 holds both it and its reciprocal there")
         if self.min_scale > self.max_scale:
             raise OptionError(
                 f"min_scale={self.min_scale:g} is above max_scale={self.max_scale:g}; swap or widen them."
             )
         if self.refill not in REFILLS:
             raise OptionError(
-                f"refill={self.refill!r} is not a rule. Allowed: 'growth' (Megatron), 'good_step' (apex, "
-                f"DeepSpeed's consecutive mode).{nearest(str(self.refill), REFILLS)}"
+                f"refill={self.refill!r} is not a rule. Allowed: 'growth' (Megatron), 'good_step' (apex), 'deepspeed', "
+                f"'deepspeed_consecutive'.{nearest(str(self.refill), REFILLS)}"
             )
+
+    @property
+    def first_tracker(self) -> int:
+        """Where good steps begin to count."""
+        return -1 if self.refill.startswith("deepspeed") else 0
 
     def advance_(self, scale: torch.Tensor, tracker: torch.Tensor, left: torch.Tensor, found_inf: torch.Tensor) -> None:
         """Move the state by one step, in place and on the device.
@@ -75,7 +83,7 @@ class ScaleRule:
             scale: 0-d float32. tracker, left: 0-d int32 (good steps; non-finite steps left before a backoff).
             found_inf: 0-d float32, above 0 when a gradient was not finite.
         """
-        if self.hysteresis == 1:
+        if self.hysteresis == 1 and self.first_tracker == 0:
             torch._amp_update_scale_(
                 scale, tracker, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval
             )
@@ -90,12 +98,14 @@ class ScaleRule:
         left.sub_(bad.to(left.dtype))
         backs_off = bad & (left <= 0)
         tracker.add_(1).mul_((~bad).to(tracker.dtype))
+        if self.first_tracker:
+            tracker.add_(bad.to(tracker.dtype), alpha=self.first_tracker)
         is_due = tracker == self.growth_interval
         grown = scale * self.growth_factor
         grown = torch.where(is_due & torch.isfinite(grown), grown, scale)
         scale.copy_(torch.where(backs_off, scale * self.backoff_factor, grown))
         tracker.mul_((~is_due).to(tracker.dtype))
-        refills = is_due if self.refill == "growth" else ~bad
+        refills = is_due if self.refill in ("growth", "deepspeed") else ~bad
         left.copy_(torch.where(refills, torch.full_like(left, self.hysteresis), left))
 
 
@@ -138,21 +148,34 @@ def checked_scale(name: str, scale: object, rule: ScaleRule) -> float:
     Raises:
         OptionError: names the argument, its value and what is allowed.
     """
-    if isinstance(scale, str | torch.device):
+    if _is_device(scale):
         raise OptionError(
             f"{name}={scale!r} is a device, not a scale; torch.amp.GradScaler takes the device first, "
             f"here it is a keyword: LossScaler(device={str(scale)!r})."
         )
     if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise OptionError(f"{name}={scale!r} must be a number > 0, such as 2.0**16.")
+        finds = " A scale that finds itself is fxamp.LossScaler()." if scale == "dynamic" else ""
+        raise OptionError(f"{name}={scale!r} must be a number > 0, such as 2.0**16.{finds}")
     if not math.isfinite(scale) or scale <= 0:
         raise OptionError(f"{name}={scale!r} must be finite and > 0, such as 2.0**16.")
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise OptionError(f"{name}={scale!r} is outside 2**-127 .. 3.4e38, where float32 holds it and its reciprocal.")
     if not rule.min_scale <= scale <= rule.max_scale:
         raise OptionError(
             f"{name}={scale!r} is outside min_scale={rule.min_scale:g} .. max_scale={rule.max_scale:g}. "
             "Pass min_scale= or max_scale= to widen the range."
         )
     return float(scale)
+
+
+def _is_device(value: object) -> bool:
+    if not isinstance(value, str):
+        return isinstance(value, torch.device)
+    try:
+        torch.device(value)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_finite(value: object) -> bool:

@@ -1,6 +1,7 @@
 """The dynamic loss scaler: torch.amp.GradScaler's protocol, bounds, hysteresis, and no host sync."""
 
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +9,10 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from fxamp.errors import OptionError, ScaleCollapseError
-from fxamp.runtime import distributed, gradients, host_step
+from fxamp.runtime import capturing, distributed, gradients, host_step
 from fxamp.runtime.device_skip import settle, step_unless
-from fxamp.runtime.scale_rule import ScaleRule, checked_scale
-from fxamp.runtime.scaler_base import ScalerBase
+from fxamp.runtime.scale_rule import ScaleRule
+from fxamp.runtime.scaler_base import ScalerBase, needs_scaling
 from fxamp.runtime.scaler_state import combined_found_inf
 from fxamp.runtime.step_result import Gradients, HostCopy, StepResult, result_of
 
@@ -43,13 +43,14 @@ class LossScaler(ScalerBase):
         enabled: False makes every method pass through, as in torch.
         device: where the state lives; None: the device of the first loss. Given, the state exists at once.
         hysteresis: non-finite updates until the first backoff; 1 is torch's rule.
-        refill: when hysteresis is restored: "growth" (Megatron) or "good_step" (apex, DeepSpeed consecutive).
-        min_scale, max_scale: bounds; torch's scale can reach 0 and then writes NaN into parameters.
+        refill: when hysteresis is restored: "growth" (Megatron) or "good_step" (apex). "deepspeed" and
+            "deepspeed_consecutive" are the same two with DeepSpeed's count of good updates, see ScaleRule.
+        min_scale, max_scale: bounds, 2^-127 to 2^127; torch's scale can reach 0 and then writes NaN into parameters.
         max_skips: skipped updates in a row at min_scale after which ScaleCollapseError is raised.
         process_group: ranks that share the gradients of a step: found_inf is their maximum, and a gradient
             norm is taken over all their shards. Gradients that are DTensors (FSDP2) need no group here. Not
             kept by pickle and deepcopy: set the attribute again.
-        dtype: the model's low precision; torch.bfloat16 has fp32's range, so scaling is switched off.
+        dtype: the model's low precision, or its name; bfloat16 has fp32's range, so scaling is switched off.
 
     Raises:
         OptionError: an argument out of range; says which, and what is allowed.
@@ -70,31 +71,44 @@ class LossScaler(ScalerBase):
         max_scale: float = 2.0**24,
         max_skips: int = 50,
         process_group: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
     ) -> None:
         rule = ScaleRule(growth_factor, backoff_factor, growth_interval, hysteresis, refill, min_scale, max_scale)
-        if dtype is torch.bfloat16 and enabled:
-            logger.info("bfloat16 has float32's range: the loss scaler is switched off")
+        if dtype is not None and not needs_scaling(dtype) and enabled:
+            logger.info("%s has float32's range: the loss scaler is switched off", str(dtype).removeprefix("torch."))
             enabled = False
         super().__init__(rule, init_scale, enabled=enabled, device=device, max_skips=max_skips)
         self.process_group = process_group
         self.allows_half_gradients = False  # apex's O3 unscales fp16 gradients in place
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale in place; a second call in a step does nothing.
+        """Divide the optimizer's gradients by the scale in place; once more, on the same gradients, it does nothing.
 
         Low-precision gradients of a master-weight optimizer become float32 first (`.grad` of a 16-bit
         parameter is then a float32 tensor), because their true values may vanish in 16 bits.
 
         Raises:
-            StepOrderError: before any scale(), or after step() in the same iteration.
+            StepOrderError: before any scale(), after step() in the same iteration, or once more when the gradients
+                have changed: another backward has added scaled gradients to unscaled ones.
             OptionError: fp16 gradients under an optimizer without masters.
         """
         if not self._enabled:
             return
         state = self._state_of(optimizer, "unscale_()")
         if state["stage"] is OptState.UNSCALED:
-            return
+            before: gradients.Mark | None = state.get("unscaled")
+            if before is None or before.holds(optimizer):
+                return
+            raise self._order_error(
+                "unscale_()",
+                "it has already been called on this optimizer since the last update(), and its gradients have changed "
+                "since: unscale once, after the last backward() and before clipping",
+            )
+        self._unscale_(optimizer, state)
+        state["unscaled"] = gradients.mark(optimizer)
+
+    def _unscale_(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        state.pop("unscaled", None)
         if state["stage"] is OptState.STEPPED:
             raise self._order_error("unscale_()", "this optimizer was already stepped since the last update()")
         widen = getattr(optimizer, "widen_gradients_", None)
@@ -115,7 +129,8 @@ class LossScaler(ScalerBase):
         found = gradients.dense(optimizer)
         if not allow_fp16:
             gradients.refuse_half(optimizer, found)
-        flags = gradients.unscale_and_check(found, inv_scale, found_inf)
+        looks_after = self.may_be_below_one()
+        flags = gradients.unscale_and_check(found, inv_scale, found_inf, looks_after=looks_after)
         groups = self._groups(optimizer)
         if groups and not flags:
             flags = {found_inf.device: found_inf.clone()}  # a rank without gradients takes part all the same
@@ -139,18 +154,20 @@ class LossScaler(ScalerBase):
                 of `scaler.scale(loss)` (or of the plain loss), return the loss. Gradients are unscaled and
                 checked after each call. With a closure the host reads the flag, as such optimizers read the
                 loss, and a copy of parameters and state is kept for the way back.
-            max_grad_norm: clip the unscaled gradients to this Euclidean norm; math.inf only measures it.
+            max_grad_norm: clip the unscaled gradients to this Euclidean norm; math.inf only measures it. A norm that
+                float32 cannot hold counts as an overflow where it is to be clipped.
 
         Returns:
             What happened, readable lazily.
 
         Raises:
             StepOrderError: called twice since the last update(), or before any scale().
-            OptionError: fp16 gradients under an optimizer without masters; a negative or NaN max_grad_norm.
+            OptionError: no optimizer; fp16 gradients under an optimizer without masters; a negative or NaN
+                max_grad_norm; two closures, or one that cannot be called.
         """
+        gradients.check_optimizer(optimizer, "step()")
         args, closure = host_step.take_closure(args, closure)
-        if max_grad_norm is not None and not max_grad_norm >= 0:
-            raise OptionError(f"max_grad_norm={max_grad_norm!r} must be >= 0, or None for no clipping.")
+        gradients.check_max_norm(max_grad_norm)
         if optimizer not in self._looked_at:
             self._looked_at.add(optimizer)
             gradients.warn_of_pure_bfloat16(optimizer)
@@ -169,6 +186,7 @@ class LossScaler(ScalerBase):
             result = self._guarded_step(optimizer, state, max_grad_norm, args, kwargs)
         state["stage"] = OptState.STEPPED
         state["result"] = result
+        self._note_culprits(optimizer, state)
         return result
 
     def _guarded_step(
@@ -180,19 +198,23 @@ class LossScaler(ScalerBase):
         kwargs: dict[str, Any],
     ) -> StepResult:
         assert self._scale is not None
-        unscales_itself = state["stage"] is OptState.READY and hasattr(optimizer, "widen_gradients_")
+        is_scaled = state["stage"] is OptState.READY
+        unscales_itself = is_scaled and hasattr(optimizer, "widen_gradients_") and not self.may_be_below_one()
         if unscales_itself:
             self._check_inf_per_device(optimizer)
-        else:
-            self.unscale_(optimizer)
+        elif is_scaled:
+            self._unscale_(optimizer, state)
         found_inf = combined_found_inf(state, self._scale.device)
         divisor = self._scale if unscales_itself else None
         norm = None
         if max_grad_norm is not None:
             norm, divisor = self._clip(optimizer, max_grad_norm, divisor)
+            found_inf = self._with_norm(state, found_inf, norm, max_grad_norm)
         settle(optimizer)
+        about = self._about(optimizer)  # before the step: some optimizers write their gradients
         returned = step_unless(optimizer, found_inf, lambda: optimizer.step(*args, **kwargs), grad_scale=divisor)
-        about = self._about(optimizer)
+        if unscales_itself:
+            about = self._about(optimizer)  # float32 gradients have been unscaled in place
         return result_of(
             optimizer, found_inf, self._scale, about, norm, returned=returned, scaled_gradients=unscales_itself
         )
@@ -202,11 +224,27 @@ class LossScaler(ScalerBase):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Norm of the unscaled gradients; clips them, or folds clipping into the divisor still to apply."""
         norm = gradients.global_norm(optimizer, self.process_group)
+        if divisor is not None:
+            norm = norm.to(divisor.device) / divisor
+        if max_norm == math.inf:
+            return norm, divisor
+        factor = gradients.clip_factor(norm, max_norm)
+        if self._enabled:  # a step that will be skipped: its gradients stay as they are, to be named
+            factor = torch.where(norm < math.inf, factor, torch.ones_like(factor))
         if divisor is None:
-            gradients.clip_(gradients.dense(optimizer), norm, max_norm)
+            gradients.multiply_(gradients.dense(optimizer), factor)
             return norm, None
-        norm = norm.to(divisor.device) / divisor
-        return norm, divisor / gradients.clip_factor(norm, max_norm)
+        return norm, divisor / factor
+
+    def _with_norm(
+        self, state: dict[str, Any], found_inf: torch.Tensor, norm: torch.Tensor, max_norm: float
+    ) -> torch.Tensor:
+        """found_inf, set also where a norm to clip by is not known; 0-d float32."""
+        if max_norm == math.inf:
+            return found_inf
+        found_inf = torch.where(norm.to(found_inf.device) < math.inf, found_inf, torch.ones_like(found_inf))
+        state["found_inf_per_device"] = {found_inf.device: found_inf}
+        return found_inf
 
     def _empty_step(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> StepResult:
         if not self._has_warned_empty:
@@ -272,21 +310,11 @@ class LossScaler(ScalerBase):
             state = {"optimizer": weakref.ref(optimizer), "found_inf_per_device": {flag.device: flag}}
             self._raise_if_collapsed([state])
 
-    def _set_scale(self, new_scale: float | torch.Tensor) -> None:
+    def _note_culprits(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Where the next update() may raise ScaleCollapseError, read the names now: then zero_grad() may come first."""
         assert self._scale is not None
-        if not isinstance(new_scale, torch.Tensor):
-            self._scale.fill_(checked_scale("new_scale", new_scale, self.rule))
-            return
-        if new_scale.numel() != 1 or new_scale.requires_grad:
-            raise OptionError(
-                f"new_scale has {new_scale.numel()} elements and requires_grad={new_scale.requires_grad}; "
-                "it must be one element without gradient."
-            )
-        if new_scale.device.type == "cpu":
-            checked_scale("new_scale", new_scale.reshape(1).tolist()[0], self.rule)
-        given = new_scale.detach().reshape(()).to(self._scale.device, torch.float32, non_blocking=True)
-        given = torch.where(torch.isfinite(given), given, self._scale)
-        self._scale.copy_(given.clamp(self.rule.min_scale, self.rule.max_scale))
+        if self.watch.skips_at_floor >= max(1, self.max_skips - 1) and not capturing.is_capturing(self._scale.device):
+            state["culprits"] = gradients.nonfinite_names(optimizer, self._names)
 
     def _raise_if_collapsed(self, states: list[dict[str, Any]]) -> None:
         """Raise unless the last step has recovered; all ranks decide alike, by the flag they share."""
@@ -294,32 +322,25 @@ class LossScaler(ScalerBase):
         flags = [combined_found_inf(state, self._scale.device) for state in states]
         if not any(float(flag) > 0 for flag in flags):
             return
-        optimizers = [optimizer for state in states if (optimizer := state["optimizer"]())]
-        culprits = [name for each in optimizers for name in gradients.nonfinite_names(each, self._names)]
-        culprits = culprits or ["none on this rank, but on another"]
-        skips, self.watch.skips_at_floor = self.watch.skips_at_floor, 0
-        raise ScaleCollapseError(
-            f"The loss scale sat at its floor of {self.watch.floor:g} for {skips} skipped steps in a row: "
-            "not the scale, but the loss or the model makes gradients non-finite. Parameters with non-finite "
-            f"gradients: {gradients.listed(culprits)}. No parameter was changed by them. Check the data "
-            "and the loss for inf or NaN (fxamp.find_nan), keep the operation in question in float32, or "
-            "lower the learning rate; max_skips= and min_scale= set this limit."
+        raise self.watch.collapse(
+            [name for state in states for name in self._culprits_of(state)] or self._nobody(states)
         )
 
-    def name_parameters(self, model: torch.nn.Module) -> None:
-        """Use a model's parameter names in messages, where the optimizer was built without names."""
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+    def _culprits_of(self, state: dict[str, Any]) -> list[str]:
+        optimizer = state["optimizer"]()
+        noted: list[str] | None = state.get("culprits")
+        if noted is not None:
+            return noted
+        return [] if optimizer is None else gradients.nonfinite_names(optimizer, self._names)
 
-    # Internals
-
-    def _inverse_scale(self) -> torch.Tensor:
-        # In float64, as torch: a float32 division may be imprecise under some compile options.
-        assert self._scale is not None
-        return self._scale.double().reciprocal().float()
-
-    def _no_inf(self) -> torch.Tensor:
-        assert self._scale is not None
-        return torch.zeros((), dtype=torch.float32, device=self._scale.device)
+    def _nobody(self, states: list[dict[str, Any]]) -> list[str]:
+        """Why no gradient is non-finite."""
+        results: list[StepResult | None] = [state.get("result") for state in states]
+        if any(result is not None and result.is_stale for result in results):
+            return ["not known, as gradients were cleared or written before update(): call zero_grad() after it"]
+        if any(result is not None and not all(map(math.isfinite, result.copy.values)) for result in results):
+            return ["none, but the norm to clip by is above float32's range"]
+        return ["none on this rank, but on another" if distributed.several_ranks() else "none any more"]
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         return gradients.groups(optimizer) if self.process_group is None else [self.process_group]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
-from fxamp.errors import FxampError, OptionError
-from fxamp.runtime import scaler_state
+from fxamp.dtypes import NAMES
+from fxamp.errors import FxampError, OptionError, nearest
+from fxamp.runtime import gradients, scaler_state
 from fxamp.runtime.scale_rule import ScaleRule, checked_scale
 from fxamp.runtime.watch import ScaleRecord, ScaleWatch
 
@@ -41,8 +42,9 @@ class ScalerBase(torch.amp.GradScaler):
         self.rule = rule
         self.max_skips = max_skips
         self.watch = ScaleWatch(rule.min_scale, settled_after=min(rule.growth_interval, 100))
+        self.watch.note_scale(float(init_scale))
         self._init_scale = float(init_scale)
-        self._init_growth_tracker = 0
+        self._init_growth_tracker = rule.first_tracker
         self._init_hysteresis_left = rule.hysteresis
         self._scale: torch.Tensor | None = None
         self._growth_tracker: torch.Tensor | None = None
@@ -113,8 +115,7 @@ class ScalerBase(torch.amp.GradScaler):
     def _state_of(self, optimizer: torch.optim.Optimizer, called: str) -> dict[str, Any]:
         if self._scale is None:
             raise self._order_error(called, "scale() was never called")
-        if not isinstance(getattr(optimizer, "param_groups", None), list):
-            raise OptionError(f"{called} takes an optimizer, got a {type(optimizer).__name__}.")
+        gradients.check_optimizer(optimizer, called)
         state = self._per_optimizer_states[id(optimizer)]
         state.setdefault("optimizer", weakref.ref(optimizer))
         return state
@@ -125,6 +126,44 @@ class ScalerBase(torch.amp.GradScaler):
             f"{called} was called, but {reason} (optimizers this iteration: {', '.join(stages) or 'none'}). "
             f"The right order is: {RIGHT_ORDER}"
         )
+
+    # The scale
+
+    def _set_scale(self, new_scale: float | torch.Tensor) -> None:
+        assert self._scale is not None
+        if not isinstance(new_scale, torch.Tensor):
+            checked = checked_scale("new_scale", new_scale, self.rule)
+            self._scale.fill_(checked)
+            self.watch.note_scale(checked)
+            return
+        if new_scale.numel() != 1 or new_scale.requires_grad:
+            raise OptionError(
+                f"new_scale has {new_scale.numel()} elements and requires_grad={new_scale.requires_grad}; "
+                "it must be one element without gradient."
+            )
+        if new_scale.device.type == "cpu":
+            checked_scale("new_scale", new_scale.reshape(1).tolist()[0], self.rule)
+        given = new_scale.detach().reshape(()).to(self._scale.device, torch.float32, non_blocking=True)
+        given = torch.where(torch.isfinite(given), given, self._scale)
+        self._scale.copy_(given.clamp(self.rule.min_scale, self.rule.max_scale))
+        self.watch.note_scale(self.rule.min_scale)
+
+    def may_be_below_one(self) -> bool:
+        """Whether the scale may be below 1, as far as the host knows: unscaling may then overflow."""
+        return self.rule.min_scale < 1 and self.watch.least_scale(self.rule.backoff_factor) < 1
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Use a model's parameter names in messages, where the optimizer was built without names."""
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def _inverse_scale(self) -> torch.Tensor:
+        # In float64, as torch: a float32 division may be imprecise under some compile options.
+        assert self._scale is not None
+        return self._scale.double().reciprocal().float()
+
+    def _no_inf(self) -> torch.Tensor:
+        assert self._scale is not None
+        return torch.zeros((), dtype=torch.float32, device=self._scale.device)
 
     # Reading and saving
 
@@ -162,6 +201,24 @@ class ScalerBase(torch.amp.GradScaler):
         """One record for each update: (step, scale, skipped), to plot. Waits for steps under way."""
         self.watch.drain()
         return list(self.watch.history)
+
+
+def needs_scaling(dtype: torch.dtype | str) -> bool:
+    """Whether gradients in a precision, or under a name of one, need a loss scale: float16's do.
+
+    Raises:
+        OptionError: none of float16, bfloat16, float32 and float64.
+    """
+    names = {**NAMES, "fp32": torch.float32, "float32": torch.float32, "float64": torch.float64}
+    known = names.get(dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(known, torch.dtype) or known not in names.values():
+        raise OptionError(
+            f"dtype={dtype!r} is none that gradients are scaled for or are left alone in. Allowed: torch.float16, "
+            f"torch.bfloat16, torch.float32, torch.float64 and their names ({', '.join(map(repr, names))}); of a "
+            "converted model it is fxamp.report(model).low_dtype."
+            + (nearest(dtype, names) if isinstance(dtype, str) else "")
+        )
+    return known is torch.float16
 
 
 def _device_type(device: torch.device | str | None) -> str:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxamp.errors import CheckpointError
-from fxamp.runtime.scale_rule import ScaleRule, checked_scale
+from fxamp.errors import CheckpointError, OptionError
+from fxamp.runtime.scale_rule import LARGEST_SCALE, SMALLEST_SCALE, ScaleRule, checked_scale
 
 if TYPE_CHECKING:
     from fxamp.runtime.scaler_base import ScalerBase
@@ -50,12 +50,17 @@ def load(scaler: "ScalerBase", state: dict[str, Any]) -> None:
         OptionError: an entry has a value that is not allowed.
     """
     rule = _checked_rule(scaler, state)
+    tracker = _checked_count("_growth_tracker", state["_growth_tracker"], least=-1)
+    left = _checked_count("_hysteresis_left", state.get("_hysteresis_left", rule.hysteresis), least=None)
+    counters = _checked_counters(state.get("counters", {}))
+    # Nothing is changed before everything is checked.
     scaler.rule = rule
     scaler.watch.floor = rule.min_scale
-    scaler.watch.restore(state.get("counters", {}))
+    scaler.watch.restore(counters)
+    scaler.watch.note_scale(float(state["scale"]))
     scaler._init_scale = float(state["scale"])
-    scaler._init_growth_tracker = int(state["_growth_tracker"])
-    scaler._init_hysteresis_left = int(state.get("_hysteresis_left", rule.hysteresis))
+    scaler._init_growth_tracker = tracker
+    scaler._init_hysteresis_left = left
     if scaler._scale is not None:
         _refill(scaler)
 
@@ -116,5 +121,19 @@ def _checked_rule(scaler: "ScalerBase", state: dict[str, Any]) -> ScaleRule:
         state.get("max_scale", now.max_scale),
     )
     # torch's scale has no bounds: one outside ours is loaded, and clamped by the next update().
-    checked_scale("scale", state["scale"], ScaleRule(min_scale=2.0**-149, max_scale=3.4e38))
+    checked_scale("scale", state["scale"], ScaleRule(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE))
     return rule
+
+
+def _checked_count(name: str, value: object, *, least: int | None) -> int:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not isinstance(value, int) or not is_integer or abs(value) >= 2**31 or (least is not None and value < least):
+        bound = "" if least is None else f" >= {least}"
+        raise OptionError(f"{name}={value!r} in a loss scaler's state must be an integer{bound}.")
+    return value
+
+
+def _checked_counters(counters: object) -> dict[str, int]:
+    if not isinstance(counters, dict):
+        raise OptionError(f"counters={counters!r} in a loss scaler's state must be a dict of integers.")
+    return {name: _checked_count(f"counters[{name!r}]", value, least=0) for name, value in counters.items()}

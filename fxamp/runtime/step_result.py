@@ -1,6 +1,7 @@
 """What one optimizer step did, readable without stopping the device."""
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -129,7 +130,7 @@ class StepResult:
         Computed in the step when `max_grad_norm` was given, else on reading, from the gradients.
 
         Raises:
-            StaleResultError: the gradients have been zeroed or replaced since.
+            StaleResultError: the gradients have been zeroed, replaced or written since.
             OptionError: other ranks hold parts of them, and the step was not asked for their norm.
         """
         values = self.copy.values
@@ -141,8 +142,23 @@ class StepResult:
                 "grad_norm of gradients that are sharded over ranks is no rank's to compute alone. Pass "
                 "max_grad_norm=math.inf to step(), which computes it in the step, on all ranks."
             )
-        norm = float(gradients.total_norm(gradients.dense(optimizer)))
-        return norm / self.scale if self._scaled_gradients else norm
+        low: list[torch.Tensor] = []
+        high: list[torch.Tensor] = []
+        for parameter in gradients.parameters(optimizer):
+            found = gradients.summed_values_of(parameter)
+            if found is not None and parameter.grad is not None:
+                # A master-weight optimizer unscales copies of 16-bit gradients, and all others in place.
+                is_scaled = self._scaled_gradients and parameter.grad.dtype.itemsize == 2
+                (low if is_scaled else high).append(found)
+        if not low:
+            return float(gradients.total_norm(high))
+        return math.hypot(float(gradients.total_norm(low)) / self.scale, float(gradients.total_norm(high)))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the gradients have been zeroed, replaced or written since, and can tell no more."""
+        optimizer, mark = self._optimizer(), self._about.mark
+        return optimizer is None or mark is None or not mark.holds(optimizer)
 
     @property
     def nonfinite(self) -> list[str]:
@@ -161,11 +177,11 @@ class StepResult:
 
     def _live_optimizer(self, asked: str) -> torch.optim.Optimizer:
         optimizer = self._optimizer()
-        mark = self._about.mark
-        if optimizer is None or mark is None or not mark.holds(optimizer):
+        if optimizer is None or self.is_stale:
             raise StaleResultError(
-                f"{asked} was read after the step's gradients were zeroed or replaced. Read it before "
-                "zero_grad(), or pass max_grad_norm=math.inf to step(), which computes the norm in the step."
+                f"{asked} was read after the step's gradients were zeroed, replaced or written (by another backward, "
+                "or by the optimizer's step itself). Read it before zero_grad(), or pass max_grad_norm=math.inf to "
+                "step(), which computes the norm in the step."
             )
         return optimizer
 

@@ -9,6 +9,8 @@ import logging
 
 import torch
 
+from fxamp.errors import OptionError
+
 logger = logging.getLogger("fxamp")
 
 FIRST_CAPABILITY = (8, 0)  # Ampere
@@ -42,24 +44,35 @@ def tf32_state() -> Tf32:
     return Tf32(matmul, convolution, supported)
 
 
-def set_tf32(enabled: bool = True) -> Tf32:
+def set_tf32(enabled: bool | Tf32 = True) -> Tf32:
     """Switch TF32 for matrix multiplications and convolutions, and log it.
+
+        before = fxamp.set_tf32()
+        ...
+        fxamp.set_tf32(before)
 
     On is NVIDIA's and torch's recommendation unless the network needs full float32 precision: it speeds up
     what mixed precision leaves in float32, at typically negligible loss of accuracy.
 
     Args:
-        enabled: False switches it off. Both switches are the process's, and have no effect without a GPU that has TF32.
+        enabled: False switches it off; a state that this or `tf32_state` gave sets each switch to what it was.
+            Both switches are the process's, and have no effect without a GPU that has TF32.
 
     Returns:
         The state before the call, to be able to go back.
 
+    Raises:
+        OptionError: something else than a bool or such a state.
+
     Source: "What Every User Should Know About Mixed Precision Training in PyTorch", section on picking the
     right approach.
     """
+    if not isinstance(enabled, bool | Tf32):
+        raise OptionError(f"enabled={enabled!r} must be True, False or what set_tf32() and tf32_state() return.")
     before = tf32_state()
+    wanted = enabled if isinstance(enabled, Tf32) else Tf32(enabled, enabled, before.is_supported)
     # The older switches: after its newer setters torch refuses its older getters, which others call.
-    torch.backends.cuda.matmul.allow_tf32 = enabled
-    torch.backends.cudnn.allow_tf32 = enabled
+    torch.backends.cuda.matmul.allow_tf32 = wanted.matmul
+    torch.backends.cudnn.allow_tf32 = wanted.convolution
     logger.info("%s (before: %s)", tf32_state(), before)
     return before

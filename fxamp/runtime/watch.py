@@ -3,7 +3,10 @@
 import collections
 import dataclasses
 import logging
+import math
 
+from fxamp.errors import ScaleCollapseError
+from fxamp.runtime import gradients
 from fxamp.runtime.step_result import HostCopy
 
 logger = logging.getLogger("fxamp")
@@ -46,10 +49,22 @@ class ScaleWatch:
         self._has_settled = False
         self._has_warned = False
         self._under_way: collections.deque[list[HostCopy]] = collections.deque()
+        self.note_scale(math.inf)
+
+    def note_scale(self, scale: float) -> None:
+        """The scale was set to at least this; outcomes still under way tell of earlier ones."""
+        self._known_scale = scale
+        self._updates_since = 0
+        self._earlier = len(self._under_way)
+
+    def least_scale(self, backoff_factor: float) -> float:
+        """What the scale is at least, as far as the host knows: each update since may have backed off."""
+        return self._known_scale * backoff_factor**self._updates_since
 
     def observe(self, outcomes: list[HostCopy]) -> None:
         """Take the outcomes (found_inf, scale, ...) of one iteration's steps; read older ones."""
         self._under_way.append(outcomes)
+        self._updates_since += 1
         self._read(keep=LAG if any(copy.is_remote for copy in outcomes) else 0)
 
     def drain(self) -> None:
@@ -59,6 +74,10 @@ class ScaleWatch:
     def _read(self, *, keep: int) -> None:
         while len(self._under_way) > keep:
             values = [copy.values for copy in self._under_way.popleft()]
+            if self._earlier:
+                self._earlier -= 1
+            else:
+                self._known_scale, self._updates_since = values[0][1], len(self._under_way) + 1
             self._record(skipped=any(found > 0 for found, *_ in values), scale=values[0][1])
 
     def _record(self, *, skipped: bool, scale: float) -> None:
@@ -103,6 +122,18 @@ class ScaleWatch:
     def restore(self, counters: dict[str, int]) -> None:
         """Set the counters; a missing one, as in torch's states, is 0."""
         self._under_way.clear()
+        self._earlier = 0
         for name in self.counters():
             setattr(self, name, int(counters.get(name, 0)))
         self._has_settled = self.good_steps >= self.settled_after
+
+    def collapse(self, culprits: list[str]) -> ScaleCollapseError:
+        """The error for a scale that stays at its floor; counting begins anew."""
+        skips, self.skips_at_floor = self.skips_at_floor, 0
+        return ScaleCollapseError(
+            f"The loss scale sat at its floor of {self.floor:g} for {skips} skipped steps in a row: "
+            "not the scale, but the loss or the model makes gradients non-finite. Parameters with non-finite "
+            f"gradients: {gradients.listed(culprits)}. No parameter was changed by them. Check the data "
+            "and the loss for inf or NaN (fxamp.find_nan), keep the operation in question in float32, or "
+            "lower the learning rate; max_skips= and min_scale= set this limit."
+        )

@@ -102,3 +102,35 @@ def test_scaler_for_takes_the_names_that_convert_takes(name):
 def test_scaler_for_refuses_what_it_does_not_know(dtype):
     with pytest.raises(OptionError, match=r"low_dtype\.( Did you mean 'float16')?"):
         scaler_for(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bf17", torch.int8, 5])
+def test_a_scaler_refuses_what_scaler_for_does_not_know(dtype):
+    with pytest.raises(OptionError, match=r"low_dtype\."):
+        LossScaler(dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16", torch.bfloat16, "fp32", torch.float32, torch.float64])
+def test_a_scaler_is_off_where_nothing_needs_scaling(dtype):
+    assert not LossScaler(dtype=dtype).is_enabled()
+    assert not StaticLossScaler(8.0, dtype=dtype).is_enabled()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "half", torch.float16, None])
+def test_a_scaler_is_on_for_float16(dtype):
+    assert LossScaler(dtype=dtype).is_enabled()
+
+
+@pytest.mark.parametrize("state", [None, [], 5])
+def test_a_static_scaler_refuses_what_is_no_state(state):
+    with pytest.raises(CheckpointError, match=f"is a dict, got a {type(state).__name__}"):
+        StaticLossScaler(8.0).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"), [("dynamic", r"itself is fxamp\.LossScaler\(\)"), ("128.0", "'128.0' must be")]
+)
+def test_a_text_is_no_scale_and_no_device(scale, text):
+    with pytest.raises(OptionError, match=text) as caught:
+        StaticLossScaler(scale)
+    assert "device" not in str(caught.value)

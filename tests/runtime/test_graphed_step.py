@@ -462,3 +462,42 @@ def test_on_a_gpu_replays_equal_the_eager_loop(dtype):
     assert step.is_graphed and scaler.state_dict() == expected[2].state_dict()
     for mine, other in zip(model.parameters(), expected[0].parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=2**-10, atol=2**-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": 5}, r"model is a int.*order is GraphedStep\(model, loss_fn, optimizer, scaler\)"),
+        ({"loss_fn": 5}, "loss_fn is a int, which cannot be called"),
+        ({"optimizer": torch.nn.Linear(1, 1)}, "optimizer is a Linear, not an optimizer"),
+        ({"scaler": 5}, "scaler is a int, not a fxamp.LossScaler"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
+        ({"max_grad_norm": "1"}, "max_grad_norm='1'"),
+        ({"max_graphs": -1}, "max_graphs=-1"),
+        ({"max_graphs": "x"}, "max_graphs='x'"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(changes, text):
+    model, optimizer, scaler = pieces()
+    given = {"model": model, "loss_fn": loss_fn, "optimizer": optimizer, "scaler": scaler, **changes}
+    with pytest.raises(OptionError, match=text):
+        GraphedStep(**given)
+
+
+def test_swapped_arguments_are_refused():
+    model, optimizer, scaler = pieces()
+    with pytest.raises(OptionError, match=r"loss_fn is a AdamW.*The order is"):
+        GraphedStep(model, optimizer, loss_fn, scaler)
+
+
+def test_a_scale_that_may_be_below_one_has_a_graph_of_its_own(graphs):
+    """There the unscaled gradients are looked at too, which other graphs do not."""
+    model, optimizer, scaler = pieces()
+    step = graphs.step_for(model, loss_fn, optimizer, scaler)
+    for batch in batches(6):
+        step(*batch)
+    assert len(step._graphs) == 1
+    scaler.update(0.25)
+    for batch in batches(2):
+        step(*batch)
+    assert len(step._graphs) == 2

@@ -9,6 +9,7 @@ import torch
 from fxamp.errors import OptionError
 from fxamp.runtime.fixed_scalers import StaticLossScaler
 from fxamp.runtime.scale_rule import ScaleRule, choose_scale
+from fxamp.runtime.scaler import LossScaler
 
 
 class Megatron:
@@ -76,7 +77,8 @@ class DeepSpeed:
 class Ours:
     def __init__(self, scale, **options):
         self.rule = ScaleRule(**options)
-        self.tensors = (torch.tensor(scale), torch.zeros((), dtype=torch.int32))
+        tracker = torch.tensor(LossScaler(refill=self.rule.refill)._init_growth_tracker, dtype=torch.int32)
+        self.tensors = (torch.tensor(scale), tracker)
         self.left = torch.tensor(self.rule.hysteresis, dtype=torch.int32)
 
     def update(self, bad):
@@ -119,44 +121,66 @@ def test_hysteresis_equals_megatron_and_apex(refill):
             assert (ours.scale, ours.tracker) == (oracle.scale, oracle.tracker)
 
 
-@pytest.mark.parametrize("refill", ["growth", "good_step"])
-def test_hysteresis_equals_deepspeed_up_to_its_later_growth(refill):
-    """DeepSpeed lets one more good step pass before the growth after an overflow: it is left out here."""
-    for history, rng in histories(100, 60):
-        window, hysteresis = rng.choice((3, 5)), rng.choice((1, 2, 3))
-        ours = Ours(
-            2.0**20,
-            growth_interval=window,
-            hysteresis=hysteresis,
-            refill=refill,
-            min_scale=1.0,
-            max_scale=2.0**60,
-        )
-        oracle = DeepSpeed(2.0**20, window, hysteresis, 1.0, consecutive=refill == "good_step")
-        since_reset = None  # good steps since the start or the last overflow
-        oracle.update(False)  # at its start, as after an overflow, it needs one good step more
-        since_reset = 0
-        for bad in history:
+@pytest.mark.parametrize("refill", ["deepspeed", "deepspeed_consecutive"])
+def test_deepspeeds_rule_is_reproduced(refill):
+    for history, rng in histories(250, 120):
+        window, hysteresis = rng.randint(1, 5), rng.randint(1, 4)
+        options = {"growth_interval": window, "hysteresis": hysteresis, "refill": refill}
+        ours = Ours(2.0**20, **options, min_scale=1.0, max_scale=2.0**127)
+        oracle = DeepSpeed(2.0**20, window, hysteresis, 1.0, consecutive=refill == "deepspeed_consecutive")
+        for number, bad in enumerate(history):
             ours.update(bad)
             oracle.update(bad)
-            if bad:
-                oracle.update(False)
-            since_reset = 0 if bad else since_reset + 1
-            if not (bad and refill == "good_step"):
-                assert ours.scale == oracle.scale
-            if bad and refill == "good_step":
-                break  # the extra good step would refill DeepSpeed's count
+            if oracle.scale > 2.0**100:
+                break
+            assert ours.scale == oracle.scale, (number, window, hysteresis, history)
 
 
-def test_deepspeed_consecutive_backoffs():
-    """Without growth in reach, every pattern of 8 steps gives DeepSpeed's consecutive scale."""
-    for history in itertools.product((False, True), repeat=8):
-        ours = Ours(2.0**10, hysteresis=2, refill="good_step", growth_interval=100)
-        oracle = DeepSpeed(2.0**10, 100, 2, 2.0**-14, consecutive=True)
+@pytest.mark.parametrize(("refill", "consecutive"), [("deepspeed", False), ("deepspeed_consecutive", True)])
+def test_deepspeeds_rule_for_every_history_of_nine_updates(refill, consecutive):
+    for history in itertools.product((False, True), repeat=9):
+        ours = Ours(2.0**10, hysteresis=2, refill=refill, growth_interval=3)
+        oracle = DeepSpeed(2.0**10, 3, 2, 2.0**-14, consecutive)
         for bad in history:
             ours.update(bad)
             oracle.update(bad)
             assert ours.scale == oracle.scale, history
+
+
+@pytest.mark.parametrize("updates", [2, 3])
+def test_a_scaler_with_deepspeeds_rule_begins_and_resumes_as_deepspeed(updates):
+    """A window of 2 is full after 3 good updates, saved and loaded in between or not."""
+    scaler, weight = LossScaler(8.0, growth_interval=2, refill="deepspeed"), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], 0.0)
+    for _ in range(updates):
+        resumed = LossScaler()
+        resumed.load_state_dict(scaler.state_dict())
+        scaler = resumed
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == (16.0 if updates == 3 else 8.0)
+
+
+@pytest.mark.parametrize("scale", [2.0**-128, 2.0**-149, 1e-300, 1e39])
+def test_scales_without_a_reciprocal_in_float32_are_refused(scale):
+    """Their inverse is infinite, and would be written into parameters at the first finite step."""
+    bound = "min_scale" if scale < 1 else "max_scale"
+    with pytest.raises(OptionError, match=rf"{bound}=.*2\*\*-127"):
+        ScaleRule(**{bound: scale})
+    with pytest.raises(OptionError, match=r"scale=.*2\*\*-127"):
+        StaticLossScaler(scale)
+    state = {**torch.amp.GradScaler("cpu").state_dict(), "scale": scale}
+    with pytest.raises(OptionError, match=r"scale=.*2\*\*-127"):
+        LossScaler().load_state_dict(state)
+
+
+@pytest.mark.parametrize("scale", [2.0**-127, 2.0**126, 2.0**127])
+def test_the_outermost_scales_work(scale):
+    weight, scaler = torch.nn.Parameter(torch.ones(1)), StaticLossScaler(scale)
+    scaler.scale((weight * 1.0).sum()).backward()
+    scaler.step(torch.optim.SGD([weight], 0.5))
+    assert weight.tolist() == [0.5]
 
 
 def test_growth_to_infinity_stops_as_in_torch():

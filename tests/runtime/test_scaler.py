@@ -13,6 +13,7 @@ from fxamp.runtime import device_skip
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
 from fxamp.runtime.scaler_base import StepOrderError
+from fxamp.runtime.step_result import StaleResultError
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),
@@ -701,3 +702,333 @@ def test_pure_bfloat16_is_warned_of_once(caplog):
 def test_bfloat16_needs_no_scaling():
     assert not LossScaler(dtype=torch.bfloat16).is_enabled()
     assert LossScaler(dtype=torch.float16).is_enabled()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp32"])
+def test_precisions_that_need_no_scaling_may_be_named(dtype):
+    assert not LossScaler(dtype=dtype).is_enabled()
+
+
+# Sparse gradients with rows that occur several times
+
+
+def sparse_step(max_grad_norm, dtype=torch.float32, *, unscales=False):
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(20, 4, sparse=True)
+    with torch.no_grad():
+        table.weight.copy_(table.weight.to(torch.bfloat16))
+    reference = torch.nn.Embedding(20, 4, sparse=True)
+    reference.load_state_dict(table.state_dict())
+    table.to(dtype)
+    optimizer, scaler = torch.optim.SGD(table.parameters(), 0.1), LossScaler(16.0)
+    if dtype != torch.float32:
+        optimizer = MasterWeightOptimizer(optimizer)
+    factors = torch.arange(1.0, 5.0)
+    tokens = torch.tensor([1, 1, 3, 1])
+    scaler.scale((table(tokens).float() * factors).sum()).backward()
+    (reference(tokens) * factors).sum().backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    result = scaler.step(optimizer, max_grad_norm=max_grad_norm)
+    gradient = reference.weight.grad.coalesce()
+    norm = float(gradient.values().norm())
+    factor = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + 1e-6))
+    expected = reference.weight.detach() - 0.1 * factor * gradient.to_dense()
+    found = table.weight if dtype == torch.float32 else next(iter(optimizer.master_params()))
+    return result.grad_norm, norm, found.detach(), expected
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("max_grad_norm", [None, math.inf, 0.5])
+def test_norm_of_a_sparse_gradient_adds_rows_that_occur_twice(max_grad_norm, dtype, unscales):
+    measured, norm, found, expected = sparse_step(max_grad_norm, dtype, unscales=unscales)
+    assert norm == pytest.approx(17.32, rel=1e-3)  # 11.0 without the addition
+    assert measured == pytest.approx(norm, rel=2**-20)
+    torch.testing.assert_close(found, expected, rtol=2**-20, atol=2**-22)
+
+
+# No parameter ever receives a NaN
+
+
+HUGE = [1e30, 2e30]  # their float32 norm is inf
+
+
+@pytest.mark.usefixtures("way_to_skip")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("max_grad_norm", [math.inf, 1.0, 0.0])
+def test_norm_above_float32_writes_no_nan(max_grad_norm, dtype, unscales):
+    """Only measured, the step is made; to be clipped by a norm that is not known, it is skipped."""
+    weight = torch.nn.Parameter(torch.ones(2, dtype=dtype))
+    optimizer, scaler = torch.optim.SGD([weight], 2.0**-100), LossScaler(4.0)
+    optimizer = optimizer if dtype == torch.float32 else MasterWeightOptimizer(optimizer)
+    scaler.scale((weight.float() * torch.tensor(HUGE)).sum()).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+    result = scaler.step(optimizer, max_grad_norm=max_grad_norm)
+    scaler.update()
+    is_measured = max_grad_norm == math.inf
+    assert (result.skipped, result.grad_norm, result.nonfinite) == (not is_measured, math.inf, [])
+    assert scaler.get_scale() == (4.0 if is_measured else 2.0)
+    expected = 1 - torch.tensor(HUGE) * 2.0**-100
+    tolerance = 0.0 if dtype == torch.float32 else 2**-8  # the gradient's and the weight's rounding to bfloat16
+    torch.testing.assert_close(
+        weight.detach().float(), expected if is_measured else torch.ones(2), rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("max_grad_norm", [math.inf, 1.0])
+def test_norm_above_float32_in_a_closure_writes_no_nan(max_grad_norm):
+    weight = parameter(1.0, 1.0)
+    optimizer, scaler = torch.optim.SGD([weight], 1e-30), LossScaler(4.0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight * torch.tensor(HUGE)).sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    assert scaler.step(optimizer, closure, max_grad_norm=max_grad_norm).skipped is (max_grad_norm == 1.0)
+    assert torch.isfinite(weight).all()
+
+
+def test_clipping_by_a_nan_norm_keeps_the_names_of_those_that_are_nonfinite():
+    model = torch.nn.Linear(2, 1)
+    optimizer, scaler = torch.optim.SGD(model.named_parameters(), 0.1), LossScaler()
+    scaler.scale(model(torch.tensor([[math.nan, 1.0]])).sum()).backward()
+    assert scaler.step(optimizer, max_grad_norm=1.0).nonfinite == ["weight"]
+
+
+@pytest.mark.usefixtures("way_to_skip")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LossScaler(2.0**-10),
+        lambda: LossScaler(1.0),  # the device may have halved it since
+        lambda: LossScaler(16.0, backoff_factor=2.0**-14),
+    ],
+)
+def test_unscaling_by_a_scale_below_one_is_looked_at(make, unscales, dtype):
+    """The scaled gradient is finite, the unscaled one is not."""
+    weight = torch.nn.Parameter(torch.ones(2, dtype=dtype))
+    optimizer, scaler = torch.optim.SGD([weight], 0.1), make()
+    optimizer = optimizer if dtype == torch.float32 else MasterWeightOptimizer(optimizer)
+    if scaler._init_scale >= 1:
+        scaler.scale((weight * math.inf).sum()).backward()
+        assert scaler.step(optimizer).skipped
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() < 1
+    scaler.scale((weight.float() * 1e36).sum() * (200 / scaler.get_scale())).backward()
+    assert torch.isfinite(weight.grad).all()
+    if unscales:
+        scaler.unscale_(optimizer)
+    result = scaler.step(optimizer)
+    assert result.skipped and weight.tolist() == [1.0, 1.0]
+
+
+def test_gradients_are_looked_at_once_where_the_scale_cannot_be_below_one(monkeypatch):
+    kernel, calls = torch._amp_foreach_non_finite_check_and_unscale_, []
+    monkeypatch.setattr(
+        torch, "_amp_foreach_non_finite_check_and_unscale_", lambda *args: (calls.append(1), kernel(*args))
+    )
+    weight, scaler = parameter(1.0), LossScaler(2.0**10)
+    optimizer = torch.optim.SGD([weight], 0.1)
+    for _ in range(3):
+        one_step(scaler, optimizer, weight, [1.0])
+    assert len(calls) == 3
+
+
+# unscale_ once more
+
+
+@pytest.mark.parametrize("between", ["backward", "backward that misses the first", "zero_grad and backward"])
+def test_unscale_after_another_backward_is_refused(between):
+    """Scaled gradients would stand beside unscaled ones; torch refuses every second call."""
+    first, second = parameter(1.0), parameter(2.0)
+    optimizer, scaler = torch.optim.SGD([first, second], 0.1), LossScaler()
+    losses = scaler.scale([(first + second).sum(), (first + second).sum()])
+    losses[0].backward()
+    scaler.unscale_(optimizer)
+    if "zero_grad" in between:
+        optimizer.zero_grad()
+    if "misses" in between:
+        scaler.scale(second.sum()).backward()
+    else:
+        losses[1].backward()
+    with pytest.raises(StepOrderError, match=r"already been called.*gradients have changed.*after the last backward"):
+        scaler.unscale_(optimizer)
+
+
+def test_unscale_twice_is_once_under_masters_too():
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer, scaler = MasterWeightOptimizer(torch.optim.SGD([weight], 0.5)), LossScaler(8.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert weight.tolist() == [0.5, 0.5]
+
+
+# What a result can still tell
+
+
+def test_a_later_backward_that_misses_the_first_parameter_makes_a_result_stale():
+    first, second = parameter(1.0), parameter(1.0)
+    optimizer, scaler = torch.optim.SGD([first, second], 0.1), LossScaler()
+    scaler.scale((first + second).sum()).backward()
+    result = scaler.step(optimizer)
+    assert result.grad_norm == pytest.approx(2**0.5)
+    scaler.update()
+    scaler.scale((second * math.nan).sum()).backward()
+    for name in ("grad_norm", "nonfinite"):
+        with pytest.raises(StaleResultError, match=f"{name} was read after.*another backward"):
+            getattr(result, name)
+
+
+def test_a_gradient_that_takes_anothers_place_makes_a_result_stale():
+    weights = [parameter(1.0) for _ in range(3)]
+    optimizer, scaler = torch.optim.SGD(weights, 0.1), LossScaler()
+    scaler.scale(sum(weight.sum() for weight in weights)).backward()
+    result = scaler.step(optimizer)
+    scaler.update()
+    for _ in range(20):
+        weights[1].grad = None
+        weights[1].sum().backward()
+        with pytest.raises(StaleResultError):
+            _ = result.grad_norm
+
+
+class DecaysGradients(torch.optim.SGD):
+    """Writes its weight decay into the gradients, as some packages do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for weight in self.param_groups[0]["params"]:
+            weight.grad.add_(weight, alpha=10.0)
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("with_closure", [True, False])
+def test_an_optimizer_that_writes_gradients_leaves_a_norm_that_is_stale_or_right(with_closure, enabled):
+    weight = parameter(1.0, 1.0, 1.0, 1.0)
+    optimizer, scaler = DecaysGradients([weight], 0.1), LossScaler(enabled=enabled)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    for max_norm in (None, math.inf):
+        if not with_closure:
+            closure()
+        result = scaler.step(optimizer, *([closure] if with_closure else []), max_grad_norm=max_norm)
+        scaler.update()
+        if max_norm is None:
+            with pytest.raises(StaleResultError, match="by the optimizer's step itself"):
+                _ = result.grad_norm
+        else:
+            assert result.grad_norm == 2.0
+
+
+def test_norm_read_late_of_parameters_with_and_without_masters():
+    """A master-weight optimizer unscales 16-bit gradients in copies, the others in place."""
+    low, high = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), parameter(1.0, 1.0)
+    optimizer, scaler = MasterWeightOptimizer(torch.optim.SGD([low, high], 0.1)), LossScaler(64.0)
+    scaler.scale(low.float().sum() * 3 + high.sum() * 4).backward()
+    result = scaler.step(optimizer)
+    assert result.grad_norm == pytest.approx(50**0.5)
+
+
+# The names at a collapse
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("max_skips", [1, 2, 5])
+def test_collapse_after_zero_grad(max_skips, set_to_none):
+    model = torch.nn.Linear(2, 2)
+    optimizer, scaler = torch.optim.SGD(model.named_parameters(), 0.1), LossScaler(2.0**-14, max_skips=max_skips)
+    with pytest.raises(ScaleCollapseError) as caught:
+        for _ in range(max_skips):
+            scaler.scale(model(torch.full((1, 2), math.nan)).sum()).backward()
+            scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none)
+            scaler.update()
+    # With one skip allowed every step might be the last, and none is looked at before.
+    expected = "cleared or written before update" if max_skips == 1 else "gradients: weight."
+    assert expected in str(caught.value)
+    assert "another" not in str(caught.value)
+
+
+def test_collapse_of_the_norm_alone_says_so():
+    weight = parameter(1.0, 1.0)
+    optimizer, scaler = torch.optim.SGD([weight], 0.1), LossScaler(1.0, min_scale=1.0, max_skips=2)
+    with pytest.raises(ScaleCollapseError, match="none, but the norm to clip by is above float32's range"):
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(scaler, weight, HUGE)
+            scaler.step(optimizer, max_grad_norm=1.0)
+            scaler.update()
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("wrong", [None, torch.nn.Linear(1, 1), "adam", 5])
+def test_step_takes_an_optimizer(wrong, enabled):
+    with pytest.raises(OptionError, match=rf"step\(\) takes an optimizer, got a {type(wrong).__name__}\."):
+        LossScaler(device="cpu", enabled=enabled).step(wrong)
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        ({"_growth_tracker": None}, "_growth_tracker=None"),
+        ({"_growth_tracker": "a"}, "_growth_tracker='a'"),
+        ({"_growth_tracker": 2.5}, "_growth_tracker=2.5"),
+        ({"_growth_tracker": -5}, "_growth_tracker=-5.*>= -1"),
+        ({"_hysteresis_left": None}, "_hysteresis_left=None"),
+        ({"_hysteresis_left": "a"}, "_hysteresis_left='a'"),
+        ({"counters": None}, "counters=None"),
+        ({"counters": 5}, "counters=5"),
+        ({"counters": {"steps": "a"}}, r"counters\['steps'\]='a'"),
+        ({"scale": "65536"}, "scale='65536' must be a number"),
+    ],
+)
+@pytest.mark.parametrize("used", [True, False])
+def test_a_state_with_a_bad_entry_changes_nothing(entries, text, used):
+    scaler = LossScaler(device="cpu" if used else None)
+    before = scaler.state_dict()
+    with pytest.raises(OptionError, match=text):
+        scaler.load_state_dict({**odd_scaler().state_dict(), **entries})
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("max_grad_norm", ["1", -1.0, math.nan, True, [1.0]])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_bad_norm_to_clip_to_is_refused(max_grad_norm, enabled):
+    scaler = LossScaler(device="cpu", enabled=enabled)
+    with pytest.raises(OptionError, match=r"max_grad_norm=.*must be a number >= 0"):
+        scaler.step(torch.optim.SGD([parameter(1.0)], 0.1), max_grad_norm=max_grad_norm)
+
+
+def test_two_closures_or_none_at_all_are_refused():
+    optimizer, scaler = torch.optim.SGD([parameter(1.0)], 0.1), LossScaler(device="cpu")
+    with pytest.raises(OptionError, match="two closures"):
+        scaler.step(optimizer, lambda: 1, closure=lambda: 2)
+    with pytest.raises(OptionError, match="closure=5 cannot be called"):
+        scaler.step(optimizer, closure=5)
+
+
+def test_a_text_is_no_new_scale_and_no_device():
+    with pytest.raises(OptionError, match="new_scale='2' must be a number"):
+        LossScaler(device="cpu").update("2")

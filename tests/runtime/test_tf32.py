@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from fxamp.errors import OptionError
 from fxamp.runtime.tf32 import set_tf32, tf32_state
 
 
@@ -39,3 +40,22 @@ def test_torchs_own_switch_is_seen():
     assert tf32_state().matmul
     torch.set_float32_matmul_precision("highest")
     assert not tf32_state().matmul
+
+
+@pytest.mark.parametrize("matmul", [True, False])
+@pytest.mark.parametrize("convolution", [True, False])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_every_state_is_come_back_to(matmul, convolution, enabled):
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, convolution
+    before = set_tf32(enabled)
+    assert set_tf32(before).matmul is enabled
+    assert tf32_state() == before
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (matmul, convolution)
+
+
+@pytest.mark.parametrize("wrong", [5, "off", None, 1])
+def test_what_is_no_state_is_refused_and_changes_nothing(wrong):
+    before = tf32_state()
+    with pytest.raises(OptionError, match=r"enabled=.*True, False or what set_tf32"):
+        set_tf32(wrong)
+    assert tf32_state() == before

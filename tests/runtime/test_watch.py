@@ -88,3 +88,21 @@ def test_resumed_run_does_not_settle_twice(caplog):
         for _ in range(150):
             second.observe([HostCopy(torch.tensor([0.0, 8.0]))])
     assert second.steps == 250 and not messages(caplog, logging.INFO)
+
+
+def test_least_scale_counts_backoffs_that_have_not_arrived(monkeypatch):
+    """As far as the host knows: the scale known last, and each update since may have halved it."""
+    seen = ScaleWatch(0.0)
+    seen.note_scale(8.0)
+    assert seen.least_scale(0.5) == 8.0
+    monkeypatch.setattr(HostCopy, "is_remote", True)
+    for least in (4.0, 2.0):
+        seen.observe([HostCopy(torch.tensor([0.0, 8.0]))])
+        assert seen.least_scale(0.5) == least
+    seen.observe([HostCopy(torch.tensor([0.0, 8.0]))])  # the first has arrived: 8, and 3 updates from there
+    assert seen.least_scale(0.5) == 1.0
+    seen.note_scale(64.0)
+    seen.observe([HostCopy(torch.tensor([0.0, 64.0]))])  # what arrives is older than the 64
+    assert seen.least_scale(0.5) == 32.0
+    seen.drain()
+    assert seen.least_scale(0.5) == 32.0
