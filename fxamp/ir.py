@@ -35,6 +35,8 @@ WRITES = "fxamp_writes"
 GUESS = "fxamp_guess"
 # What stays of a guess when values are forgotten: the sizes in the node's type are the most that may come.
 GUESSED = "fxamp_guessed"
+# Set on a result that a caller gets and that others are computed from, see fxamp.passes.outputs.
+RESULT = "fxamp_result"
 # Set on an input that a caller of the model hands over, which nothing of the model has computed.
 FROM_CALLER = "fxamp_from_caller"
 # Set on a node that stands for an expression of the model: the ops it was written with, see fxamp.passes.fuse.

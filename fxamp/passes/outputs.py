@@ -52,6 +52,7 @@ class ConnectOutputs(Pass):
         if any(regions[node] != regions[value] for node in (copy, *readers) if node.op != "output"):
             return False
         value.append(copy)
+        copy.meta[ir.RESULT] = True
         narrow = [reader for reader in readers if not _move_wide(graph, reader, copy, aliases)]
         if not narrow:
             return True
@@ -76,7 +77,8 @@ def _is_loss(reader: fx.Node) -> bool:
     """Whether all that is made of a value is a loss that reads it low."""
     if reader.target is low_loss.cross_entropy:
         return True
-    return ir.mark(reader).op in MOVES and bool(reader.users) and all(map(_is_loss, reader.users))
+    followers = [user for user in reader.users if _passes_gradient(user)]  # others ask for its device or sizes
+    return ir.mark(reader).op in MOVES and bool(followers) and all(map(_is_loss, followers))
 
 
 def _move_wide(graph: fx.Graph, reader: fx.Node, copy: fx.Node, aliases: Aliases) -> bool:
@@ -88,9 +90,10 @@ def _move_wide(graph: fx.Graph, reader: fx.Node, copy: fx.Node, aliases: Aliases
     moves: list[fx.Node] = [reader]
     ends: list[fx.Node] = []
     for move in moves:
-        if ir.mark(move).op not in MOVES or move in aliases.storage_of or ir.REGION in move.meta or not move.users:
+        followers = [user for user in move.users if _passes_gradient(user)]
+        if ir.mark(move).op not in MOVES or move in aliases.storage_of or ir.REGION in move.meta or not followers:
             return False
-        for user in move.users:
+        for user in followers:
             (ends if _is_up(user) else moves).append(user)
     reader.replace_input_with(value, copy)
     for move in moves:

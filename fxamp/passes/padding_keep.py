@@ -40,6 +40,8 @@ def keep(node: fx.Node, given: Mapping[fx.Node, Padding], known: Known) -> Kept 
         given: its padded arguments.
     """
     op = ir.mark(node).op
+    if ir.RESULT in node.meta:
+        return "the caller gets it, and others are computed from what the caller gets"
     if any(padding.blocks > 1 for padding in given.values()):
         return f"{op} reads two directions that are padded each"
     if op in PER_ELEMENT:

@@ -90,7 +90,7 @@ def casts_minimal(graph: fx.Graph) -> None:
             raise InvariantError(f"the cast {node.name} is used by nobody")
         if any(found.dtype == to for found in ir.tensors_in(ir.mark(source).type)):
             raise InvariantError(f"{node.name} casts {source.name} to {dtype_name(to)}, which it is already")
-        is_result = any(user.op == "output" for user in source.users)  # see fxamp.passes.outputs
+        is_result = ir.RESULT in source.meta
         if ir.mark(source).role in ("cast", "weight cast") and source.target == "to" and not is_result:
             raise InvariantError(f"{node.name} casts the cast {source.name}")
         at_reader = ir.is_weight(source) or source in aliases.storage_of

@@ -48,6 +48,14 @@ class Widened(nn.Module):
         return self.head(features), features.float()
 
 
+class Uneven(Features):
+    """Sizes that are padded."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 13), nn.Linear(13, 5)
+
+
 class Bounded(Features):
     def forward(self, x):
         logits = self.body(x)
@@ -70,7 +78,7 @@ def distance(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    "model", [Features, lambda: Features(lambda y: y), lambda: Features(F.gelu), Attention, Widened, Bounded]
+    "model", [Features, lambda: Features(lambda y: y), lambda: Features(F.gelu), Attention, Widened, Bounded, Uneven]
 )
 @pytest.mark.parametrize(
     "options",
