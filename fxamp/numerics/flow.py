@@ -73,12 +73,15 @@ class CallFlow:
     error: Exception | None = None
 
     @property
-    def is_finite(self) -> bool:
-        """Whether outputs, loss and every gradient are finite."""
-        if self.error is not None:
-            return False
+    def has_finite_ends(self) -> bool:
+        """Whether it ran to its end, and outputs and loss are finite."""
         ends = [*self.outputs, *([self.loss] if self.loss else [])]
-        return all(extent.is_finite for extent in ends) and all(flow.has_finite_gradients for flow in self.parts)
+        return self.error is None and all(extent.is_finite for extent in ends)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether outputs, loss and every gradient on the way are finite."""
+        return self.has_finite_ends and all(flow.has_finite_gradients for flow in self.parts)
 
     @property
     def has_bad_values(self) -> bool:

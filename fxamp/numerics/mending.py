@@ -12,7 +12,8 @@ from fxamp import ir
 from fxamp.errors import FxampError
 from fxamp.numerics.blocks import boundary_of
 from fxamp.numerics.flow import CallFlow, watch_flow
-from fxamp.numerics.origin import Origin, origin_of
+from fxamp.numerics.origin import Origin, origin_of, value_of_gradient
+from fxamp.numerics.reach import bad_values
 from fxamp.numerics.run import Call, Rewriter
 
 log = logging.getLogger("fxamp")
@@ -40,15 +41,17 @@ def mending(call: Call, watched: CallFlow, origin: Origin, loss_fn: Loss | None)
         except FxampError as error:
             log.debug("deny %s was tried and refused: %s", denied, error)
             continue
-        if flow.is_finite and _is_clean(flow, origin):
+        if flow.has_finite_ends and _is_clean(flow, origin):
             return denied
     return ()
 
 
 def _is_clean(flow: CallFlow, origin: Origin) -> bool:
-    """Whether the node, and what reaches the outputs, is finite now."""
+    """Whether the node, and what reaches the outputs and the parameters, is finite now."""
     same = [part for part in flow.parts if part.part.number == origin.flow.part.number]
     own = [part.values[origin.node] for part in same if origin.phase == "forward" and origin.node in part.values]
+    if not origin.reaches and any(value_of_gradient(origin) in bad_values(part) for part in same):
+        return False
     return origin_of(flow) is None and all(extent.is_finite for extent in own)
 
 

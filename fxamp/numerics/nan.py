@@ -12,7 +12,8 @@ from fxamp.engine import engine_of
 from fxamp.numerics.blocks import block_of
 from fxamp.numerics.flow import CallFlow, watch_flow
 from fxamp.numerics.mending import mending, node_of
-from fxamp.numerics.origin import Origin, origin_of, vanished_origin
+from fxamp.numerics.origin import Origin, origin_of, value_of_gradient, vanished_origin
+from fxamp.numerics.reach import reach_of
 from fxamp.numerics.run import Call, call_of, in_float32
 from fxamp.unconverted import check_left
 
@@ -32,7 +33,8 @@ class BadNode:
         value: of the first bad value or gradient, in words.
         inputs: of everything the node read, in words.
         overrides: the deny entries with which the run is finite; empty where none was found.
-        is_bad_in_float32: whether the fp32 run is not finite either: then it is not a matter of precision.
+        is_bad_in_float32: whether in fp32 what reaches the outputs, or of a bad gradient the parameters, is not finite
+            either: then it is not a matter of precision.
         error: what then stopped the run, "" where nothing did.
         has_infinite_inputs: whether the call was given infinities other than those of a mask.
         block: path of the module, converted by itself, that the node calls: what overflows is in there.
@@ -103,7 +105,8 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
         print(fxamp.find_nan(model, (x,), loss_fn=lambda output: scaler.scale(criterion(output, y))))
 
     Infinities that are written in the code or come in with a mask are not meant; of those that are made, the one that
-    reaches the output is named, or else the one that reaches a gradient, or else the first that float32 has not.
+    reaches the output is named, or else the one that reaches the gradient of a parameter or an input, or else the first
+    that float32 has not.
 
     Args:
         inputs: of one call, as `example_inputs` of convert().
@@ -131,9 +134,22 @@ def describe(call: Call, flow: CallFlow, origin: Origin, loss_fn: Loss | None, e
         exact: the same call in fp32.
     """
     from_outside = origin.phase in FROM_OUTSIDE
-    is_bad = not from_outside and not exact.is_finite
+    is_bad = not from_outside and _is_bad_too(origin, exact)
     mended = () if from_outside or is_bad else mending(call, flow, origin, loss_fn)
     return bad_node(call, origin, mended, is_bad, flow)
+
+
+def _is_bad_too(origin: Origin, exact: CallFlow) -> bool:
+    """Whether fp32 fares no better: outputs or gradients that arrive are not finite; for a gradient, this one's.
+
+    An infinity that fp32 has elsewhere, or here and takes back, says nothing of this one.
+    """
+    led = reach_of(exact)
+    flow = next((flow for flow in exact.parts if flow.part.number == origin.flow.part.number), None)
+    value = value_of_gradient(origin)
+    if value is None or flow is None or value not in flow.values:
+        return not exact.has_finite_ends or bool(led)
+    return value in led.of(flow)
 
 
 def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_float32: bool, flow: CallFlow) -> BadNode:

@@ -2,13 +2,16 @@
 
 import dataclasses
 import math
+from collections.abc import Container
 
+import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.numerics.extent import Extent
 from fxamp.numerics.flow import CallFlow, Edge, Flow
+from fxamp.numerics.reach import bad_values, reach_of
 from fxamp.numerics.twin import given_to, root_of, twins
 
 
@@ -20,6 +23,7 @@ class Origin:
         flow: of its graph.
         phase: "input" | "parameter" | "forward" | "backward" | "sum of gradients" | "between graphs".
         extent: of the first bad value or gradient; `edge`: the edge it flowed over, for gradients.
+        reaches: whether it got to an output, a parameter or an input; else an op of the model took it back.
     """
 
     node: str
@@ -27,10 +31,11 @@ class Origin:
     extent: Extent
     flow: Flow = dataclasses.field(repr=False)
     edge: Edge | None = None
+    reaches: bool = True
 
 
 def origin_of(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
-    """The first bad node of what reaches the outputs, or else of the gradients.
+    """The first bad node of what reaches the outputs, or else of the gradients that reach a parameter or an input.
 
     Of several graphs the first has the forward's, and the last, whose backward is first, the backward's.
 
@@ -46,18 +51,22 @@ def origin_of(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
         seen = seen or any(not extent.is_finite for extent in flow.values.values())
     ends = [*call.outputs, *([call.loss] if call.loss else [])]
     reaches = not all(extent.is_finite for extent in ends) or not ends or len(call.parts) == 1
-    tries = (
-        *((_reaching_origin, flow) for flow in call.parts if reaches),
-        *((_gradient_origin, flow) for flow in reversed(call.parts)),
-    )
-    found = next((origin for begin, flow in tries if (origin := begin(flow)) is not None), None)
+    found = next((origin for flow in call.parts if reaches and (origin := _reaching_origin(flow)) is not None), None)
+    if found is None:
+        led = reach_of(call)
+        backwards = reversed(call.parts)
+        found = next(
+            (origin for flow in backwards if (origin := _gradient_origin(flow, led.of(flow))) is not None), None
+        )
     if found is not None and found.phase == "input" and all(extent.is_finite for extent in call.inputs):
         return dataclasses.replace(found, phase="between graphs")
     return found
 
 
 def vanished_origin(call: CallFlow, exact: CallFlow) -> Origin | None:
-    """The first bad node whose value reached nothing: of what an fp32 run has too, the model takes care."""
+    """The first bad node whose value, or else whose gradient, reached nothing: of what an fp32 run has too, the model
+    takes care.
+    """
     known = {id(flow): flow_of_fp32 for flow_of_fp32, flow in twins(exact, call)}
     for flow in call.parts:
         flow.exact = known.get(id(flow))
@@ -67,7 +76,21 @@ def vanished_origin(call: CallFlow, exact: CallFlow) -> Origin | None:
         found = _first_new(flow, nodes)
         if found is not None:
             return found
+    for flow in reversed(call.parts):
+        also = bad_values(flow.exact) if flow.exact is not None else set()
+        nodes_by_name = _nodes(flow)
+        own = {name for name in bad_values(flow) if root_of(nodes_by_name[name]).name not in also}
+        found = _gradient_origin(flow, own)
+        if found is not None:
+            return dataclasses.replace(found, reaches=False)
     return None
+
+
+def value_of_gradient(origin: Origin) -> str | None:
+    """The model's own value whose gradient began it, None where a value did: fp32's graph has a node of its name."""
+    if origin.phase not in ("backward", "sum of gradients"):
+        return None
+    return root_of(_nodes(origin.flow)[origin.edge[0] if origin.edge else origin.node]).name
 
 
 def _nodes(flow: Flow) -> dict[str, fx.Node]:
@@ -173,27 +196,38 @@ def _is_meant(flow: Flow, node: fx.Node) -> bool:
     return any(isinstance(part, float) and math.isinf(part) for part in pytree.tree_leaves((node.args, node.kwargs)))
 
 
-def _gradient_origin(flow: Flow) -> Origin | None:
+def _gradient_origin(flow: Flow, among: Container[str]) -> Origin | None:
     """What made the first bad gradient: a node's backward, or the forward's bad value that it was handed.
 
     (Attention gives finite results of infinite scores, and NaN gradients.)
+
+    Args:
+        among: names of the values whose gradients are meant.
     """
-    found = _bad_gradient(flow)
+    found = _bad_gradient(flow, among)
     if found is None:
         return None
     return _origin_of_what_reaches(flow, [_nodes(flow)[found.node]]) or found
 
 
-def _bad_gradient(flow: Flow) -> Origin | None:
+def _bad_gradient(flow: Flow, among: Container[str]) -> Origin | None:
     """The first bad edge in backward order whose reader got good gradients: the reader's backward made it."""
     for (given, reader), extent in flow.edges.items():
-        if extent.is_finite:
+        if extent.is_finite or given not in among:
             continue
-        if flow.sums.get(reader, extent).is_finite is False and reader in flow.sums:
-            if all(found.is_finite for (value, _), found in flow.edges.items() if value == reader):
+        if not flow.sums.get(reader, _GOOD).is_finite:
+            if _has_good_edges(flow, reader):
                 return Origin(reader, "sum of gradients", flow.sums[reader], flow)
-            continue
-        if all(found.is_finite for (value, _), found in flow.edges.items() if value == reader):
+        elif _has_good_edges(flow, reader):
             return Origin(reader, "backward", extent, flow, (given, reader))
-    bad_sum = next((name for name, extent in flow.sums.items() if not extent.is_finite), None)
-    return Origin(bad_sum, "sum of gradients", flow.sums[bad_sum], flow) if bad_sum is not None else None
+    sums = ((name, extent) for name, extent in flow.sums.items() if name in among and not extent.is_finite)
+    bad_sum = next(((name, extent) for name, extent in sums if _has_good_edges(flow, name)), None)
+    return None if bad_sum is None else Origin(bad_sum[0], "sum of gradients", bad_sum[1], flow)
+
+
+def _has_good_edges(flow: Flow, value: str) -> bool:
+    return all(found.is_finite for (given, _), found in flow.edges.items() if given == value)
+
+
+_GOOD = Extent(torch.float32, (), None, None, 0, 0)
+"""Of a gradient that is no sum."""

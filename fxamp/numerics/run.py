@@ -18,9 +18,9 @@ from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.engine import Engine, engine_of
 from fxamp.errors import CaptureError, OptionError
+from fxamp.numerics.exact import exact_weight
 from fxamp.numerics.extent import check_not_empty
 from fxamp.rebuild import rebuild_variant, reference
-from fxamp.runtime.masters import MASTER, exact_values
 from fxamp.unconverted import not_converted
 from fxamp.variant import Variant
 
@@ -225,7 +225,7 @@ class Runner(fx.Interpreter):
             return self.captured.constants[target]
         value = ir.attribute(self.module, target)
         if self.as_float32 and isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES:
-            return exact_values(value) if hasattr(value, MASTER) else value.float()
+            return exact_weight(value)
         return value
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:

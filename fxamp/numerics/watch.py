@@ -93,8 +93,9 @@ def watch_nan(converted: nn.Module, raises: bool = True) -> Iterator[NanWatch]:
         raises: raise on leaving the block, or in the place of the error that a bad value led to; else look at `.found`.
 
     Raises:
-        FloatingPointError: on leaving, where an output or a gradient was not finite. An infinity inside that an op of
-            the model took back (tanh(inf) is 1) is for `find_nan`, which compares with fp32.
+        FloatingPointError: on leaving, where an output, or the gradient of a parameter or an input, was not finite. An
+            infinity inside that an op of the model took back (tanh(inf) is 1; the slope of sqrt at a zero that relu
+            made) is for `find_nan`, which compares with fp32.
         OptionError: the model was not converted.
     """
     engine = engine_of(converted)

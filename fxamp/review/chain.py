@@ -35,10 +35,30 @@ def _next(row: Row, rows: Rows) -> Row | None:
     if row.reason_kind in ROOTS:
         return stated
     if row.reason_kind == "downstream":
-        return _origin(row, rows, lambda found: found.colour == "deny")
+        return _deny_origin(stated, rows) or stated
     if row.reason_kind == "not low-born" or (row.reason_kind == "cut" and row.precision == "high"):
         return _origin(stated, rows, _is_high_root) if stated is not None else None
     return stated
+
+
+def _deny_origin(source: Row | None, rows: Rows) -> Row | None:
+    """The deny node in float32 that `source` is downstream of, or is itself: of several the one that the passes named.
+
+    They ask what a node reads in order. A cast is no reader of its own, and a reason of that kind names its source.
+    """
+    seen, stack = set[str](), [source]
+    while stack:
+        row = stack.pop()
+        if row is None or row.name in seen:
+            continue
+        seen.add(row.name)
+        if row.colour == "deny" and row.precision == "high" and not row.role:
+            return row
+        if row.reason_kind == "downstream":
+            stack.append(rows.get(row.reason_node or ""))
+        elif row.role or row.colour in _FOLLOWED:
+            stack += [rows.get(name) for name in reversed(row.inputs)]
+    return None
 
 
 def _origin(start: Row, rows: Rows, is_origin: Callable[[Row], bool]) -> Row | None:

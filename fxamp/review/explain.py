@@ -8,8 +8,8 @@ from torch import nn
 from fxamp.lists import OpLists
 from fxamp.review.chain import Rows, by_name, chain_of, readers_of
 from fxamp.review.find import find_rows
-from fxamp.review.levels import Levels
-from fxamp.review.remedies import Remedy, remedies_for
+from fxamp.review.outcomes import Outcomes
+from fxamp.review.remedies import Remedy, gives_no_float, remedies_for
 from fxamp.review.report import Report, report, require_engine
 from fxamp.review.rows import Row
 from fxamp.review.sharing import run_as
@@ -43,17 +43,17 @@ def explain(converted: nn.Module, name: str) -> str:
         return f"{built.summary()}: there is nothing to explain."
     engine = require_engine(converted)
     lists: OpLists = engine.options.lists
-    levels, other = Levels(converted, built), run_as(engine, name)
-    text = _explained(built, lists, levels, name if other is None else other)
+    outcomes, other = Outcomes(converted, built), run_as(engine, name)
+    text = _explained(built, lists, outcomes, name if other is None else other)
     return text if other is None else f"{name} is run by the graph that Dynamo made for {other}:\n\n{text}"
 
 
-def _explained(built: Report, lists: OpLists, levels: Levels, name: str) -> str:
+def _explained(built: Report, lists: OpLists, outcomes: Outcomes, name: str) -> str:
     kind, found = find_rows(built.rows, name)
     if kind == "node":
-        texts = dict.fromkeys("\n".join(_node(row, built, lists, levels)) for row in found)
+        texts = dict.fromkeys("\n".join(_node(row, built, lists, outcomes)) for row in found)
         return "\n\n".join(texts)
-    return "\n".join(_group(f"{kind} {name}", found, built, lists, levels))
+    return "\n".join(_group(f"{kind} {name}", found, built, lists, outcomes))
 
 
 def reasons_of(converted: nn.Module, name: str) -> list[list[Row]]:
@@ -74,7 +74,7 @@ def _computing(rows: Sequence[Row]) -> list[Row]:
 # ----------------------------------------------------------------------------------------------------- groups
 
 
-def _group(title: str, found: Sequence[Row], built: Report, lists: OpLists, levels: Levels) -> Iterator[str]:
+def _group(title: str, found: Sequence[Row], built: Report, lists: OpLists, outcomes: Outcomes) -> Iterator[str]:
     computing = _computing(found)
     high = [row for row in computing if row.precision == "high"]
     low = sum(row.precision == "low" for row in computing)
@@ -91,7 +91,7 @@ def _group(title: str, found: Sequence[Row], built: Report, lists: OpLists, leve
     shown = (told or list(found))[:_FULL]
     for row in shown:
         yield ""
-        yield from _node(row, built, lists, levels)
+        yield from _node(row, built, lists, outcomes)
     left = len(told) - len(shown)
     if left > 0:
         yield ""
@@ -101,7 +101,7 @@ def _group(title: str, found: Sequence[Row], built: Report, lists: OpLists, leve
 # -------------------------------------------------------------------------------------------------------- one
 
 
-def _node(row: Row, built: Report, lists: OpLists, levels: Levels) -> Iterator[str]:
+def _node(row: Row, built: Report, lists: OpLists, outcomes: Outcomes) -> Iterator[str]:
     rows = by_name(built.rows, row.graph)
     chain = chain_of(row, rows)
     yield _headline(row)
@@ -112,24 +112,33 @@ def _node(row: Row, built: Report, lists: OpLists, levels: Levels) -> Iterator[s
     if row.written_out:
         yield f"  written out in the model as {row.written_out}: one kernel that computes in float32 takes their place"
         yield f"  (a row for {row.op} in lists=, an override, or level='strict' leaves them as they are)"
-    yield f"why {row.runs_in}:"
-    width = max(len(link.name) for link in chain)
-    for link in chain:
-        yield f"  {link.name:<{width}}  {link.reason}  [{link.reason_kind}]"
-    yield from _list_row(chain[-1], lists)
+    if gives_no_float(row):
+        yield f"it takes what it reads in the dtype that has, and converts it to {row.dtype}"
+    else:
+        yield from _why(chain, lists)
     if row.role:
         yield from _who_reads(row, rows)
     elif row.reason_kind == "cut":
         yield from _neighbours(row, rows)
     yield "what would change it:"
-    remedies = remedies_for(chain, rows, lists, levels.mildest_low)
+    remedies = remedies_for(chain, rows, lists, outcomes)
     yield from (f"  - {remedy.text}" for remedy in _distinct(remedies))
     yield from _cost(row, rows, built)
+
+
+def _why(chain: Sequence[Row], lists: OpLists) -> Iterator[str]:
+    yield f"why {chain[0].runs_in}:"
+    width = max(len(link.name) for link in chain)
+    for link in chain:
+        yield f"  {link.name:<{width}}  {link.reason}  [{link.reason_kind}]"
+    yield from _list_row(chain[-1], lists)
 
 
 def _headline(row: Row) -> str:
     shape = "" if row.shape is None else f" of shape {tuple(row.shape)}"
     what = row.role or f"`{row.op}`, {row.colour}"
+    if gives_no_float(row):
+        return f"{row.name} ({what}) gives {row.dtype}{shape}"
     return f"{row.name} ({what}) runs in {row.runs_in}" + (f", value {row.dtype}{shape}" if row.dtype else "")
 
 
@@ -172,7 +181,9 @@ def _distinct(remedies: Sequence[Remedy]) -> list[Remedy]:
 
 def _cost(row: Row, rows: Rows, built: Report) -> Iterator[str]:
     """What float32 costs here: bytes beyond those of the low dtype, and casts that stand around the node."""
-    if row.precision == "high" and not row.is_source:
+    if gives_no_float(row):
+        yield f"what it costs: nothing, {row.dtype} is what it gives in any precision"
+    elif row.precision == "high" and not row.is_source:
         names = ", ".join(_casts_beside(row, rows)) or "none"
         yield f"what it costs: {_bytes_beyond([row], rows, built)}; casts beside it: {names}"
 

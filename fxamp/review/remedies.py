@@ -5,7 +5,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fxamp.lists import OpLists
+from fxamp.passes.reads import CONVERSIONS
 from fxamp.review.chain import Rows, readers_of
+from fxamp.review.outcomes import Outcomes
 from fxamp.review.rows import Row
 
 
@@ -25,14 +27,12 @@ class Remedy:
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def remedies_for(
-    chain: Sequence[Row], rows: Rows, lists: OpLists, mildest_low: Callable[[Row], str | None]
-) -> list[Remedy]:
+def remedies_for(chain: Sequence[Row], rows: Rows, lists: OpLists, outcomes: Outcomes) -> list[Remedy]:
     """Every way to change the precision of `chain[0]`, whose reason ends at `chain[-1]`, mildest first.
 
     Args:
         rows: of the same graph, by name.
-        mildest_low: the first level beyond today's at which a node runs low, None where there is none.
+        outcomes: of the same model.
     """
     row = chain[0]
     root = next((link for link in chain if link.reason_kind in _DECISIVE), chain[-1])
@@ -42,14 +42,43 @@ def remedies_for(
         return list(_towards_float32(row, root))
     if row.precision == "none":
         return [Remedy("nothing: it handles no float32 value, and only float32 values change dtype")]
+    if gives_no_float(row):
+        return [Remedy(f"nothing: it gives {row.dtype}, and only float32 values change dtype")]
     if row.op == "parameter" and row.reason_kind == "parameter":
-        return list(_parameter(row, rows))
+        return list(_parameter(row, rows, outcomes))
+    return _towards_low(row, root, lists, outcomes)
+
+
+def gives_no_float(row: Row) -> bool:
+    """Whether the node converts what it reads to integers, which it takes as it comes, in any precision."""
+    return row.op in CONVERSIONS and bool(row.dtype) and "float" not in row.dtype and "complex" not in row.dtype
+
+
+def _towards_low(row: Row, root: Row, lists: OpLists, outcomes: Outcomes) -> list[Remedy]:
     found = list(_HIGH.get(root.reason_kind, _override_only)(root, lists))
-    if (_is_by_level(row) or _is_by_level(root)) and (level := mildest_low(row)) is not None:
+    if (_is_by_level(row) or _is_by_level(root)) and (level := outcomes.mildest_low(row)) is not None:
         found.insert(0, Remedy(f'convert(..., level="{level}") lets it run low', options={"level": level}))
     if row is not root and root.reason_kind not in _FINAL:
         found.append(_override(row, "allow", "runs this node low whatever it reads"))
-    return found
+    it = "this one" if row is root else f"{root.name}, and with it {row.name},"
+    tried = (_tried(dataclasses.replace(each, text=each.text.replace(_IT, it)), row, outcomes) for each in found)
+    return [remedy for remedy in tried if remedy is not None]
+
+
+def _tried(remedy: Remedy, row: Row, outcomes: Outcomes) -> Remedy | None:
+    """The remedy if it makes the node low; what stands in its way, if that is an override of the node itself.
+
+    By the rules such an override holds, but where memory is shared that something writes; what is said of other nodes,
+    or of an op wherever it stands, is tried.
+    """
+    is_own = row.name in remedy.overrides
+    has_setting = bool(remedy.overrides or remedy.environment)
+    if not has_setting or (is_own and not outcomes.shares_written_memory(row)):
+        return remedy
+    after = outcomes.row_under(row, remedy.overrides, remedy.environment)
+    if after is None or after.precision == "low":
+        return remedy
+    return Remedy(f"overrides={_dict(row.name, 'allow')} alone does not: {after.reason}") if is_own else None
 
 
 def _override(row: Row, colour: str, effect: str) -> Remedy:
@@ -86,7 +115,7 @@ def _listed(root: Row, lists: OpLists) -> Iterator[Remedy]:
     elif origin != "default":
         yield Remedy(f"take `{root.op}` out of {origin}, which put it on the {root.colour} list")
     if _is_by_level(root):
-        yield _override(root, "allow", "runs this one low and keeps the level")
+        yield _override(root, "allow", "runs {it} low and keeps the level")
         return
     text = (
         f"take `{root.op}` off the deny list: FXAMP_INFERLIST_ADD={root.op} moves it to infer: it then "
@@ -94,7 +123,7 @@ def _listed(root: Row, lists: OpLists) -> Iterator[Remedy]:
         f"(FXAMP_DENYLIST_REMOVE={root.op} alone: unlisted, float32)"
     )
     yield Remedy(text, environment={"FXAMP_INFERLIST_ADD": root.op})
-    yield _override(root, "allow", "runs this one low and leaves the list alone")
+    yield _override(root, "allow", "runs {it} low and leaves the list alone")
 
 
 def _is_by_level(root: Row) -> bool:
@@ -103,18 +132,18 @@ def _is_by_level(root: Row) -> bool:
 
 
 def _by_level(root: Row, lists: OpLists) -> Iterator[Remedy]:
-    yield _override(root, "allow", "runs this one low")
+    yield _override(root, "allow", "runs {it} low")
 
 
 def _unlisted(root: Row, lists: OpLists) -> Iterator[Remedy]:
     text = f"list it: FXAMP_INFERLIST_ADD={root.op} (low where what it reads is low), or ALLOWLIST (always low)"
     yield Remedy(text, environment={"FXAMP_INFERLIST_ADD": root.op})
-    yield _override(root, "allow", "runs this one low")
+    yield _override(root, "allow", "runs {it} low")
 
 
 def _risky(danger: str) -> Callable[[Row, OpLists], Iterator[Remedy]]:
     def remedy(root: Row, lists: OpLists) -> Iterator[Remedy]:
-        yield _override(root, "allow", f"runs it low all the same; {danger}")
+        yield _override(root, "allow", f"runs {_IT} low all the same; {danger}")
 
     return remedy
 
@@ -124,11 +153,11 @@ def _literal(root: Row, lists: OpLists) -> Iterator[Remedy]:
     if "largest number" in root.reason:
         danger = "torch refuses such a number there, or makes it infinite"
         yield Remedy(f"change the number at {root.line or root.name}: a mask is filled with torch.finfo(x.dtype).min")
-    yield _override(root, "allow", f"runs it low all the same; {danger}")
+    yield _override(root, "allow", f"runs {_IT} low all the same; {danger}")
 
 
 def _override_only(root: Row, lists: OpLists) -> Iterator[Remedy]:
-    yield _override(root, "allow", "runs it low")
+    yield _override(root, "allow", "runs {it} low")
 
 
 def _user_cast(root: Row, lists: OpLists) -> Iterator[Remedy]:
@@ -141,7 +170,7 @@ def _user_dtype(root: Row, lists: OpLists) -> Iterator[Remedy]:
 
 
 def _measured(root: Row, lists: OpLists) -> Iterator[Remedy]:
-    yield _override(root, "allow", "runs it low although values that were measured do not fit")
+    yield _override(root, "allow", "runs {it} low although values that were measured do not fit")
 
 
 def _planned(root: Row, lists: OpLists) -> Iterator[Remedy]:
@@ -151,7 +180,7 @@ def _planned(root: Row, lists: OpLists) -> Iterator[Remedy]:
 
 def _user_region(root: Row, lists: OpLists) -> Iterator[Remedy]:
     yield Remedy(f"take {root.line or 'it'} out of the region where autocast is switched off")
-    yield _override(root, "allow", "runs it low although the model's author protected it")
+    yield _override(root, "allow", "runs {it} low although the model's author protected it")
 
 
 def _overridden(root: Row, lists: OpLists) -> Iterator[Remedy]:
@@ -165,8 +194,14 @@ def _input(root: Row, lists: OpLists) -> Iterator[Remedy]:
     yield Remedy(f"{root.name} is an input, and inputs come as the caller gives them")
 
 
-def _parameter(row: Row, rows: Rows) -> Iterator[Remedy]:
+def _parameter(row: Row, rows: Rows, outcomes: Outcomes) -> Iterator[Remedy]:
     """O2 stores low what is only read low: a table that is read by rows, or tied to one, is not."""
+    if not outcomes.goes_with_o2:
+        yield Remedy(
+            "nothing here: it is cast where it is read low; opt_level='O2' stores such parameters low, and goes "
+            "neither with a model that Dynamo captured nor with boundaries="
+        )
+        return
     in_float32 = [reader for reader in readers_of(row, rows) if reader.role != "weight cast"]
     if in_float32:
         yield Remedy(f"nothing here: {in_float32[0].name} reads it in float32; see fxamp.explain of that node")
@@ -206,7 +241,7 @@ def _integers(root: Row, lists: OpLists) -> Iterator[Remedy]:
     if root.op in ("float", "to", "type"):
         yield Remedy(f"nothing at {root.line or root.name} itself, which makes float32; where it is read low, {danger}")
     else:
-        yield _override(root, "allow", f"runs it low all the same; {danger}")
+        yield _override(root, "allow", f"runs {_IT} low all the same; {danger}")
 
 
 def _rows(root: Row, lists: OpLists) -> Iterator[Remedy]:
@@ -246,5 +281,7 @@ _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
 }
 _DECISIVE = frozenset(("upstream", "aliasing"))
 """Kinds that decide by themselves: what their reason names is not what to change."""
+_IT = "{it}"
+"""Stands for the node whose override is told of, and the one that was asked for, where that is another."""
 _FINAL = frozenset(("type", "boundary"))
 """Roots that no override can get past."""

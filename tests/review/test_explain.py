@@ -15,7 +15,7 @@ from fxamp.lists import OpLists
 from fxamp.review.chain import by_name, chain_of
 from fxamp.review.explain import explain, reasons_of
 from fxamp.review.find import find_rows
-from fxamp.review.levels import Levels
+from fxamp.review.outcomes import Outcomes
 from fxamp.review.remedies import Remedy, remedies_for
 from fxamp.review.report import report
 
@@ -46,9 +46,9 @@ def test_the_chain_ends_where_the_decision_was_made(case):
 
 def remedies_of(model, node: str) -> list[Remedy]:
     built = report(model)
-    row, levels = find_rows(built.rows, node)[1][0], Levels(model, built)
+    row, outcomes = find_rows(built.rows, node)[1][0], Outcomes(model, built)
     rows = by_name(built.rows, row.graph)
-    return remedies_for(chain_of(row, rows), rows, model._fxamp_engine.options.lists, levels.mildest_low)
+    return remedies_for(chain_of(row, rows), rows, model._fxamp_engine.options.lists, outcomes)
 
 
 SETTINGS = [case for case in CASES if case.kind not in ("no float", "cast", "conversion", "cut, low", "type", "input")]

@@ -308,9 +308,9 @@ def test_a_step_that_waits_for_the_device_is_never_recorded(graphs, caplog):
     assert len([record for record in caplog.records if "runs eagerly" in record.message]) == 1
 
 
-def test_a_step_that_waits_once_is_warmed_up_once_more(graphs):
+def test_steps_that_wait_now_and_then_are_warmed_up_for_longer(graphs):
     model, optimizer, scaler = pieces()
-    waits = iter([True, False, True])
+    waits = iter([True, False] * WARM_UP)
 
     def loss(outputs, targets):
         found = loss_fn(outputs, targets)
@@ -319,7 +319,27 @@ def test_a_step_that_waits_once_is_warmed_up_once_more(graphs):
         return found
 
     step = graphs.step_for(model, loss, optimizer, scaler)
-    for batch in batches(WARM_UP + 3):
+    for batch in batches(2 * WARM_UP + 1):
+        step(*batch)
+    assert step.is_graphed and graphs.captures == 1
+
+
+def test_weights_that_were_loaded_are_not_looked_at_while_recording(graphs):
+    """A layer scale's numbers decide about a graph, and are read where a state was loaded."""
+
+    class Scaled(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(4, 2)
+            self.gamma = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return super().forward(x) * self.gamma
+
+    model = fxamp.convert(Scaled(), dtype=torch.float16)
+    step = graphs.step_for(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1, fused=True), LossScaler(8.0))
+    for number, batch in enumerate(batches(WARM_UP + 2)):
+        if number == WARM_UP:
+            model.load_state_dict(model.state_dict())
         step(*batch)
     assert step.is_graphed and graphs.captures == 1
 
