@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import fxamp
+from fxamp import weight_fits
 from fxamp.errors import OptionError
+from fxamp.runtime import capturing
 from fxamp.runtime.graphed_step import WARM_UP, GraphedStep
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
@@ -324,8 +326,15 @@ def test_steps_that_wait_now_and_then_are_warmed_up_for_longer(graphs):
     assert step.is_graphed and graphs.captures == 1
 
 
-def test_weights_that_were_loaded_are_not_looked_at_while_recording(graphs):
+def test_weights_that_were_loaded_are_not_looked_at_while_recording(graphs, monkeypatch):
     """A layer scale's numbers decide about a graph, and are read where a state was loaded."""
+    fit_in, looked = weight_fits.fit_in, []
+
+    def look(*given):
+        looked.append(capturing.is_capturing(torch.device("cpu")))
+        return fit_in(*given)
+
+    monkeypatch.setattr(weight_fits, "fit_in", look)
 
     class Scaled(torch.nn.Linear):
         def __init__(self):
@@ -341,7 +350,8 @@ def test_weights_that_were_loaded_are_not_looked_at_while_recording(graphs):
         if number == WARM_UP:
             model.load_state_dict(model.state_dict())
         step(*batch)
-    assert step.is_graphed and graphs.captures == 1
+    model(next(batches(1))[0])
+    assert step.is_graphed and graphs.captures == 1 and looked == [False]
 
 
 def test_while_capturing_rates_are_device_tensors(graphs, monkeypatch):
