@@ -145,6 +145,8 @@ class _Backup:
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
         for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for created in group.keys() - values.keys() - {"params"}:
+                del group[created]
             group.update(values)
 
 

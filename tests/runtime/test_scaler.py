@@ -1032,3 +1032,28 @@ def test_two_closures_or_none_at_all_are_refused():
 def test_a_text_is_no_new_scale_and_no_device():
     with pytest.raises(OptionError, match="new_scale='2' must be a number"):
         LossScaler(device="cpu").update("2")
+
+
+def test_a_skipped_step_with_a_closure_takes_back_what_it_put_in_the_groups():
+    """Many optimizers count their steps in the group, from the first step on."""
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure):
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+            return super().step(closure)
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = Counting([parameter], 0.1), LossScaler(2.0)
+    factor = iter([math.inf, 1.0])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (parameter * next(factor)).sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    for steps in (None, 1):
+        scaler.step(optimizer, closure=closure)
+        scaler.update()
+        assert optimizer.param_groups[0].get("step") == steps
