@@ -8,7 +8,7 @@ from torch import fx
 from fxamp import ir
 from fxamp.passes.costs import LAUNCH_BYTES
 from fxamp.passes.gemm_types import Gemm, GemmDim, shape_of
-from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, reads_as_it_is, results_of
+from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, is_cast_of_part, reads_as_it_is, results_of
 from fxamp.passes.padding_values import is_parameter
 from fxamp.passes.recurrent_gemms import Recurrent
 
@@ -74,8 +74,11 @@ def _cost(planned: Planned, plan: Plan, flow: Flow) -> int:
     if isinstance(planned.gemm, Recurrent):
         total += sum(3 * LAUNCH_BYTES for _ in planned.gemm.growths(planned.extras))
     for value in carried(node, flow):
-        is_sliced = any(not reads_as_it_is(value, user, flow, plan) for user in value.users)
-        total += _copy_cost(value) if is_sliced else 0
+        sliced = [user for user in value.users if not reads_as_it_is(value, user, flow, plan)]
+        if any(not is_cast_of_part(value, user, flow) for user in sliced):
+            total += _copy_cost(value)
+        elif sliced and _needs_grad(value):
+            total += LAUNCH_BYTES  # the zeros behind the gradient
         how = flow.kept.get(value)
         total += 2 * sum(map(_copy_cost, value.all_input_nodes[1:])) if how is not None and how.with_stats else 0
         total += 6 * LAUNCH_BYTES if how is not None and how.with_stats else 0

@@ -1,5 +1,6 @@
 """Write a plan and its flow into the graph: pads, slices, and the arguments that follow from them."""
 
+import dataclasses
 import operator
 from typing import Any
 
@@ -16,10 +17,11 @@ from fxamp.passes.cast import grad_regions
 from fxamp.passes.gemm_types import shape_of
 from fxamp.passes.gemms import OPS
 from fxamp.passes.pad_arguments import argument_at, grow_type, keep_scale, put, put_at
-from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, reads_as_it_is
+from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, is_cast_of_part, reads_as_it_is
 from fxamp.passes.padding_values import PER_ELEMENT, Kept, is_parameter
 from fxamp.passes.recurrent_gemms import Recurrent
 from fxamp.runtime import padded_norm
+from fxamp.runtime.padded_results import cast_of_part
 from fxamp.runtime.padded_weights import Dims, cut, grown
 
 # Readers whose result does not depend on whether a slice is dense; others get a dense copy, as in the model.
@@ -144,8 +146,22 @@ class PadEditor:
 
     def _slice_reads(self, node: fx.Node) -> None:
         for value in node.all_input_nodes:
-            if value in self.flow.paddings and not reads_as_it_is(value, node, self.flow, self.plan):
+            if value not in self.flow.paddings or reads_as_it_is(value, node, self.flow, self.plan):
+                continue
+            if is_cast_of_part(value, node, self.flow):
+                self._cast_part(node, value)
+            else:
                 node.replace_input_with(value, self._sliced(value, node))
+
+    def _cast_part(self, cast: fx.Node, padded: fx.Node) -> None:
+        """Make a cast read the padded value: its gradient is converted into the padded one at once."""
+        padding, dtype = self.flow.paddings[padded], cast.args[1]
+        dim = padding.dim - len(shape_of(padded) or ())  # from the back: a squeeze may have left fewer dimensions
+        cast.op, cast.target = "call_function", cast_of_part
+        cast.args = (padded, dim, padding.extra, dtype)
+        why = self.flow.refused.get((padded, cast), "nothing behind it reads the padding")
+        reason = ir.mark(cast).reason
+        ir.set_mark(cast, reason=dataclasses.replace(reason, text=f"{reason.text}; without its padding: {why}"))
 
     def _grow_size(self, node: fx.Node, index: int, extra: int) -> None:
         flat = len(node.args) == 2 and isinstance(node.args[1], (tuple, list))
@@ -275,17 +291,18 @@ class PadEditor:
         return self.made[key]
 
     def _is_padded_cast(self, value: fx.Node) -> bool:
-        return ir.mark(value).role == "cast" and value.all_input_nodes[0] in self.flow.paddings
+        sources = [source for source in value.all_input_nodes if source in self.flow.paddings]
+        return any(is_cast_of_part(source, value, self.flow) for source in sources)
 
     def _cast_of_slice(self, value: fx.Node, reader: fx.Node) -> fx.Node:
-        """A cast of the low slice: 6 bytes an element, where a dense slice of the float32 values moves 8."""
+        """A cast of the low part: 6 bytes an element, where a dense slice of the float32 values moves 8."""
         source = value.all_input_nodes[0]
-        part = self._sliced(source, reader)
         with self.graph.inserting_before(reader):
-            made = self.graph.node_copy(value, lambda given: part if given is source else given)
+            made = self.graph.node_copy(value, lambda given: given)
         padding = self.flow.paddings[value]
         made.meta[ir.MARK] = ir.mark(value)
         grow_type(made, {padding.dim: -padding.extra})
+        self._cast_part(made, source)
         self.replaced.append(value)
         return made
 

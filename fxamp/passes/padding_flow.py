@@ -106,6 +106,12 @@ def reads_as_it_is(value: fx.Node, reader: fx.Node, flow: Flow, plan: Plan) -> b
     return reader in flow.kept or is_read_padded(value, reader, padding, plan) or asks_only(reader, {value: padding})
 
 
+def is_cast_of_part(value: fx.Node, reader: fx.Node, flow: Flow) -> bool:
+    """Whether a reader is a cast of ours that can read a padded value and give the model's own part of it."""
+    is_cast = reader.target == "to" and ir.mark(reader).role == "cast" and len(reader.args) == 2
+    return is_cast and flow.paddings[value].blocks == 1
+
+
 def fits(planned: Planned, operand: ir.Operand, padding: Padding) -> bool:
     """Whether a padded operand is what the GEMM wants; a product of two paddings must be zero."""
     if planned.wants(operand.position, operand.keyword).get(padding.dim) != padding.extra or padding.blocks > 1:

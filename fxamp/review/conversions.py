@@ -1,5 +1,7 @@
 """What the conversions of a rewritten graph cost: kernels that they start, and bytes that these read and write."""
 
+import math
+
 from torch import fx
 
 from fxamp import ir
@@ -35,10 +37,12 @@ def _is_copied_with_others(packed: fx.Node, position: int) -> bool:
 
 
 def _moved(source: fx.Node, cast: fx.Node) -> int | None:
-    """Bytes of the value, and of as many elements in the dtype of the cast."""
+    """Bytes of the value, and of as many elements in the dtype of the cast; of the smaller of the two, where the copy
+    of a weight has grown, or a cast reads a part of a padded value."""
     before, after = ir.mark(source).type, ir.mark(cast).type
     if not isinstance(before, ir.TensorType) or not isinstance(after, ir.TensorType):
         return None
-    if before.nbytes is None or before.dtype is None or after.dtype is None:
+    if before.dtype is None or after.dtype is None or before.shape is None or after.shape is None:
         return None
-    return before.nbytes + before.nbytes // before.dtype.itemsize * after.dtype.itemsize
+    numbers = min(math.prod(before.shape), math.prod(after.shape))
+    return numbers * (before.dtype.itemsize + after.dtype.itemsize)

@@ -15,16 +15,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
 from fxamp.runtime.optimizer_steps import steps_taken
 from fxamp.runtime.padded_weights import Growth, copy_grown, empty_grown, grown, grows_in_rows, in_room, own_part
-
-# Other classes (DTensor, a user's subclass) say themselves what a cast is, tensor by tensor.
-_PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter, FakeTensor})
-
+from fxamp.runtime.plain import must_be_plain
 
 Growths = tuple[Growth | None, ...]
 """One for each weight of a bucket: how its copy grows, None where it does not."""
@@ -43,7 +38,7 @@ def packed_cast(dtype: torch.dtype, *weights: torch.Tensor, pads: Growths | None
         weights: all of one dtype, on one device.
         pads: how each copy grows; None where none does.
     """
-    if _must_be_plain(weights):
+    if must_be_plain(*weights):
         low = tuple([weight.to(dtype) for weight in weights])
         return low if pads is None else tuple(map(_grown, low, pads))
     if torch.is_grad_enabled():
@@ -53,17 +48,6 @@ def packed_cast(dtype: torch.dtype, *weights: torch.Tensor, pads: Growths | None
 
 def _grown(low: torch.Tensor, growth: Growth | None) -> torch.Tensor:
     return low if growth is None else grown(low, *growth)
-
-
-def _must_be_plain(weights: tuple[torch.Tensor, ...]) -> bool:
-    return (
-        torch.compiler.is_compiling()
-        or torch.compiler.is_exporting()
-        or torch._C._get_tracing_state() is not None  # torch.jit.trace, and the ONNX exporter built on it
-        or forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
-        or not _PLAIN_TENSORS.issuperset(map(type, weights))
-    )
 
 
 def _copies(tensors: tuple[torch.Tensor, ...] | list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -192,7 +176,7 @@ class KeptCast:
     def __call__(
         self, dtype: torch.dtype, *weights: torch.Tensor, pads: Growths | None = None
     ) -> tuple[torch.Tensor, ...]:
-        if torch.is_grad_enabled() or _must_be_plain(weights) or not _can_be_kept(weights):
+        if torch.is_grad_enabled() or must_be_plain(*weights) or not _can_be_kept(weights):
             return packed_cast(dtype, *weights, pads=pads)
         kept = self._kept  # read once: copies of a model share this, and may be called by other threads
         if kept is None or not kept.is_of(weights):

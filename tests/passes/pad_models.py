@@ -16,6 +16,7 @@ from fxamp import ir
 from fxamp.capture.inputs import flatten_call
 from fxamp.engine import engine_of
 from fxamp.pipeline import build_variant
+from fxamp.runtime.padded_results import cast_of_part
 from fxamp.views import plain_view
 
 BF16 = torch.bfloat16
@@ -48,6 +49,10 @@ class Run:
 
     def role(self, role):
         return [node for node in self.graph.nodes if ir.mark(node).role == role]
+
+    def parts(self):
+        """Slices, and casts that read a part of a padded value."""
+        return [node for node in self.graph.nodes if ir.mark(node).role == "slice" or node.target is cast_of_part]
 
     def activation_pads(self):
         """Pads of values that are not parameters."""

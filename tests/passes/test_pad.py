@@ -95,15 +95,15 @@ def test_padding_stays_through(name, dtype):
     run = check(whole_numbers(Between(KEEPS[name])), numbers(6, 5), dtype=dtype)
     first, second = (note for note in _notes(run))
     assert first.kept and second.text.startswith("K 13 -> 16, N 3 -> 8")
-    assert len(run.activation_pads()) == 1 and len(run.role("slice")) == 1
+    assert len(run.activation_pads()) == 1 and len(run.parts()) == 1
 
 
 @pytest.mark.parametrize("name", SLICES)
 def test_padding_is_sliced_before(name):
     run = check(whole_numbers(Between(SLICES[name])), numbers(6, 5))
     assert not _notes(run)[0].kept
-    assert len(run.role("slice")) == 2
-    slices = [ir.mark(node).reason.text for node in run.role("slice")]
+    assert len(run.parts()) == 2
+    slices = [ir.mark(node).reason.text for node in run.parts()]
     assert all(len(text.split(": ", 1)[1]) > 10 for text in slices)
 
 
@@ -143,7 +143,7 @@ def test_batch_norm_keeps_its_statistics(mode, momentum):
     model.train(mode == "train")
     run = check(model, numbers(2, 3, 8, 8))
     if momentum is not None:  # the capture knows no shapes behind a cumulative average
-        assert len(run.role("slice")) == 1 and len(run.activation_pads()) == 1
+        assert len(run.parts()) == 1 and len(run.activation_pads()) == 1
     assert run.buffers["norm1.running_mean"].shape == (17,)
 
 
@@ -280,7 +280,7 @@ def test_a_loss_inside_the_model_reads_the_padded_logits_without_a_copy(options)
             run = step(Head(**options), tokens, tokens, pad_to=pad_to)
         made.append(sizes.made)
     assert made[0] == made[1]
-    assert not [node for node in run.role("slice") if any(user.op != "call_method" for user in node.users)]
+    assert not [node for node in run.parts() if any(user.op != "call_method" for user in node.users)]
     assert "hidden from the loss" in run.notes()["linear"].text
 
 
@@ -297,7 +297,7 @@ def test_a_loss_that_would_see_the_padding_reads_the_slice(loss):
     tokens = words(1009, 2, 9)
     run = check(whole_numbers(Head(loss=loss)), tokens, tokens)
     assert "hidden" not in run.notes()["linear"].text
-    assert run.role("slice")
+    assert run.parts()
 
 
 def test_a_resized_vocabulary_gives_the_right_loss():
@@ -371,7 +371,7 @@ def test_a_wrong_multiple_is_refused(pad_to):
 @pytest.mark.parametrize("pad_to", [0, None])
 def test_no_multiple_no_padding(pad_to):
     run = step(mlp(5, 13, 3), numbers(4, 5), pad_to=pad_to)
-    assert not run.role("pad") and not run.role("slice")
+    assert not run.role("pad") and not run.parts()
 
 
 # ---------------------------------------------------------------------------------------------- whole models
@@ -507,7 +507,7 @@ def test_a_reshape_that_mixes_channels_reads_the_slice():
             return self.two(self.one(x).reshape(10, 13))
 
     run = check(whole_numbers(Mixed()), numbers(2, 3, 13))
-    assert len(run.role("slice")) == 2
+    assert len(run.parts()) == 2
 
 
 def test_a_pad_is_not_shared_across_a_no_grad_region():

@@ -79,9 +79,9 @@ def test_a_chain_is_exact_and_pays_one_pad_and_one_slice(chain, rows, dtype, con
     run = check(model, x, dtype=dtype)
     breaks = sum(name == "flip" for name in names[: len(widths) - 2])
     assert len(run.activation_pads()) <= 1 + breaks
-    assert len(run.role("slice")) <= 1 + breaks
+    assert len(run.parts()) <= 1 + breaks
     if not widths[-1] % 8 and not breaks:
-        assert not run.role("slice")
+        assert not run.parts()
     for node in run.graph.nodes:
         note = ir.mark(node).pad
         assert note is None or note.state in ("padded", "aligned")
