@@ -141,7 +141,11 @@ def test_a_projection_that_could_not_be_told_is_left_alone():
 
 
 def test_a_result_written_in_place_keeps_its_size():
-    run = step(Net(lambda: nn.LSTM(5, 13), 13, lambda rnn, x: (rnn(x)[0].index_fill_(2, torch.tensor([3]), 1.0), x)), X)
+    def written(rnn, x):
+        return rnn(x)[0].index_fill_(2, torch.tensor([3]), 1.0), x
+
+    with torch.backends.mkldnn.flags(enabled=False):  # oneDNN's LSTM keeps its result for backward
+        run = step(Net(lambda: nn.LSTM(5, 13), 13, written), X)
     note = next(ir.mark(node).pad for node in run.graph.nodes if ir.mark(node).op == "lstm")
     assert "K 5 -> 8" in note.text and "N 13 ->" not in note.text
 
