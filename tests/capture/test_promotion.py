@@ -54,7 +54,8 @@ def test_what_autocast_runs_runs_with_its_numbers(name, given, low):
     converted = fxamp.convert(model, dtype=low, pad_to=0, capture="symbolic")
     x = X.to(given)
     found = converted(x)
-    with torch.autocast("cpu", dtype=low):
+    # oneDNN's LSTM takes no two low dtypes, and autocast leaves the given one to it
+    with torch.autocast("cpu", dtype=low), torch.backends.mkldnn.flags(enabled=name != "lstm"):
         expected = model(x).float()
     assert found.dtype == torch.float32
     # where autocast leaves an op in the input's dtype, ours may be nearer to float32, by the roundings it saves

@@ -36,8 +36,8 @@ def overflow_on_one_rank_only():
         scaler.update()
         moves.append(result.skipped)
         if bad_rank is None:
-            # sqrt(4): two ranks of two ones each.
-            assert result.grad_norm == 2.0
+            # sqrt(4): two ranks of two ones each; each rank's sqrt(2) is rounded to float32 before it is squared.
+            assert math.isclose(result.grad_norm, 2.0, rel_tol=2.0**-22), result.grad_norm
     assert moves == [True, False, True]
     assert (weight.tolist(), scaler.get_scale()) == ([0.5, 0.5], 2.0)
 
