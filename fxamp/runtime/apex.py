@@ -12,6 +12,7 @@ static scale (apex wrote the inf into the weights), and whether a step is skippe
 """
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,6 +38,7 @@ from fxamp.runtime.apex_prepare import (
     add_back,
     check_models,
     check_optimizers,
+    check_options,
     converted_all,
     low_of,
     prepared,
@@ -46,6 +48,7 @@ from fxamp.runtime.apex_prepare import (
     without_gradients,
 )
 from fxamp.runtime.apex_state import AmpState, Session, load, saved
+from fxamp.runtime.arguments import checked_flag
 from fxamp.runtime.fixed_scalers import NoOpLossScaler
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
@@ -119,12 +122,14 @@ def initialize(
         no optimizers were given. They replace what was given.
 
     Raises:
-        OptionError: a property, model or optimizer that is not allowed; says what is.
+        OptionError: a property, model, optimizer or option of convert that is not allowed; says what is.
         FxampError: whatever `convert` raises.
     """
+    check_options(convert, convert_options, list(inspect.signature(initialize).parameters)[:-1])
     check_whole("num_losses", num_losses, 1)
+    check_whole("verbosity", int(verbosity) if isinstance(verbosity, bool) else verbosity, 0)
     check_output_dtype(cast_model_outputs)
-    if not enabled:
+    if not checked_flag("enabled", enabled):
         casting.low = None
         _amp_state.session = Session(None, [NoOpLossScaler() for _ in range(num_losses)])
         return models if optimizers is None else (models, optimizers)
@@ -188,7 +193,8 @@ def scale_loss(
 
     Raises:
         NotInitializedError: initialize was not called.
-        OptionError: the loss is no tensor, loss_id is out of range, or an optimizer did not come from initialize.
+        OptionError: the loss is no tensor, loss_id is out of range, a flag is none, or an optimizer did not come from
+            initialize.
     """
     session = _current("scale_loss")
     if session.properties is None:
@@ -201,6 +207,8 @@ def scale_loss(
         raise OptionError(
             f"loss_id={loss_id}: there are {len(session.scalers)} losses; initialize(num_losses=) sets it."
         )
+    delay_unscale = checked_flag("delay_unscale", delay_unscale)
+    delay_overflow_check = checked_flag("delay_overflow_check", delay_overflow_check)
     scaler = session.scalers[loss_id]
     every = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     for optimizer in every:
@@ -219,6 +227,8 @@ def scale_loss(
 @contextlib.contextmanager
 def _standing_gradients(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
     """Set unscaled gradients aside; after an error they stand again, whatever happened to the new ones."""
+    for optimizer in optimizers:
+        gradients.take_over(optimizer)
     were_unscaled = [getattr(optimizer, IS_UNSCALED) for optimizer in optimizers]
     were_empty = [without_gradients(optimizer) for optimizer in optimizers]
     for optimizer in optimizers:

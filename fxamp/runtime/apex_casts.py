@@ -13,6 +13,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -33,9 +34,33 @@ _ORIGINAL = "_fxamp_original"
 
 
 class _Casting:
-    """Whether the casts are made now: `low` is the dtype of half functions, None where none are made."""
+    """Whether the casts are made now: `low` is the dtype of half functions, None where none are made.
 
-    low: torch.dtype | None = None
+    What is set (amp is on) holds for the process, and inside `instead` another for the thread that is there.
+    """
+
+    def __init__(self) -> None:
+        self._of_process: torch.dtype | None = None
+        self._of_thread = threading.local()
+
+    @property
+    def low(self) -> torch.dtype | None:
+        here: list[torch.dtype | None] = getattr(self._of_thread, "lows", [])
+        return here[-1] if here else self._of_process
+
+    @low.setter
+    def low(self, low: torch.dtype | None) -> None:
+        self._of_process = low
+
+    @contextlib.contextmanager
+    def instead(self, low: torch.dtype | None) -> Iterator[None]:
+        """Inside, this is `low` in this thread."""
+        before: list[torch.dtype | None] = getattr(self._of_thread, "lows", [])
+        self._of_thread.lows = [*before, low]
+        try:
+            yield
+        finally:
+            self._of_thread.lows = before
 
 
 casting = _Casting()
@@ -82,25 +107,24 @@ def promote_function(function: Function) -> Function:
 
 @contextlib.contextmanager
 def casts_into(low: torch.dtype) -> Iterator[None]:
-    """Inside, a model is captured, or run by Dynamo: its registered functions cast, whether amp is on or off."""
-    was, casting.low = casting.low, low
-    try:
+    """Inside, a model is captured, or run by Dynamo: its registered functions cast, whether amp is on or off.
+
+    Those that another thread calls meanwhile cast as they did.
+    """
+    with casting.instead(low):
         yield
-    finally:
-        casting.low = was
 
 
 @contextlib.contextmanager
 def casts_disabled(models: list[nn.Module]) -> Iterator[None]:
-    """Inside, registered functions cast nothing, and these converted models run as they are written."""
+    """Inside, registered functions cast nothing in this thread, and these converted models run as they are written."""
     engine = importlib.import_module("fxamp.ir").ENGINE  # looked up when needed, as the converter is
     parts = {id(part): part for model in models for part in model.modules()}
     engines = [(part, part.__dict__.pop(engine)) for part in parts.values() if engine in part.__dict__]
-    was, casting.low = casting.low, None
     try:
-        yield
+        with casting.instead(None):
+            yield
     finally:
-        casting.low = was
         for part, own in engines:
             part.__dict__[engine] = own
 

@@ -54,7 +54,7 @@ def properties(opt_level: str, **overrides: Any) -> Properties:
     Raises:
         OptionError: an unknown level, an override that contradicts it, or a malformed value.
     """
-    if opt_level not in LEVELS:
+    if not isinstance(opt_level, str) or opt_level not in LEVELS:
         raise OptionError(
             f"opt_level={opt_level!r} is unknown. Options are 'O0', 'O1', 'O2', 'O3' (letter O, not zero)."
             + nearest(str(opt_level), LEVELS)
@@ -102,7 +102,7 @@ def _as_loss_scale(value: object) -> float | str:
         if isinstance(value, bool):
             raise TypeError
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise OptionError(f"loss_scale={value!r} must be a number or 'dynamic'.") from None
 
 

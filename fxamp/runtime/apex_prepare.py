@@ -2,8 +2,9 @@
 
 import functools
 import importlib
+import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from fxamp.errors import CaptureError, OptionError
 from fxamp.runtime import gradients
 from fxamp.runtime.apex_casts import registry
 from fxamp.runtime.apex_options import Properties
+from fxamp.runtime.arguments import check_names
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.fixed_scalers import StaticLossScaler
 from fxamp.runtime.master_gradients import mirror_gradient
@@ -25,6 +27,7 @@ WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel
 PENDING_FOUND_INF = "_fxamp_found_inf"
 IS_UNSCALED = "_fxamp_gradients_are_unscaled"
 STASH = "_fxamp_stashed_gradients"
+SET_BY_LEVEL = ("model", "opt_level", "output_dtype")  # arguments of convert that initialize() gives it
 FIRST_SCALE = 2.0**16  # apex's own
 
 
@@ -46,6 +49,24 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, MasterWeightOptimizer) or hasattr(optimizer, PENDING_FOUND_INF):
             raise OptionError("A given optimizer should only be passed through initialize() once.")
+
+
+def check_options(convert: Callable[..., torch.nn.Module] | None, options: dict[str, Any], own: list[str]) -> None:
+    """Refuse options that the converter has not; one of the user's own takes what it takes.
+
+    Args:
+        own: the arguments of initialize() itself, for the hint.
+
+    Raises:
+        OptionError: names the option, and the nearest that there is.
+    """
+    if convert is not None and not callable(convert):
+        raise OptionError(f"convert={convert!r} is nothing that can be called; leave it out for fxamp.convert.")
+    if not isinstance(options.get("overrides"), Mapping | None):
+        raise OptionError(f"overrides={options['overrides']!r} must be a dict of module paths to colours.")
+    if convert is None:
+        known = inspect.signature(importlib.import_module("fxamp").convert).parameters
+        check_names("initialize()", options, [*own, *(name for name in known if name not in (*own, *SET_BY_LEVEL))])
 
 
 def low_of(chosen: Properties, models: list[torch.nn.Module], options: dict[str, Any]) -> torch.dtype | None:
@@ -118,7 +139,7 @@ def converted(
             model.register_forward_hook(functools.partial(_cast_outputs, dtype=options["output_dtype"]))
         return model
     options = {"dtype": chosen.cast_model_type, "opt_level": chosen.opt_level, **options}
-    overrides = {**_batchnorm_overrides(model, chosen), **options.pop("overrides", {})}
+    overrides = {**_batchnorm_overrides(model, chosen), **(options.pop("overrides", None) or {})}
     if overrides:
         options["overrides"] = overrides
     # Looked up when needed: the runtime is below the converter, and works without it.
@@ -168,7 +189,10 @@ def prepared(optimizer: torch.optim.Optimizer, chosen: Properties) -> torch.opti
         found_inf = torch.stack([flag.to(found[0].device) for flag in found]).sum()
         found.clear()
         settle(self)
-        return step_unless(self, found_inf, run)
+        returned = step_unless(self, found_inf, run)
+        for parameter in gradients.parameters(self):
+            mirror_gradient(parameter)  # scripts look at the gradients of masters now, or clear them
+        return returned
 
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers wrap a method
     return optimizer
@@ -216,10 +240,11 @@ def add_back(optimizer: torch.optim.Optimizer) -> None:
     for parameter, gradient in stash:
         if parameter.grad is None:
             parameter.grad = gradient
-            mirror_gradient(parameter)
         else:
             parameter.grad.add_(gradient)
     stash.clear()
+    if isinstance(optimizer, MasterWeightOptimizer):
+        optimizer.widen_gradients_()  # zeros that zero_grad(set_to_none=False) left are of 16 bits
 
 
 def without_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

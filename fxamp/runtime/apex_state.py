@@ -62,12 +62,14 @@ def load(scalers: list[LossScaler], state: State) -> None:
 
 
 def _numbers_of(key: str, given: Any) -> tuple[float, int]:
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"{key} is {given!r}, not a dict of a loss_scale and an unskipped.")
     try:
         scale, unskipped = float(given["loss_scale"]), int(given["unskipped"])
         return checked_scale(
             "loss_scale", scale, ScaleRule(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
         ), unskipped
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{key} is {given!r}, not a loss_scale and an unskipped: {error}") from error
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fxamp.errors import CheckpointError, nearest
+from fxamp.runtime.arguments import checked_flag
 from fxamp.whole import put_whole, remove_drafts
 
 FORMAT = 1
@@ -86,7 +87,9 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: no such file, a damaged one, a part that it lacks, or a part that is none or does not fit.
+        OptionError: `restores_random` is no flag.
     """
+    restores_random = checked_flag("restores_random", restores_random)
     path = _checked_path(path)
     wanted = _checked_parts(model, optimizer, scaler)
     content = _read(path, map_location)

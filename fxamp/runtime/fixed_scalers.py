@@ -1,13 +1,17 @@
 """Loss scalers that do not adapt, with LossScaler's interface, so that a training loop needs no `if`."""
 
+import inspect
 from typing import Any
 
 import torch
 
 from fxamp.errors import CheckpointError
+from fxamp.runtime.arguments import check_names, is_finite
 from fxamp.runtime.scale_rule import LARGEST_SCALE, SMALLEST_SCALE, ScaleRule, checked_scale
 from fxamp.runtime.scaler import LossScaler
 from fxamp.runtime.scaler_base import needs_scaling
+
+OF_A_STATIC_ONE = ("enabled", "device", "max_skips", "process_group", "dtype")
 
 
 class StaticLossScaler(LossScaler):
@@ -21,10 +25,11 @@ class StaticLossScaler(LossScaler):
             skipped updates in a row ScaleCollapseError is raised, since this scale will not come down.
 
     Raises:
-        OptionError: scale is no such number.
+        OptionError: scale is no such number, or an option of another name.
     """
 
     def __init__(self, scale: float, **options: Any) -> None:
+        check_names("StaticLossScaler()", options, OF_A_STATIC_ONE, " Its scale has no bounds and does not grow.")
         checked_scale("scale", scale, ScaleRule(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE))
         super().__init__(scale, min_scale=scale, max_scale=scale, **options)
 
@@ -38,7 +43,8 @@ class StaticLossScaler(LossScaler):
             super().load_state_dict(state_dict)  # refuses it
             return
         bounds = [state_dict.get(name) for name in ("min_scale", "max_scale")]
-        if self._enabled and state_dict and (None in bounds or bounds[0] != bounds[1]):
+        is_dynamic = any(bound is None for bound in bounds) or (all(map(is_finite, bounds)) and bounds[0] != bounds[1])
+        if self._enabled and state_dict and is_dynamic:
             raise CheckpointError(
                 "This state was saved by a dynamic loss scaler, a StaticLossScaler cannot continue it. Load "
                 "it into fxamp.LossScaler(), or fix its scale: fxamp.StaticLossScaler(state['scale'])."
@@ -66,6 +72,8 @@ def scaler_for(dtype: torch.dtype | str, **options: Any) -> LossScaler:
         options: LossScaler's arguments; not used where nothing is scaled.
 
     Raises:
-        OptionError: another dtype or name ("auto" is one that convert() resolves).
+        OptionError: another dtype or name ("auto" is one that convert() resolves), or an option of another name.
     """
+    known = [name for name in inspect.signature(LossScaler).parameters if name != "dtype"]
+    check_names("scaler_for()", options, known)
     return LossScaler(**options) if needs_scaling(dtype) else NoOpLossScaler()

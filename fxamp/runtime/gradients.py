@@ -2,8 +2,10 @@
 
 import dataclasses
 import logging
+import math
 import numbers
 import operator
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,6 +51,13 @@ def check_optimizer(optimizer: object, called: str) -> None:
     """
     if not isinstance(getattr(optimizer, "param_groups", None), list):
         raise OptionError(f"{called} takes an optimizer, got a {type(optimizer).__name__}.")
+
+
+def take_over(optimizer: torch.optim.Optimizer) -> None:
+    """Let parameters have the gradients that the user has given their masters, where the optimizer has masters."""
+    take = getattr(optimizer, "take_gradients", None)
+    if take is not None and hasattr(optimizer, "widen_gradients_"):
+        take()
 
 
 def has_any(optimizer: torch.optim.Optimizer) -> bool:
@@ -224,7 +233,8 @@ def check_max_norm(max_norm: object) -> None:
     """
     if max_norm is None:
         return
-    if isinstance(max_norm, bool) or not isinstance(max_norm, numbers.Real) or not float(max_norm) >= 0:
+    is_number = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
+    if not is_number or not max_norm >= 0 or sys.float_info.max < max_norm < math.inf:  # type: ignore[operator]
         raise OptionError(
             f"max_grad_norm={max_norm!r} must be a number >= 0 (math.inf only measures), or None for no clipping."
         )

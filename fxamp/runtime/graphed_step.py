@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fxamp.errors import OptionError
 from fxamp.runtime import gradients
+from fxamp.runtime.arguments import check_needs_no_closure
 from fxamp.runtime.cuda_graph import Recorder
 from fxamp.runtime.device_skip import settle
 from fxamp.runtime.distributed import local
@@ -309,6 +310,7 @@ def _check(model: object, loss_fn: object, optimizer: object, scaler: object, ma
         raise OptionError(f"loss_fn is a {type(loss_fn).__name__}, which cannot be called. {order}")
     if not isinstance(getattr(optimizer, "param_groups", None), list):
         raise OptionError(f"optimizer is a {type(optimizer).__name__}, not an optimizer. {order}")
+    check_needs_no_closure(optimizer, "GraphedStep() runs one forward and backward a step")
     if isinstance(max_graphs, bool) or not isinstance(max_graphs, int) or max_graphs < 0:
         raise OptionError(f"max_graphs={max_graphs!r} must be an integer >= 0.")
 

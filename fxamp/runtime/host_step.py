@@ -1,13 +1,17 @@
 """Steps that the host decides: disabled scalers, and optimizers that take a closure."""
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 
-from fxamp.errors import OptionError
-from fxamp.runtime import gradients
+from fxamp.errors import OptionError, nearest
+from fxamp.runtime import distributed, gradients
+from fxamp.runtime.arguments import check_needs_no_closure
+from fxamp.runtime.snapshot import is_torchs
 from fxamp.runtime.step_result import StepResult, plain_result
 
 if TYPE_CHECKING:
@@ -20,12 +24,17 @@ class _OverflowInClosure(Exception):
     """Leaves an optimizer's step from inside its closure."""
 
 
-def take_closure(args: tuple[Any, ...], closure: Closure | None) -> tuple[tuple[Any, ...], Closure | None]:
+def take_closure(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], closure: Closure | None, kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], Closure | None]:
     """A closure may come by name or, as torch's optimizers take it, first by position.
 
     Raises:
-        OptionError: two closures, or one that cannot be called.
+        OptionError: two closures, or one that cannot be called; something else for a step that takes a closure alone;
+            none for one that needs it.
     """
+    if is_torchs(optimizer) or hasattr(optimizer, "widen_gradients_"):
+        _refuse_others(optimizer, args, kwargs)
     given = [each for each in (*args, closure) if callable(each)]
     if closure is not None and (len(given) != 1 or not callable(closure)):
         raise OptionError(
@@ -35,7 +44,19 @@ def take_closure(args: tuple[Any, ...], closure: Closure | None) -> tuple[tuple[
         )
     if closure is None and len(args) == 1 and callable(args[0]):
         return (), args[0]
+    if closure is None and not args:
+        check_needs_no_closure(optimizer, "step() without a closure")
     return (args[1:] if closure is not None and args[:1] == (None,) else args), closure
+
+
+def _refuse_others(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    others = [repr(each) for each in args if each is not None and not callable(each)]
+    others += [f"{name}={value!r}{nearest(name, ('closure', 'max_grad_norm'))}" for name, value in kwargs.items()]
+    if others:
+        raise OptionError(
+            f"step() of {type(optimizer).__name__} takes a closure alone, and was given {others[0]} "
+            "Clipping is step(optimizer, max_grad_norm=1.0)."
+        )
 
 
 def plain_step(
@@ -46,17 +67,25 @@ def plain_step(
     max_grad_norm: float | None,
     kwargs: dict[str, Any],
 ) -> StepResult:
-    """Clip and step; nothing is scaled and nothing is checked."""
+    """Clip and step; nothing is scaled and nothing is checked.
+
+    An optimizer with masters clips the float32 gradients that it makes: 16-bit ones would be rounded once more.
+    """
     norm: torch.Tensor | None = None
     about = scaler._about(optimizer)
 
-    def clip() -> None:
+    def clip(divisor: torch.Tensor | None = None) -> torch.Tensor | None:
         nonlocal norm, about
         if max_grad_norm is not None:
-            norm, _ = scaler._clip(optimizer, max_grad_norm, None)
+            norm, divisor = scaler._clip(optimizer, max_grad_norm, divisor)
             about = scaler._about(optimizer)
+        return divisor
 
-    if closure is None:
+    if closure is None and max_grad_norm not in (None, math.inf) and hasattr(optimizer, "widen_gradients_"):
+        with _dividing(optimizer, clip(_one(optimizer))):
+            returned = optimizer.step(*args, **kwargs)
+        about = scaler._about(optimizer)  # float32 gradients have been clipped in place
+    elif closure is None:
         clip()
         returned = optimizer.step(*args, **kwargs)
     else:
@@ -70,6 +99,21 @@ def plain_step(
 
         returned = optimizer.step(evaluate, *args, **kwargs)
     return plain_result(optimizer, about, skipped=False, norm=norm, returned=returned)
+
+
+def _one(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    first = next(gradients.parameters(optimizer), torch.ones(()))
+    return torch.ones((), device=distributed.local(first).device)
+
+
+@contextlib.contextmanager
+def _dividing(optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None) -> Iterator[None]:
+    """Context: an optimizer with masters divides gradients by this 0-d tensor."""
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale  # type: ignore[attr-defined]
 
 
 def step_with_closure(

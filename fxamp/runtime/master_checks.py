@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fxamp.errors import OptionError, nearest
+from fxamp.runtime.arguments import check_needs_no_closure
 
 MODES = ("fp32", "kahan", "stochastic")
 
@@ -47,9 +48,11 @@ def _refuse_around(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-def check_closure(closure: Any) -> None:
-    """Refuse what cannot be called."""
-    if not callable(closure):
+def check_closure(optimizer: torch.optim.Optimizer, closure: Any) -> None:
+    """Refuse what cannot be called, and nothing where the optimizer needs a closure."""
+    if closure is None:
+        check_needs_no_closure(optimizer, "step() without a closure")
+    elif not callable(closure):
         raise OptionError(f"closure={closure!r} must be a function that re-evaluates the model and returns the loss.")
 
 

@@ -1,15 +1,26 @@
-"""Float32 gradients of 16-bit parameters, which their masters share: `master.grad` is `parameter.grad`, or nothing."""
+"""Float32 gradients of 16-bit parameters, which their masters share: `master.grad` is `parameter.grad`, or nothing.
 
-from collections.abc import Iterable
+Whoever is given another gradient by the user has it from then on, master or parameter; of two, the master.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, MutableMapping
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxamp.runtime.masters import MASTER, is_low
+from fxamp.runtime.stand_ins import give_gradients
+
+# Of each master: the gradient that this module gave it, so that another one is known to be the user's.
+_given: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakIdKeyDictionary()
 
 
 def widen_gradients_(parameters: Iterable[torch.Tensor]) -> None:
     """Turn the 16-bit gradients of parameters into float32 ones, for their masters too."""
     for parameter in parameters:
+        take_gradient(parameter)
         gradient = parameter.grad
         if gradient is not None and is_low(parameter) and gradient.dtype == parameter.dtype:
             parameter.grad_dtype = None
@@ -18,7 +29,7 @@ def widen_gradients_(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def drop_widened(parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
-    """Clear widened gradients, so that the next are 16 bits again: none, or 16-bit zeros."""
+    """Clear widened gradients, so that the next are 16 bits again: none, or 16-bit zeros. Masters have none."""
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None and gradient.dtype != parameter.dtype:
@@ -26,7 +37,8 @@ def drop_widened(parameters: Iterable[torch.Tensor], set_to_none: bool = True) -
             parameter.grad_dtype = parameter.dtype
             if not set_to_none:
                 parameter.grad = torch.zeros_like(gradient, dtype=parameter.dtype, requires_grad=False)
-        mirror_gradient(parameter)
+        if hasattr(parameter, MASTER):
+            take_back_gradients([getattr(parameter, MASTER)])
 
 
 def mirror_gradient(parameter: torch.Tensor) -> None:
@@ -35,6 +47,54 @@ def mirror_gradient(parameter: torch.Tensor) -> None:
     A step that was skipped, or `model.zero_grad()`, would leave the master the gradient of an earlier backward.
     """
     master: torch.Tensor | None = getattr(parameter, MASTER, None)
-    if master is not None:
-        gradient = parameter.grad
-        master.grad = None if gradient is None or gradient.dtype != torch.float32 else gradient
+    if master is None:
+        return
+    gradient = parameter.grad
+    if gradient is None or gradient.dtype != torch.float32:
+        take_back_gradients([master])
+    elif master.grad is not gradient or master not in _given:
+        master.grad = gradient
+        _given[master] = weakref.ref(gradient)
+
+
+def take_gradient(parameter: torch.Tensor) -> None:
+    """Let a parameter have the gradient that the user has given its master; none, where that was cleared."""
+    master: torch.Tensor | None = getattr(parameter, MASTER, None)
+    if master is None:
+        return
+    of_master, of_parameter = master.grad, parameter.grad
+    is_alike = of_master is of_parameter
+    if is_alike or (of_master is None and of_parameter is not None and of_parameter.dtype == parameter.dtype):
+        return
+    reference = _given.get(master)
+    if of_master is None or reference is not None:
+        given = None if reference is None else reference()
+        if given is None or of_parameter is not given:  # it has had another since: what its master has is older
+            return
+    if of_master is None:
+        del _given[master]
+        parameter.grad = None
+    else:
+        parameter.grad_dtype = None
+        parameter.grad = of_master
+        _given[master] = weakref.ref(of_master)
+
+
+@contextlib.contextmanager
+def lent_gradients(
+    narrow: list[torch.Tensor], wide: list[torch.Tensor], inverse_scale: torch.Tensor | None
+) -> Iterator[None]:
+    """Context: stand-ins have the gradients of their parameters, see `give_gradients`; afterwards none."""
+    try:
+        give_gradients(narrow, wide, inverse_scale)
+        yield
+    finally:
+        take_back_gradients(w for p, w in zip(narrow, wide, strict=True) if w is not p)
+
+
+def take_back_gradients(masters: Iterable[torch.Tensor]) -> None:
+    """Leave masters, or what stood in for parameters in their place, no gradient."""
+    for master in masters:
+        master.grad = None
+        if _given:
+            _given.pop(master, None)

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from fxamp.runtime import gradients
+from fxamp.runtime import gradients, master_gradients
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.loaded_masters import LoadedMasters, check_masters
 from fxamp.runtime.master_checks import check_arguments, check_closure, check_is_state, check_state
-from fxamp.runtime.master_gradients import drop_widened, mirror_gradient, widen_gradients_
 from fxamp.runtime.masters import (
     MASTER,
     attach_master,
@@ -26,7 +25,7 @@ from fxamp.runtime.masters import (
     set_master,
 )
 from fxamp.runtime.rounding import Compensation, StochasticRounding
-from fxamp.runtime.stand_ins import StandIns, buckets, give_gradients, step_of_each
+from fxamp.runtime.stand_ins import StandIns, buckets, step_of_each
 from fxamp.runtime.whole_calls import call_on_stand_ins, give_back_gradients, has_own_method, is_trained
 from fxamp.runtime.wide_state import widen_state_
 
@@ -121,16 +120,26 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; those that `unscale_` widened are 16 bits again."""
-        drop_widened(gradients.parameters(self), set_to_none)
+        master_gradients.drop_widened(gradients.parameters(self), set_to_none)
         self.optimizer.zero_grad(set_to_none)
 
     def master_params(self) -> Iterator[torch.Tensor]:
-        """The float32 tensors that are updated: masters, and parameters that need none."""
+        """The float32 tensors that are updated: masters, and parameters that need none.
+
+        A `.grad` that one is given here is that of the model's parameter too.
+        """
         self._loaded.settle(self._rounding)
         for parameter in gradients.parameters(self):
-            mirror_gradient(parameter)
+            master_gradients.take_gradient(parameter)
+            master_gradients.mirror_gradient(parameter)
             master = master_of(parameter)
             yield parameter if master is None else master
+            master_gradients.take_gradient(parameter)
+
+    def take_gradients(self) -> None:
+        """Let parameters have the gradients that the user has given their masters; `step` does so."""
+        for parameter in gradients.parameters(self):
+            master_gradients.take_gradient(parameter)
 
     def resync_masters(self) -> None:
         """Take over values written past autograd's version counter, such as `parameter.data.copy_(...)`.
@@ -151,7 +160,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         (it is one tensor). Costs 4 bytes a parameter until zero_grad(); clipping by
         `scaler.step(optimizer, max_grad_norm=...)` does without.
         """
-        widen_gradients_(gradients.parameters(self))
+        master_gradients.widen_gradients_(gradients.parameters(self))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -165,12 +174,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """
         settle(self.optimizer)
         self._loaded.settle(self._rounding, is_last=True)
+        self.take_gradients()
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before wrapping
+        check_closure(self.optimizer, closure)
         if closure is not None:
-            check_closure(closure)
-            return self._step_with_closure(closure)
+            return self._call_whole(self.optimizer.step, closure, gives_back=False)
         inverse = None if grad_scale is None else grad_scale.double().reciprocal().float()
         bare = step_of_each(self.optimizer)
         if bare is None:
@@ -195,8 +205,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         run: Callable[[], Any],
     ) -> Any:
         wide = self._wide(bucket)
-        give_gradients(bucket, wide, inverse)
-        with StandIns(self.optimizer, groups, bucket, wide):
+        with master_gradients.lent_gradients(bucket, wide, inverse), StandIns(self.optimizer, groups, bucket, wide):
             returned = run() if found_inf is None else step_unless(self.optimizer, found_inf, run)
         self._take_back(bucket, wide, found_inf)
         return returned
@@ -209,19 +218,23 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _take_back(self, bucket: list[torch.Tensor], wide: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
         pairs = [(p, w) for p, w in zip(bucket, wide, strict=True) if w is not p]
         low, high = [parameter for parameter, _ in pairs], [stand_in for _, stand_in in pairs]
-        for stand_in in high:
-            stand_in.grad = None
         if self._rounding is not None:
             self._rounding.take_back(low, high, found_inf)
             return
         round_into(low, high)
 
-    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
-        bucket = [parameter for parameter in gradients.parameters(self) if parameter.requires_grad]
-        wide = self._wide(bucket)
-        give_gradients(bucket, wide, None)
-        returned = call_on_stand_ins(self.optimizer, bucket, wide, self.optimizer.step, closure)
-        self._take_back(bucket, wide, None)
+    def _call_whole(self, method: Callable[..., Any], /, *args: Any, gives_back: bool, **kwargs: Any) -> Any:
+        """Call a method while stand-ins take the place of all parameters that are or were trained.
+
+        Frozen ones are there too, since L-BFGS counts elements once for all its steps.
+        """
+        every = list(gradients.parameters(self))
+        wide = [self._wide([each])[0] if is_trained(self, each) else each for each in every]
+        with master_gradients.lent_gradients(every, wide, None):
+            returned = call_on_stand_ins(self.optimizer, every, wide, method, *args, **kwargs)
+            if gives_back:
+                give_back_gradients(every, wide)
+        self._take_back(every, wide, None)
         return returned
 
     def __getattr__(self, name: str) -> Any:
@@ -234,13 +247,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _call_own_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._loaded.settle(self._rounding, is_last=True)
-        every = list(gradients.parameters(self))
-        wide = [self._wide([each])[0] if is_trained(self, each) else each for each in every]
-        give_gradients(every, wide, None)
-        returned = call_on_stand_ins(self.optimizer, every, wide, method, *args, **kwargs)
-        give_back_gradients(every, wide)
-        self._take_back(every, wide, None)
-        return returned
+        self.take_gradients()
+        return self._call_whole(method, *args, gives_back=True, **kwargs)
 
     # Saving and copying
 

@@ -55,8 +55,11 @@ def set_master(parameter: torch.Tensor, value: torch.Tensor) -> None:
     For a parameter without a master (already float32, or no master-weight optimizer) it is a plain copy.
 
     Raises:
-        OptionError: the shapes differ.
+        OptionError: no tensors, or of different shapes.
     """
+    for given in (parameter, value):
+        if not isinstance(given, torch.Tensor):
+            raise OptionError(f"set_master() takes a parameter and a tensor, got a {type(given).__name__}.")
     if value.shape != parameter.shape:
         raise OptionError(
             f"set_master() got a value of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}."

@@ -6,6 +6,7 @@ import math
 import torch
 
 from fxamp.errors import OptionError, nearest
+from fxamp.runtime.arguments import is_finite
 
 REFILLS = ("growth", "good_step", "deepspeed", "deepspeed_consecutive")
 LARGEST_HALF = torch.finfo(torch.float16).max  # 65,504
@@ -48,18 +49,18 @@ class ScaleRule:
 
     def check(self) -> None:
         """Refuse constants that cannot work."""
-        _require(_is_finite(self.growth_factor) and self.growth_factor > 1, "growth_factor", self, "> 1")
+        _require(is_finite(self.growth_factor) and self.growth_factor > 1, "growth_factor", self, "> 1")
         _require(
-            _is_finite(self.backoff_factor) and 0 < self.backoff_factor < 1,
+            is_finite(self.backoff_factor) and 0 < self.backoff_factor < 1,
             "backoff_factor",
             self,
             "in (0, 1)",
         )
-        _require(_is_count(self.growth_interval), "growth_interval", self, "an integer >= 1")
-        _require(_is_count(self.hysteresis), "hysteresis", self, "an integer >= 1")
+        _require(_is_count(self.growth_interval), "growth_interval", self, "an integer from 1 to 2**31 - 1")
+        _require(_is_count(self.hysteresis), "hysteresis", self, "an integer from 1 to 2**31 - 1")
         for name in ("min_scale", "max_scale"):
             value = getattr(self, name)
-            fits = _is_finite(value) and SMALLEST_SCALE <= value <= LARGEST_SCALE
+            fits = is_finite(value) and SMALLEST_SCALE <= value <= LARGEST_SCALE
             _require(fits, name, self, "2**-127 to 3.4e38, as float32 holds both it and its reciprocal there")
         if self.min_scale > self.max_scale:
             raise OptionError(
@@ -122,15 +123,18 @@ def choose_scale(max_abs_grad: float | torch.Tensor) -> float:
             (its largest magnitude is taken).
 
     Raises:
-        OptionError: zero, negative or not finite, or a tensor without elements.
+        OptionError: zero, negative or not finite, or a tensor without elements or of bools.
 
     Source: Train with Mixed Precision, NVIDIA, section 2.3.2, "Choosing A Scaling Factor".
     """
     if isinstance(max_abs_grad, torch.Tensor):
-        if not max_abs_grad.numel():
-            raise OptionError(f"max_abs_grad has no element: it is a tensor of shape {tuple(max_abs_grad.shape)}.")
+        if not max_abs_grad.numel() or max_abs_grad.dtype is torch.bool:
+            lacks = "is torch.bool" if max_abs_grad.numel() else "has no element"
+            raise OptionError(f"max_abs_grad {lacks}: it is a tensor of shape {tuple(max_abs_grad.shape)}.")
+        if max_abs_grad.is_sparse:
+            max_abs_grad = max_abs_grad.coalesce().values()
         max_abs_grad = float(max_abs_grad.abs().max())
-    if not _is_finite(max_abs_grad) or max_abs_grad <= 0:
+    if not is_finite(max_abs_grad) or max_abs_grad <= 0:
         raise OptionError(
             f"max_abs_grad={max_abs_grad!r}: the scale follows from the largest gradient magnitude, which "
             "must be finite and > 0. Measure it in a float32 backward pass."
@@ -156,7 +160,7 @@ def checked_scale(name: str, scale: object, rule: ScaleRule) -> float:
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         finds = " A scale that finds itself is fxamp.LossScaler()." if scale == "dynamic" else ""
         raise OptionError(f"{name}={scale!r} must be a number > 0, such as 2.0**16.{finds}")
-    if not math.isfinite(scale) or scale <= 0:
+    if not is_finite(scale) or scale <= 0:
         raise OptionError(f"{name}={scale!r} must be finite and > 0, such as 2.0**16.")
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         raise OptionError(f"{name}={scale!r} is outside 2**-127 .. 3.4e38, where float32 holds it and its reciprocal.")
@@ -178,12 +182,8 @@ def _is_device(value: object) -> bool:
     return True
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31  # it is compared with an int32
 
 
 def _require(holds: bool, name: str, rule: ScaleRule, allowed: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from fxamp.runtime import capturing, distributed, gradients, host_step
+from fxamp.runtime import arguments, capturing, distributed, gradients, host_step
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.scale_rule import ScaleRule
 from fxamp.runtime.scaler_base import ScalerBase, needs_scaling
@@ -78,7 +78,7 @@ class LossScaler(ScalerBase):
             logger.info("%s has float32's range: the loss scaler is switched off", str(dtype).removeprefix("torch."))
             enabled = False
         super().__init__(rule, init_scale, enabled=enabled, device=device, max_skips=max_skips)
-        self.process_group = process_group
+        self.process_group = arguments.checked_group(process_group)
         self.allows_half_gradients = False  # apex's O3 unscales fp16 gradients in place
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -154,8 +154,8 @@ class LossScaler(ScalerBase):
                 of `scaler.scale(loss)` (or of the plain loss), return the loss. Gradients are unscaled and
                 checked after each call. With a closure the host reads the flag, as such optimizers read the
                 loss, and a copy of parameters and state is kept for the way back.
-            max_grad_norm: clip the unscaled gradients to this Euclidean norm; math.inf only measures it. A norm that
-                float32 cannot hold counts as an overflow where it is to be clipped.
+            max_grad_norm: clip the unscaled gradients to this Euclidean norm; math.inf only measures it. Where it is
+                above 1.8e19, whose square float32 has not, the step is skipped (torch's clipping gives zeros).
 
         Returns:
             What happened, readable lazily.
@@ -163,11 +163,12 @@ class LossScaler(ScalerBase):
         Raises:
             StepOrderError: called twice since the last update(), or before any scale().
             OptionError: no optimizer; fp16 gradients under an optimizer without masters; a negative or NaN
-                max_grad_norm; two closures, or one that cannot be called.
+                max_grad_norm; two closures, one that cannot be called, or what no step of torch takes.
         """
         gradients.check_optimizer(optimizer, "step()")
-        args, closure = host_step.take_closure(args, closure)
+        args, closure = host_step.take_closure(optimizer, args, closure, kwargs)
         gradients.check_max_norm(max_grad_norm)
+        gradients.take_over(optimizer)
         if optimizer not in self._looked_at:
             self._looked_at.add(optimizer)
             gradients.warn_of_pure_bfloat16(optimizer)

@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from fxamp.dtypes import NAMES
 from fxamp.errors import FxampError, OptionError, nearest
 from fxamp.runtime import gradients, scaler_state
+from fxamp.runtime.arguments import checked_device, checked_flag, refuse_containers
 from fxamp.runtime.scale_rule import ScaleRule, checked_scale
 from fxamp.runtime.watch import ScaleRecord, ScaleWatch
 
@@ -37,8 +38,9 @@ class ScalerBase(torch.amp.GradScaler):
     ) -> None:
         if isinstance(max_skips, bool) or not isinstance(max_skips, int) or max_skips < 1:
             raise OptionError(f"max_skips={max_skips!r} must be an integer >= 1.")
-        super().__init__(_device_type(device), checked_scale("init_scale", init_scale, rule), enabled=False)
-        self._enabled = bool(enabled)
+        where = checked_device(device)
+        super().__init__(_device_type(where), checked_scale("init_scale", init_scale, rule), enabled=False)
+        self._enabled = checked_flag("enabled", enabled)
         self.rule = rule
         self.max_skips = max_skips
         self.watch = ScaleWatch(rule.min_scale, settled_after=min(rule.growth_interval, 100))
@@ -54,8 +56,14 @@ class ScalerBase(torch.amp.GradScaler):
         self._looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._scale_calls = 0
         self.forget_iteration()
-        if self._enabled and device is not None:
-            self._lazy_init_scale_growth_tracker(torch.device(device))
+        if self._enabled and where is not None:
+            self._begin_on(where)
+
+    def _begin_on(self, device: torch.device) -> None:
+        try:
+            self._lazy_init_scale_growth_tracker(device)
+        except (RuntimeError, AssertionError) as error:  # torch's own for a device that is not there
+            raise OptionError(f"device={str(device)!r} is not there: {error}. Leave device= out.") from error
 
     # Constants: kept in the rule; these are the names under which torch and its callers know them.
 
@@ -99,6 +107,7 @@ class ScalerBase(torch.amp.GradScaler):
             OptionError: something else than tensors was given.
         """
         if self._enabled:
+            refuse_containers(outputs)
             self._scale_calls += 1
         try:
             return super().scale(outputs)
@@ -153,7 +162,13 @@ class ScalerBase(torch.amp.GradScaler):
         return self.rule.min_scale < 1 and self.watch.least_scale(self.rule.backoff_factor) < 1
 
     def name_parameters(self, model: torch.nn.Module) -> None:
-        """Use a model's parameter names in messages, where the optimizer was built without names."""
+        """Use a model's parameter names in messages, where the optimizer was built without names.
+
+        Raises:
+            OptionError: no model.
+        """
+        if not isinstance(model, torch.nn.Module):
+            raise OptionError(f"name_parameters() takes a torch.nn.Module, got a {type(model).__name__}.")
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def _inverse_scale(self) -> torch.Tensor:
@@ -221,9 +236,9 @@ def needs_scaling(dtype: torch.dtype | str) -> bool:
     return known is torch.float16
 
 
-def _device_type(device: torch.device | str | None) -> str:
+def _device_type(device: torch.device | None) -> str:
     if device is not None:
-        return torch.device(device).type
+        return device.type
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fxamp.runtime.master_gradients import take_back_gradients, take_gradient
 from fxamp.runtime.masters import MASTER, round_into
 from fxamp.runtime.stand_ins import StandIns
 
@@ -48,11 +49,13 @@ def call_on_stand_ins(
             try:
                 round_into([parameter for parameter, _ in pairs], [stand_in for _, stand_in in pairs])
                 give_back_gradients(narrow, wide)
+                take_back_gradients(stand_in for _, stand_in in pairs)
                 with torch.enable_grad():
                     loss = closure(*args, **kwargs)
             finally:
                 standing_in.__enter__()
             for parameter, stand_in in pairs:
+                take_gradient(parameter)
                 stand_in.grad = None if parameter.grad is None else parameter.grad.float()
             return loss
 

@@ -1,5 +1,6 @@
 """half_function, float_function, promote_function and register_*: casts of the arguments of a user's own functions."""
 
+import threading
 import types
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 import fxamp
 from fxamp.errors import OptionError
 from fxamp.runtime import apex as amp
-from fxamp.runtime.apex_casts import registry
+from fxamp.runtime.apex_casts import casts_into, registry
 
 CAPTURES = ["symbolic", "dynamo"]
 seen: list[torch.dtype] = []
@@ -235,3 +236,52 @@ def test_disable_casts_runs_the_model_as_written():
     amp._amp_state.session = None
     with amp.disable_casts():
         assert torch.equal(model(x), low)
+
+
+def in_another_thread(call):
+    """What a call gives in a thread of its own, begun and ended now."""
+    given = []
+    thread = threading.Thread(target=lambda: given.append(call()))
+    thread.start()
+    thread.join()
+    return given[0]
+
+
+def dtype_of_rounded():
+    return rounded(torch.ones(2)).dtype
+
+
+def test_a_capture_in_one_thread_makes_no_other_one_cast():
+    with casts_into(torch.float16):
+        assert dtype_of_rounded() == torch.float16
+        assert in_another_thread(dtype_of_rounded) == torch.float32
+    assert dtype_of_rounded() == torch.float32
+
+
+def test_captures_of_two_threads_cast_each_to_its_own():
+    both_inside = threading.Barrier(2, timeout=30)
+    found = {}
+
+    def capture(low):
+        with casts_into(low):
+            both_inside.wait()
+            found[low] = dtype_of_rounded()
+            both_inside.wait()
+        found[low, "after"] = dtype_of_rounded()
+
+    threads = [threading.Thread(target=capture, args=(low,)) for low in (torch.float16, torch.bfloat16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[torch.float16] == torch.float16 and found[torch.bfloat16] == torch.bfloat16
+    assert found[torch.float16, "after"] == found[torch.bfloat16, "after"] == torch.float32
+
+
+def test_amp_is_on_in_every_thread_and_disabled_in_the_one_that_asks():
+    start(Net(rounded))
+    assert in_another_thread(dtype_of_rounded) == torch.float16
+    with amp.disable_casts():
+        assert dtype_of_rounded() == torch.float32
+        assert in_another_thread(dtype_of_rounded) == torch.float16
+    assert dtype_of_rounded() == torch.float16

@@ -7,6 +7,7 @@ import torch
 
 from fxamp.errors import CheckpointError, OptionError, ScaleCollapseError
 from fxamp.runtime.fixed_scalers import NoOpLossScaler, StaticLossScaler, scaler_for
+from fxamp.runtime.master_weights import MasterWeightOptimizer, master_of
 from fxamp.runtime.scaler import LossScaler
 
 
@@ -134,3 +135,21 @@ def test_a_text_is_no_scale_and_no_device(scale, text):
     with pytest.raises(OptionError, match=text) as caught:
         StaticLossScaler(scale)
     assert "device" not in str(caught.value)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.3, 1000.0, math.inf])
+def test_clipping_without_a_scale_rounds_no_gradient_of_masters(max_norm):
+    values = torch.tensor([1.0, -2.0, 3.0])
+    low, plain = torch.nn.Parameter(values.bfloat16()), torch.nn.Parameter(values.clone())
+    high, plain_high = torch.nn.Parameter(values.clone()), torch.nn.Parameter(values.clone())
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([low, high], lr=1.0))
+    for parameter in (low, high, plain, plain_high):
+        parameter.grad = (values / 3).bfloat16().to(parameter.dtype)
+    result = NoOpLossScaler().step(optimizer, max_grad_norm=max_norm)
+    norm = torch.nn.utils.clip_grad_norm_([plain, plain_high], max_norm)
+    assert result.grad_norm == norm and not result.skipped and result.nonfinite == []
+    torch.optim.SGD([plain, plain_high], lr=1.0).step()
+    # The factor is divided by in place of multiplied with: two roundings of float32, of gradients of at most 1.
+    torch.testing.assert_close(master_of(low), plain.detach(), rtol=0, atol=2**-22)
+    torch.testing.assert_close(high, plain_high, rtol=0, atol=2**-22)
+    assert not hasattr(optimizer, "grad_scale")

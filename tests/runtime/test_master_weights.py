@@ -384,6 +384,30 @@ def test_lbfgs_with_closure_follows_float32():
     assert list(optimizer.param_groups[0]["params"]) == [weight]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_lbfgs_goes_on_where_a_parameter_is_frozen_and_trained_again(first):
+    values = [torch.tensor([0.5, -1.0]), torch.tensor([2.0])]
+
+    def train(parameters, optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = sum(((parameter.bfloat16().float() - 3.0) ** 2).sum() for parameter in parameters)
+            loss.backward()
+            return loss
+
+        for trains in (True, False, False, True):
+            parameters[first].requires_grad_(trains)
+            optimizer.step(closure)
+        return parameters
+
+    low = [torch.nn.Parameter(value.bfloat16()) for value in values]
+    masters = train(low, MasterWeightOptimizer(torch.optim.LBFGS(low, lr=0.25, max_iter=1)))
+    plain = [torch.nn.Parameter(value.clone()) for value in values]
+    train(plain, torch.optim.LBFGS(plain, lr=0.25, max_iter=1))
+    for mine, theirs in zip(masters, plain, strict=True):
+        assert torch.equal(master_of(mine), theirs)
+
+
 @pytest.mark.parametrize(("masters", "expected"), [("fp32", 1.1), ("kahan", 1.1), ("stochastic", 1.1), (None, 1.0)])
 def test_small_updates_of_bfloat16_are_not_lost(masters, expected):
     torch.manual_seed(0)
