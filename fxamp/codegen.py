@@ -14,6 +14,7 @@ from torch.fx.graph import PythonCode
 from torch.utils import _pytree as pytree
 
 from fxamp.recompute import eager_call, fold_checkpoints
+from fxamp.switches import set_switches, switches_found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +59,11 @@ def compile_graph(
     code = _python_code(graph, {node: f"{_PLACE}{number}" for number, node in enumerate(places)})
     found = list(places.values())
     lines = re.sub(rf"\bself\.{_PLACE}(\d+)\b", lambda match: found[int(match[1])], code.src).splitlines()
-    if any(node.target is torch._C._set_grad_enabled for node in graph.nodes):
-        lines = _restoring_grad_mode(lines)
+    switched = [found_and_put for target, found_and_put in _SWITCHED.items() if _calls(graph, target)]
+    if switched:
+        lines = _restoring(lines, switched)
     source = "\n".join(lines) + "\n"
-    namespace = {**code.globals, **{_constant(name): value for name, value in constants.items()}}
+    namespace = {**code.globals, **_RESTORERS, **{_constant(name): value for name, value in constants.items()}}
     exec(compile(source, _file_name(source), "exec"), namespace)
     return CompiledForward(_unflattening(namespace["forward"], output_tree), source)
 
@@ -106,17 +108,29 @@ def _constant(name: str) -> str:
     return f"_fxamp{name}"
 
 
-def _restoring_grad_mode(lines: list[str]) -> list[str]:
-    """An error inside a no_grad region must not leave gradients switched off."""
+_RESTORERS = {"_fxamp_found": switches_found, "_fxamp_set": set_switches}
+# How a mode is asked, and how it is put back, for each call that switches one.
+_SWITCHED = {
+    torch._C._set_grad_enabled: ("torch.is_grad_enabled", "torch._C._set_grad_enabled"),
+    set_switches: ("_fxamp_found", "_fxamp_set"),
+}
+
+
+def _calls(graph: fx.Graph, target: Any) -> bool:
+    return any(node.target is target for node in graph.nodes)
+
+
+def _restoring(lines: list[str], switched: list[tuple[str, str]]) -> list[str]:
+    """An error inside a no_grad region, or where a switch is set, must not leave it so."""
     start = next(number for number, line in enumerate(lines) if line.startswith("def forward"))
     head, body = lines[: start + 1], lines[start + 1 :]
     return [
         *head,
-        "    _fxamp_grad_mode = torch.is_grad_enabled()",
+        *(f"    _fxamp_mode_{number} = {found}()" for number, (found, _) in enumerate(switched)),
         "    try:",
         *("    " + line for line in body),
         "    except BaseException:",
-        "        torch._C._set_grad_enabled(_fxamp_grad_mode)",
+        *(f"        {put}(_fxamp_mode_{number})" for number, (_, put) in enumerate(switched)),
         "        raise",
     ]
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from fxamp.opnames import canonical_name, module_name
+from fxamp.switches import set_switches, switches_found
 
 MARK = "fxamp"
 # Set by a capture on a placeholder that is handed a parameter or a buffer: "parameter" or "buffer".
@@ -412,7 +413,7 @@ def _has_effects(node: fx.Node) -> bool:
 
 
 def _is_mode(node: fx.Node) -> bool:
-    return node.target in (torch._C._set_grad_enabled, torch.is_grad_enabled)
+    return node.target in (torch._C._set_grad_enabled, torch.is_grad_enabled, switches_found, set_switches)
 
 
 def _line(node: fx.Node, numbers: dict[fx.Node, str]) -> str:

@@ -445,6 +445,8 @@ def _namespaces() -> tuple[Any, ...]:
     import builtins
     import operator
 
+    import torch.nn.attention
+
     functions = (
         torch,
         torch.Tensor,
@@ -454,6 +456,8 @@ def _namespaces() -> tuple[Any, ...]:
         torch._C._nn,
         torch._C,
         torch.amp.autocast_mode,
+        torch._C._autograd,
+        torch.nn.attention,
     )
     return (*functions, operator, builtins)
 

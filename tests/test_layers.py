@@ -10,13 +10,14 @@ ROOT = Path(__file__).parent.parent / "fxamp"
 # What each room may import, besides itself. A file of its own line comes before its folder's.
 GROUND = {"errors", "dtypes"}
 NAMES = GROUND | {"opnames"}
-GRAPH = NAMES | {"ir", "lists", "fakes"}
+GRAPH = NAMES | {"ir", "lists", "fakes", "switches"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "dtypes": {"errors"},
     "opnames": GROUND,
     "lists": NAMES,
-    "ir": NAMES | {"lists"},
+    "switches": set(),
+    "ir": NAMES | {"lists", "switches"},
     "fakes": NAMES | {"ir"},
     "data": GROUND,
     "whole": GROUND,

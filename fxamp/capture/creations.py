@@ -24,6 +24,8 @@ class Creations(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         recording = self.tracer._recording and not self.tracer.evaluating
+        if recording and func is torch._C._set_grad_enabled:
+            return func(*map(bool, args), **kwargs)  # a traced flag must be decided now
         if recording and not types and (func in _CREATORS or holds_proxy((args, kwargs))):
             return self.tracer.create_proxy("call_function", func, args, kwargs)
         if recording and func in _RANDOM and not holds_proxy((args, kwargs)):

@@ -14,6 +14,7 @@ from torch import fx, nn
 from fxamp import ir
 from fxamp.capture.captured import Captured
 from fxamp.capture.checkpoints import open_checkpoints
+from fxamp.capture.inference_regions import as_no_grad
 from fxamp.capture.inputs import flatten_call
 from fxamp.capture.locations import is_foreign
 from fxamp.capture.source_names import names_of_dtypes
@@ -63,6 +64,7 @@ def adopt(
             node.meta[ir.WEIGHT] = kind
             node.meta[ir.WEIGHT_PATH] = weight_path(node)
     _mark_autocast_regions(graph)
+    as_no_grad(graph)
     _mark_transforms(graph)
     return Captured(
         root=root,

@@ -57,6 +57,7 @@ from fxamp.capture.traces import untouched
 from fxamp.errors import CaptureError, FxampError, ShardedParameterError
 from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign, is_sharded
 from fxamp.recompute import Region
+from fxamp.switches import set_switches, switches_found
 
 
 def capture_symbolic(
@@ -149,6 +150,8 @@ class SymbolicTracer(fx.Tracer):
         self._weights: dict[str, WeightProxy] = {}
         self._hooks: dict[int, list[object]] = {}  # id of a module -> those it has before forward runs
         self._grad_node: fx.Node | None = None
+        self._switches_node: fx.Node | None = None
+        self._outside = self._inside = switches_found()
         self._recording = False
         self._reads: Reads | None = None
         self._opened: nn.Module | None = None
@@ -214,7 +217,7 @@ class SymbolicTracer(fx.Tracer):
                 raise CaptureError(
                     "forward writes into a container among its arguments, and a graph holds no such writes"
                 )
-            self._follow_grad_mode()
+            self._follow_modes()
             flat, self.output_tree = flatten_output(result)
             for value in pytree.tree_leaves(flat):
                 if issubclass(type(value), fx.Proxy):
@@ -287,14 +290,14 @@ class SymbolicTracer(fx.Tracer):
     @contextlib.contextmanager
     def _checkpointed(self, region: Region) -> Iterator[None]:
         """Nodes made inside are recomputed in backward; a region inside a region is part of it."""
-        self._follow_grad_mode()  # what the user's code left or entered before the region stays before it
+        self._follow_modes()  # what the user's code left or entered before the region stays before it
         was, self._region = self._region, self._region or region
-        mode = torch.is_grad_enabled()
+        modes = torch.is_grad_enabled(), switches_found()
         try:
             yield
-            self._follow_grad_mode()
-            if torch.is_grad_enabled() != mode:
-                raise CaptureError(f"{user_line()}: a checkpointed function leaves the gradient mode changed")
+            self._follow_modes()
+            if (torch.is_grad_enabled(), switches_found()) != modes:
+                raise CaptureError(f"{user_line()}: a checkpointed function leaves a mode changed")
         finally:
             self._region = was
 
@@ -318,7 +321,7 @@ class SymbolicTracer(fx.Tracer):
         return super().create_arg(plain_number(a))
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
-        self._follow_grad_mode()
+        self._follow_modes()
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         node = proxy.node
         node.meta["source"] = user_line()
@@ -445,7 +448,24 @@ class SymbolicTracer(fx.Tracer):
             self._tensor_paths[id(tensor)] = path
         return self._weight(path, tensor).node
 
-    # ----------------------------------------------------------------------------------------- grad regions
+    # ------------------------------------------------------------------------------------------------ modes
+
+    def _follow_modes(self) -> None:
+        """Emit nodes where the user's code switched a mode since the last node."""
+        self._follow_grad_mode()
+        self._follow_switches()
+
+    def _follow_switches(self) -> None:
+        if not self._recording or self.evaluating or (now := switches_found()) == self._inside:
+            return
+        if self._switches_node is None:
+            self._switches_node = self.create_node("call_function", switches_found, (), {})
+        elif self._inside != self._outside:
+            self.create_node("call_function", set_switches, (self._switches_node,), {})
+        wanted = tuple([one for one, other in zip(now, self._outside, strict=True) if one != other])
+        if wanted:
+            self.create_node("call_function", set_switches, (wanted,), {})
+        self._inside = now
 
     def _follow_grad_mode(self) -> None:
         """Emit nodes where the user's code entered or left a no_grad region since the last node."""

@@ -64,7 +64,14 @@ def _only_computes(node: fx.Node) -> bool:
     op = ir.mark(node).op
     if node.op not in ("call_function", "call_method", "get_attr") or "." in op or "::" in op or node.is_impure():
         return False
-    return not ir.mutated(node) and not any(part in op for part in _ACTS)
+    return not ir.mutated(node) and not any(part in op for part in _ACTS) and not _gives_nothing(node)
+
+
+def _gives_nothing(node: fx.Node) -> bool:
+    """Whether a function is known to return None: it was called for what it does."""
+    value = node.meta.get("val", node.meta.get("example_value"))
+    is_of_torch = getattr(node.target, "__module__", None) not in ("builtins", "_operator", "math")
+    return node.op == "call_function" and is_of_torch and value is None and ir.mark(node).type is None
 
 
 # The keywords of leading operands, in the order of their positions; functions with another order are left alone.

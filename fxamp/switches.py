@@ -1,0 +1,54 @@
+"""Torch's global switches that forward may set for a part of itself, as calls that a graph can hold.
+
+with sdpa_kernel(SDPBackend.MATH):          found = switches_found()
+    y = attention(q, k, v)                  set_switches((("flash_sdp", False), ...))
+                                            y = attention(q, k, v)
+                                            set_switches(found)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Switches = tuple[tuple[str, Any], ...]
+"""(name, value) of some of them."""
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    is_on, only_warns = value
+    torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
+
+
+def _is_deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+# Each: how it is asked, and how it is set. Not here: the gradient mode, which autograd keeps for each thread, autocast
+# and the precision of float32 products, which a converted model decides itself.
+_SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "flash_sdp": (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    "mem_efficient_sdp": (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    "math_sdp": (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    "cudnn_sdp": (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    "sdp_priority": (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    "deterministic": (_is_deterministic, _set_deterministic),
+    "cudnn": (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    "cudnn_benchmark": (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    "cudnn_deterministic": (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    "mkldnn": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
+}
+
+
+def switches_found() -> Switches:
+    """All of them, as they are now."""
+    return tuple([(name, get()) for name, (get, _) in _SWITCHES.items()])
+
+
+def set_switches(wanted: Switches) -> None:
+    """Set some of them; one that is as wanted is not touched."""
+    for name, value in wanted:
+        get, put = _SWITCHES[name]
+        if get() != value:
+            put(value)
