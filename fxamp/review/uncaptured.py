@@ -11,9 +11,9 @@ from fxamp.variant import Variant
 _NAMED = 3
 """Weights that are named."""
 _WHY = (
-    "Dynamo gives up a whole frame with a graph break inside a loop, and runs it as it is written. "
-    "TORCH_LOGS=graph_breaks names the line: move it out of the loop, or convert the submodules that the loop calls "
-    "(model.block = fxamp.convert(model.block))"
+    "Dynamo gives up a whole frame where it meets what it does not follow: a graph break inside a loop or a with "
+    "block, such as hooks on saved tensors. TORCH_LOGS=graph_breaks names the line: move it out of there, or convert "
+    "the submodules that are called there (model.block = fxamp.convert(model.block))"
 )
 
 
