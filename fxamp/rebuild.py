@@ -22,7 +22,8 @@ def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **ch
     captured = variant.captured
     options = dataclasses.replace(engine.options, **changes)
     if variant.again is not None:
-        found = variant.again(options)
+        with _without_inference_mode():
+            found = variant.again(options)
         found.is_preview = variant.is_preview
         found.captured.forget_values()
         return found
@@ -50,13 +51,21 @@ def with_data(value: Any, plain: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def training_flags(plain: nn.Module, flags: tuple[tuple[str, bool], ...]) -> Iterator[None]:
-    """The training flags a graph was captured with."""
+    """The training flags a graph was captured with; and no inference mode, as no capture is made in it."""
     modules = [(plain.get_submodule(path), flag) for path, flag in flags]
     saved = [module.training for module, _ in modules]
     for module, flag in modules:
         module.training = flag
     try:
-        yield
+        with _without_inference_mode():
+            yield
     finally:
         for (module, _), flag in zip(modules, saved, strict=True):
             module.training = flag
+
+
+@contextlib.contextmanager
+def _without_inference_mode() -> Iterator[None]:
+    grad_mode = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
+        yield

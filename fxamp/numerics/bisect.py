@@ -1,15 +1,18 @@
 """The smallest set of deny entries with which a model meets a tolerance, found by bisection."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
 
+from fxamp import ir
 from fxamp.engine import engine_of
 from fxamp.errors import OptionError
+from fxamp.lists import TRAITS
 from fxamp.numerics.blocks import boundary_of
-from fxamp.numerics.compare import Loss, NodeError, check_pair, compare, error_of, finite
+from fxamp.numerics.compare import Loss, NodeError, check_pair, compare, error_of, finite, flags_of
+from fxamp.numerics.modes import plain_modes
 from fxamp.numerics.progress import Progress
 from fxamp.numerics.recording import record
 from fxamp.numerics.run import Call, Rewriter, call_of, in_float32
@@ -50,6 +53,8 @@ class DenySet:
         return finite({**dataclasses.asdict(self), "is_met": self.is_met, "overrides": self.overrides})  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
+        if not self.is_met and not self.nodes:
+            return f"there is nothing to deny, and the error is {self.error:.2e}, above {self.tolerance:.2e}"
         if not self.is_met:
             return f"even with every node in float32 the error is {self.error:.2e}, above {self.tolerance:.2e}"
         words = "the smallest set" if self.is_minimal else f"a set ({self.runs} runs were too few for the smallest)"
@@ -72,7 +77,8 @@ def find_deny(
 
     Low nodes, and blocks that are converted by themselves, are ordered by the error they introduce; the shortest
     prefix that is enough is found by bisection, and then halves, quarters ... of it are taken out again where the
-    tolerance allows. "Smallest" is meant so: no single node can be taken out.
+    tolerance allows. "Smallest" is meant so: no single node can be taken out. Last, where a neighbour of a GEMM does as
+    well, it stands in the GEMM's place.
 
     Args:
         model: the fp32 model; its parameters are used for the fp32 run.
@@ -87,10 +93,13 @@ def find_deny(
         The nodes, as `overrides` for convert(), and how near they bring the outputs.
 
     Raises:
-        OptionError: a tolerance or a number of runs that is not positive, or outputs that are finite in neither run.
+        OptionError: a tolerance or a number of runs that is not positive, a single run, or outputs that are finite in
+            neither run.
     """
-    if tolerance <= 0 or max_runs < 1:
-        raise OptionError(f"tolerance={tolerance!r}, max_runs={max_runs!r}: both must be positive.")
+    if not _is_positive(tolerance) or not _is_positive(max_runs):
+        raise OptionError(f"tolerance={tolerance!r}, max_runs={max_runs!r}: both must be positive numbers.")
+    if max_runs < 2:
+        raise OptionError("max_runs=1 is too few: the first run denies nothing, and the second everything.")
     check_pair(model, converted)
     if engine_of(converted) is None:
         check_left(converted, "find_deny finds nothing to deny")
@@ -102,8 +111,13 @@ def find_deny(
             raise OptionError("no output is finite, in float32 either: there is no error to search by. See find_nan.")
         rows = sorted(compared.rows, key=lambda row: -row.introduced)
         low = [row.name for row in rows if row.name in search.blocks or _is_chosen_low(row)]
+        search.gemms = {row.name for row in rows if row.colour == "allow"}
         # a name denies the nodes of that name in every graph, a path the block that is there
         return search.smallest(list(dict.fromkeys(search.blocks.get(name, name) for name in low)))
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, (int, float)) and number > 0
 
 
 def _is_chosen_low(row: NodeError) -> bool:
@@ -121,8 +135,10 @@ class _Search:
         step: Callable[[], None],
     ) -> None:
         self.call, self.loss_fn, self.tolerance, self.max_runs, self.step = call, loss_fn, tolerance, max_runs, step
-        self.exact = record(dataclasses.replace(call, weights=model), in_float32(call), None, as_float32=True)
-        graphs = [part.variant.graph for part in self.exact.parts.values()]
+        with flags_of(call.model, model):
+            self.exact = record(dataclasses.replace(call, weights=model), in_float32(call), None, as_float32=True)
+        self.gemms: Collection[str] = ()
+        self.graphs = graphs = [part.variant.graph for part in self.exact.parts.values()]
         self.blocks = {node.name: path for graph in graphs for node in graph.nodes if (path := boundary_of(call, node))}
         self.known: dict[frozenset[str], float] = {}
 
@@ -133,6 +149,9 @@ class _Search:
             return self.result(tuple(candidates), False)
         chosen = self.shortest_prefix(candidates)
         chosen, is_minimal = self.reduced(chosen)
+        cheaper = self.with_fewer_gemms(chosen, candidates)
+        if cheaper != chosen:
+            chosen, is_minimal = self.reduced(cheaper)
         return self.result(tuple(chosen), is_minimal)
 
     def shortest_prefix(self, candidates: Sequence[str]) -> Sequence[str]:
@@ -166,6 +185,34 @@ class _Search:
                 parts = min(2 * parts, len(chosen))
         return chosen, True
 
+    def with_fewer_gemms(self, chosen: Sequence[str], candidates: Sequence[str]) -> Sequence[str]:
+        """The set with GEMMs exchanged for neighbours that bring the error down as well, for as long as runs are left.
+
+        Where what reads a GEMM's result loses it, both denials may mend that, and the GEMM's costs the Tensor Cores.
+        """
+        for gemm in (name for name in tuple(chosen) if name in self.gemms):
+            near = self.neighbours(gemm)
+            for other in (name for name in candidates if name in near and name not in chosen):
+                exchanged = [other if name == gemm else name for name in chosen]
+                if self.is_used_up and frozenset(exchanged) not in self.known:
+                    return chosen
+                if self.passes(exchanged):
+                    chosen = exchanged
+                    break
+        return chosen
+
+    def neighbours(self, name: str) -> set[str]:
+        """What reads a node's value, or a view of it, and what the node reads; no GEMMs."""
+        found: set[str] = set()
+        for node in (node for graph in self.graphs for node in graph.nodes if node.name == name):
+            frontier = [*node.users, *node.all_input_nodes]
+            while frontier:
+                near = frontier.pop()
+                if near.name not in found and near is not node:
+                    found.add(near.name)
+                    frontier += near.users if ir.mark(near).op in TRAITS["view"] else ()
+        return found.difference(self.gemms)
+
     @property
     def is_used_up(self) -> bool:
         return len(self.known) >= self.max_runs
@@ -187,7 +234,8 @@ class _Search:
         mixed = record(call, Rewriter(call, plain_blocks, overrides=overrides), None)
         errors = list(map(error_of, self.exact.outputs, mixed.outputs))
         if self.loss_fn is not None:
-            one, other = (self.loss_fn(_outputs(found.outputs)) for found in (self.exact, mixed))
+            with plain_modes(call.model):
+                one, other = (self.loss_fn(_outputs(found.outputs)) for found in (self.exact, mixed))
             errors.append(error_of(one.detach(), other.detach()))
         return max(errors, default=0.0)
 

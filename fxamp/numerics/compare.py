@@ -1,5 +1,6 @@
 """Every node's value in fp32 against the same in mixed precision, worst first."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,12 @@ from fxamp import ir
 from fxamp.engine import engine_of
 from fxamp.errors import OptionError
 from fxamp.numerics.extent import check_not_empty
+from fxamp.numerics.modes import usable
 from fxamp.numerics.recording import Recorded, record
-from fxamp.numerics.run import Part, arguments, call_of, floats_in, in_float32, loss_of, state_kept
+from fxamp.numerics.run import arguments, call_of, check_given, check_module, floats_in, in_float32, loss_of, state_kept
+from fxamp.numerics.runner import Part
 from fxamp.numerics.underflow import Underflow, underflows
+from fxamp.rebuild import training_flags
 from fxamp.unconverted import check_left
 
 Loss = Callable[[Any], torch.Tensor]
@@ -57,6 +61,8 @@ class Comparison:
         output: largest error among the outputs.
         loss: the two losses (fp32, mixed), None without a loss function.
         not_finite: share of the outputs' numbers that are finite in neither run, and so are not compared.
+        other_flags: paths of modules that are in training mode in one of the models only: both ran as `converted` has
+            them.
         underflows: the first node that loses a tenth of its values to zero, and the first that so loses gradients.
     """
 
@@ -65,6 +71,7 @@ class Comparison:
     loss: tuple[float, float] | None
     underflows: tuple[Underflow, ...] = ()
     not_finite: float = 0.0
+    other_flags: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         many = any(row.graph for row in self.rows)
@@ -92,6 +99,10 @@ class Comparison:
             head += f"; loss {self.loss[0]:.6g} in float32, {self.loss[1]:.6g} in mixed precision"
         if self.not_finite:
             head += f"; {self.not_finite:.1%} of the outputs is finite in neither run and not compared: fxamp.find_nan"
+        if self.other_flags:
+            names = ", ".join(name or "the model itself" for name in self.other_flags[:3])
+            more = f" and {len(self.other_flags) - 3} more" if len(self.other_flags) > 3 else ""
+            head += f"; train() or eval() differs in {names}{more}: both ran as the converted model has it"
         head = "\n".join([head, *map(str, self.underflows)])
         if not lines:
             return head
@@ -126,20 +137,24 @@ def compare(
         scale: loss scale of the mixed run; its gradients are divided by it again.
 
     Raises:
-        OptionError: `converted` is not converted, or not from such a model.
+        OptionError: `converted` is not converted, or not from such a model; no inputs, or a scale that is not positive.
     """
+    if not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
+        raise OptionError(f"scale={scale!r} is not allowed. Give a positive, finite number, such as LossScaler's.")
     check_pair(model, converted)
     if engine_of(converted) is None:
         check_left(converted, "compare looks at its outputs only")
         return _compare_whole(model, converted, inputs, loss_fn)
     call = call_of(converted, inputs)
-    exact = record(dataclasses.replace(call, weights=model), in_float32(call), loss_fn, as_float32=True, counting=True)
+    with flags_of(converted, model) as flags:
+        other = dataclasses.replace(call, weights=model)
+        exact = record(other, in_float32(call), loss_fn, as_float32=True, counting=True)
     mixed = record(call, None, loss_fn, scale, counting=True)
     lost = underflows(exact.flow, mixed.flow) if exact.flow and mixed.flow else ()
     rows = _rows(exact, mixed)
     output = max(map(error_of, exact.outputs, mixed.outputs), default=0.0)
     losses = None if exact.loss is None or mixed.loss is None else (exact.loss, mixed.loss)
-    return Comparison(tuple(rows), output, losses, lost, _not_finite(exact.outputs, mixed.outputs))
+    return Comparison(tuple(rows), output, losses, lost, _not_finite(exact.outputs, mixed.outputs), flags)
 
 
 def _not_finite(exact: Sequence[torch.Tensor], mixed: Sequence[torch.Tensor]) -> float:
@@ -148,8 +163,20 @@ def _not_finite(exact: Sequence[torch.Tensor], mixed: Sequence[torch.Tensor]) ->
     return bad / max(1, sum(one.numel() for one, _ in pairs))
 
 
+@contextlib.contextmanager
+def flags_of(converted: nn.Module, model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """The model in the modes, training or not, in which the converted one's modules are; gives paths that differ."""
+    own = dict(model.named_modules())
+    flags = tuple((path, part.training) for path, part in converted.named_modules() if path in own)
+    differing = tuple(path for path, flag in flags if own[path].training != flag)
+    with training_flags(model, flags):
+        yield differing
+
+
 def check_pair(model: nn.Module, converted: nn.Module) -> None:
-    """Raise an OptionError where the two are in the wrong order, or have other parameters."""
+    """Raise an OptionError where the two are no modules, in the wrong order, or have other parameters."""
+    check_module(model, "model")
+    check_module(converted, "converted")
     if engine_of(converted) is None and engine_of(model) is not None:
         raise OptionError(
             "the first model is converted and the second is not: compare takes (model, converted, inputs)."
@@ -169,15 +196,18 @@ def check_pair(model: nn.Module, converted: nn.Module) -> None:
 
 def _compare_whole(model: nn.Module, other: nn.Module, inputs: Any, loss_fn: Loss | None) -> Comparison:
     """Two models without graphs: what they give, and no row."""
-    args, kwargs = arguments(inputs)
+    check_given(inputs)
+    args, kwargs = arguments(usable(inputs))
     check_not_empty((args, kwargs), "the inputs are")
-    given = []
-    for each in (model, other):
-        with state_kept(each), torch.no_grad():
-            given.append(each(*args, **kwargs))
+    given, losses = [], []
+    with flags_of(other, model) as flags:
+        for each in (model, other):
+            with state_kept(each), torch.no_grad():
+                given.append(each(*args, **kwargs))
+                losses.append(None if loss_fn is None else float(loss_of(given[-1], loss_fn)))
     output = max(map(error_of, *map(floats_in, given)), default=0.0)
-    losses = [float(loss_of(output, loss_fn)) for output in given] if loss_fn is not None else []
-    return Comparison((), output, (losses[0], losses[1]) if losses else None)
+    one, two = losses
+    return Comparison((), output, None if one is None or two is None else (one, two), other_flags=flags)
 
 
 def _rows(exact: Recorded, mixed: Recorded) -> list[NodeError]:

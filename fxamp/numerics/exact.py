@@ -9,7 +9,12 @@ from fxamp.runtime.masters import MASTER, exact_values
 
 def exact_weight(weight: torch.Tensor) -> torch.Tensor:
     """The float32 numbers that a low weight stands for; backward goes on to the weight, as to a float32 one."""
-    return _Master.apply(weight) if hasattr(weight, MASTER) else weight.float()  # type: ignore[no-untyped-call]
+    return _Master.apply(weight) if has_master(weight) else weight.float()  # type: ignore[no-untyped-call]
+
+
+def has_master(weight: torch.Tensor) -> bool:
+    """Whether a low weight stands for float32 numbers that are more exact than it is."""
+    return hasattr(weight, MASTER)
 
 
 class _Master(torch.autograd.Function):

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from fxamp import ir
 from fxamp.lists import TRAITS
 from fxamp.numerics.extent import Extent, extent_of, extent_of_all
-from fxamp.numerics.run import Call, Part, Rewriter, floats_in, loss_of, run, state_kept, takes_derivative
+from fxamp.numerics.run import Call, Rewriter, floats_in, loss_of, run, state_kept, takes_derivative
+from fxamp.numerics.runner import Part
 from fxamp.variant import Variant
 
 Edge = tuple[str, str]

@@ -12,7 +12,8 @@ from torch import fx, nn
 from fxamp import ir
 from fxamp.engine import engine_of
 from fxamp.errors import OptionError
-from fxamp.numerics.run import Call, Part, Runner, call_of, floats_in, run, state_kept
+from fxamp.numerics.run import Call, call_of, floats_in, run, state_kept
+from fxamp.numerics.runner import Part, Runner
 from fxamp.unconverted import check_left
 
 _PREFIX = "fxamp::"

@@ -15,6 +15,7 @@ from fxamp.numerics.flow import CallFlow, watch_flow
 from fxamp.numerics.origin import Origin, origin_of, value_of_gradient
 from fxamp.numerics.reach import bad_values
 from fxamp.numerics.run import Call, Rewriter
+from fxamp.numerics.twin import root_of
 
 log = logging.getLogger("fxamp")
 
@@ -32,7 +33,7 @@ def node_of(origin: Origin) -> fx.Node:
 def mending(call: Call, watched: CallFlow, origin: Origin, loss_fn: Loss | None) -> tuple[str, ...]:
     """The smallest of a growing series of sets around the node whose denial makes the run finite."""
     graphs = [part.variant.graph for part in watched.parts if part.part.number >= origin.flow.part.number]
-    for nodes in _rings(node_of(origin), graphs, backward=origin.phase not in ("forward",)):
+    for nodes in _rings(node_of(origin), graphs, backward=origin.phase not in ("forward", "parameter")):
         blocks = {node: path for node in nodes if (path := boundary_of(call, node))}
         denied = tuple(dict.fromkeys(blocks.get(node, node.name) for node in nodes))
         overrides = {**call.engine.options.overrides, **dict.fromkeys(denied, "deny")}
@@ -90,7 +91,9 @@ def _first_readers(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _models_own(node: fx.Node) -> list[fx.Node]:
-    """The node, or for a cast or pad those that read it."""
+    """The node, or for a cast or pad those that read it; of a graph's output what it gives."""
+    if node.op == "output":
+        return [given for value in node.all_input_nodes if _is_operation(given := root_of(value))]
     return [node] if _is_operation(node) else _models_readers(node)
 
 

@@ -10,11 +10,13 @@ from torch import nn
 from fxamp import ir
 from fxamp.engine import engine_of
 from fxamp.numerics.blocks import block_of
+from fxamp.numerics.exact import exact_weight, has_master
+from fxamp.numerics.extent import extent_of
 from fxamp.numerics.flow import CallFlow, watch_flow
 from fxamp.numerics.mending import mending, node_of
-from fxamp.numerics.origin import Origin, origin_of, value_of_gradient, vanished_origin
+from fxamp.numerics.origin import Origin, is_of_output, of_loss, origin_of, value_of_gradient, vanished_origin
 from fxamp.numerics.reach import reach_of
-from fxamp.numerics.run import Call, call_of, in_float32
+from fxamp.numerics.run import Call, call_of, check_module, in_float32
 from fxamp.unconverted import check_left
 
 Loss = Callable[[Any], torch.Tensor]
@@ -27,8 +29,8 @@ class BadNode:
     """Where a run stopped being finite.
 
     Attributes:
-        phase: "forward", "backward", "sum of gradients", or "input", "parameter" or "between graphs" where it came
-            in from outside.
+        phase: "forward", "backward", "sum of gradients", or "input", "parameter", "between graphs" or "loss" where it
+            came in from outside.
         graph: number of the node's graph in `fxamp.report(model)`.
         value: of the first bad value or gradient, in words.
         inputs: of everything the node read, in words.
@@ -38,6 +40,7 @@ class BadNode:
         error: what then stopped the run, "" where nothing did.
         has_infinite_inputs: whether the call was given infinities other than those of a mask.
         block: path of the module, converted by itself, that the node calls: what overflows is in there.
+        master: of a parameter that is stored low (O2), its float32 value in words where that is finite; else "".
         unknown: why it was not tried whether float32 is finite and `overrides` mend it; "" where it was.
     """
 
@@ -57,9 +60,10 @@ class BadNode:
     unknown: str = ""
     has_infinite_inputs: bool = False
     block: str = ""
+    master: str = ""
 
     def __str__(self) -> str:
-        where = {"forward": "its output", "backward": "the gradient it passes back"}.get(self.phase, self.phase)
+        where = _WHERE.get(self.phase, self.phase)
         name = f"{self.name} of graph {self.graph}" if self.graph else self.name
         lines = [
             f"{name} (`{self.op}`, {self.colour}, {self.precision}): {where} is the first that is not finite",
@@ -84,19 +88,32 @@ class BadNode:
         if self.phase == "between graphs":
             return "it was made by code between two of Dynamo's graphs, which runs as it is written: look there"
         if self.phase == "parameter":
+            if self.master:
+                return f"its float32 value is finite ({self.master}), and is stored low: {self._deny_remedy}"
             return "the parameter itself is not finite: an earlier step wrote it, see fxamp.LossScaler"
+        return self._deny_remedy
+
+    @property
+    def _deny_remedy(self) -> str:
         if self.unknown:
             kept = "it is converted by itself" if self.block else "it runs in float32"
             likely = f"convert(..., overrides={self.overrides}) may mend it" if self.overrides else kept
             return f"{likely}; another run was not tried: {self.unknown}"
+        if self.op == "output" and not self.overrides:
+            too = ", and does so in float32: it is no matter of precision" if self.is_bad_in_float32 else ""
+            return f"what the model gives is finite; the loss, or what else is computed of it outside, makes it{too}"
         if self.is_bad_in_float32:
             where = "the infinities among the call's inputs" if self.has_infinite_inputs else "the line"
             return f"the float32 run is not finite here either: it is not a matter of precision, look at {where}"
         if self.overrides:
             return f"convert(..., overrides={self.overrides}) makes the run finite"
-        if self.phase != "forward":
+        if self.phase not in ("forward", "parameter"):
             return "no deny near it mends it: use a smaller loss scale (fxamp.LossScaler finds one), or bfloat16"
         return "no deny near it mends it: try dtype=torch.bfloat16, whose range is float32's"
+
+
+_WHERE = {"forward": "its output", "backward": "the gradient it passes back", "loss": "the loss of it"}
+"""What is not finite, in words."""
 
 
 def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> BadNode | None:
@@ -115,6 +132,7 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
     Raises:
         OptionError: the model was not converted, or the loss is no scalar.
     """
+    check_module(converted, "model")
     if engine_of(converted) is None:
         check_left(converted, "find_nan looks at nothing")
         return None
@@ -123,7 +141,9 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
     if flow.is_finite and not flow.has_bad_values:
         return None
     exact = watch_flow(call, loss_fn, in_float32(call), as_float32=True)
-    origin = origin_of(flow, exact) or vanished_origin(flow, exact)
+    origin = origin_of(flow, exact)
+    if origin is None or is_of_output(origin):
+        origin = of_loss(flow) or origin or vanished_origin(flow, exact)
     return None if origin is None else describe(call, flow, origin, loss_fn, exact)
 
 
@@ -133,7 +153,7 @@ def describe(call: Call, flow: CallFlow, origin: Origin, loss_fn: Loss | None, e
     Args:
         exact: the same call in fp32.
     """
-    from_outside = origin.phase in FROM_OUTSIDE
+    from_outside = origin.phase in FROM_OUTSIDE and not _master_in_words(call, origin)
     is_bad = not from_outside and _is_bad_too(origin, exact)
     mended = () if from_outside or is_bad else mending(call, flow, origin, loss_fn)
     return bad_node(call, origin, mended, is_bad, flow)
@@ -152,12 +172,21 @@ def _is_bad_too(origin: Origin, exact: CallFlow) -> bool:
     return value in led.of(flow)
 
 
+def _master_in_words(call: Call, origin: Origin) -> str:
+    """Of a bad parameter its float32 value, "" where it has none or that is bad too."""
+    if origin.phase != "parameter" or node_of(origin).op != "get_attr":
+        return ""
+    weight = ir.attribute(call.weights, str(node_of(origin).target))
+    master = extent_of(exact_weight(weight)) if has_master(weight) else None
+    return str(master) if master is not None and master.is_finite else ""
+
+
 def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_float32: bool, flow: CallFlow) -> BadNode:
     """What is known of an origin without another run."""
     node, reads = node_of(origin), origin.flow.reads
     mark = ir.mark(node)
     read = [given.name for given in node.all_input_nodes]
-    words = f"{origin.edge[0]}'s gradient" if origin.edge else node.name
+    words = f"{origin.edge[0]}'s gradient" if origin.edge else "loss" if origin.phase == "loss" else node.name
     return BadNode(
         name=node.name,
         op=mark.op,
@@ -173,5 +202,6 @@ def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_floa
         graph=origin.flow.part.graph,
         error="" if flow.error is None else f"{type(flow.error).__name__}: {flow.error}".partition("\n")[0],
         block=block_of(call, node),
+        master=_master_in_words(call, origin),
         has_infinite_inputs=any(extent.infs and not extent.is_mask for extent in flow.inputs),
     )

@@ -21,7 +21,7 @@ class Origin:
 
     Attributes:
         flow: of its graph.
-        phase: "input" | "parameter" | "forward" | "backward" | "sum of gradients" | "between graphs".
+        phase: "input" | "parameter" | "forward" | "backward" | "sum of gradients" | "between graphs" | "loss".
         extent: of the first bad value or gradient; `edge`: the edge it flowed over, for gradients.
         reaches: whether it got to an output, a parameter or an input; else an op of the model took it back.
     """
@@ -61,6 +61,20 @@ def origin_of(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
     if found is not None and found.phase == "input" and all(extent.is_finite for extent in call.inputs):
         return dataclasses.replace(found, phase="between graphs")
     return found
+
+
+def is_of_output(origin: Origin) -> bool:
+    """Whether the gradient came to the graph's output as bad as it is."""
+    return any(node.op == "output" and node.name == origin.node for node in origin.flow.variant.graph.nodes)
+
+
+def of_loss(call: CallFlow) -> Origin | None:
+    """The last graph's output where that is finite, and the loss of it is not."""
+    if call.loss is None or call.loss.is_finite or not all(extent.is_finite for extent in call.outputs):
+        return None
+    flow = call.parts[-1]
+    output = next(node for node in flow.variant.graph.nodes if node.op == "output")
+    return Origin(output.name, "loss", call.loss, flow)
 
 
 def vanished_origin(call: CallFlow, exact: CallFlow) -> Origin | None:

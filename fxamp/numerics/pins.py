@@ -11,7 +11,8 @@ from fxamp import ir
 from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError
 from fxamp.ir import Reason
-from fxamp.numerics.ranges import Ranges, load_ranges
+from fxamp.numerics.ranges import Ranges
+from fxamp.numerics.ranges_file import load_ranges
 
 _NAMED = 5
 """Nodes that a message names."""

@@ -17,9 +17,11 @@ from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.engine import Engine
 from fxamp.errors import OptionError
 from fxamp.numerics.extent import check_finite, check_not_empty
-from fxamp.numerics.histogram import LOWEST, Histogram
+from fxamp.numerics.histogram import Histogram
+from fxamp.numerics.modes import usable
 from fxamp.numerics.progress import watched
-from fxamp.numerics.run import Call, Part, Rewriter, call_of, floats_in, in_float32, loss_of, run, state_kept
+from fxamp.numerics.run import Call, Rewriter, call_of, floats_in, in_float32, loss_of, run, state_kept
+from fxamp.numerics.runner import Part
 from fxamp.runtime.scale_rule import choose_scale
 from fxamp.whole import write_whole
 
@@ -53,6 +55,11 @@ class NodeRange:
     def is_of(self, node: fx.Node) -> bool:
         """Whether it was measured at this node, of this capture or another."""
         return self.place == (node.name, ir.module_path(node))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        plain = {field: getattr(self, field) for field in ("name", "op", "module", "source")}
+        return {**plain, "values": self.values.as_dict(), "gradients": self.gradients.as_dict()}
 
 
 @dataclasses.dataclass
@@ -104,14 +111,14 @@ class Ranges:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
-        nodes = [_node_dict(node) for node in self.nodes.values()]
+        nodes = [node.as_dict() for node in self.nodes.values()]
         return {
             "low_dtype": dtype_name(self.low),
             "batches": self.batches,
             "loss_scale": self.loss_scale,
             "deny": self.deny(),
             "nodes": nodes,
-            "weight_gradients": _histogram_dict(self.weight_gradients),
+            "weight_gradients": self.weight_gradients.as_dict(),
         }
 
     def plot(self, path: str | Path) -> Path:
@@ -122,48 +129,6 @@ class Ranges:
 
     def __str__(self) -> str:
         return ranges_table(self)
-
-
-def load_ranges(path: str | Path) -> Ranges:
-    """Read what `Ranges.save` wrote.
-
-    Raises:
-        OptionError: it is not there, or something else.
-    """
-    try:
-        read = json.loads(Path(path).read_text(encoding="utf-8"))
-        nodes = {entry["name"]: _node_from(entry) for entry in read["nodes"]}
-        weights = Histogram()
-        if "weight_gradients" in read:  # earlier files have none
-            _fill(weights, read["weight_gradients"])
-        return Ranges(nodes, read["batches"], getattr(torch, read["low_dtype"]), weights)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        text = f"{str(path)!r} holds no ranges ({error}). Write them with fxamp.profile(...).save(path)."
-        raise OptionError(text) from error
-
-
-def _node_dict(node: NodeRange) -> dict[str, Any]:
-    plain = {field: getattr(node, field) for field in ("name", "op", "module", "source")}
-    return {**plain, "values": _histogram_dict(node.values), "gradients": _histogram_dict(node.gradients)}
-
-
-def _histogram_dict(histogram: Histogram) -> dict[str, Any]:
-    plain = {field: getattr(histogram, field) for field in ("zeros", "infinite", "nan", "largest")}
-    return {**plain, "exponents": histogram.exponents()}
-
-
-def _node_from(entry: dict[str, Any]) -> NodeRange:
-    node = NodeRange(entry["name"], entry["op"], entry["module"], entry["source"])
-    for kind in ("values", "gradients"):
-        _fill(getattr(node, kind), entry[kind])
-    return node
-
-
-def _fill(histogram: Histogram, plain: dict[str, Any]) -> None:
-    for field in ("zeros", "infinite", "nan", "largest"):
-        setattr(histogram, field, plain[field])
-    for exponent, count in plain["exponents"].items():
-        histogram.counts[int(exponent) - LOWEST] = count
 
 
 def _evidence(values: Histogram, low: torch.dtype) -> str:
@@ -194,7 +159,7 @@ def profile_converted(
     ranges, count = Ranges({}, 0, torch.float16), 0
     fp32: tuple[Engine, Rewriter] | None = None
     for batch in watched(check_batches(batches), "profile", progress):
-        inputs, criterion = split_batch(batch, loss_fn)
+        inputs, criterion = split_batch(usable(batch), loss_fn)
         check_not_empty(inputs, f"batch {count} is")
         check_finite(floats_in(inputs), f"batch {count} holds")
         call = call_of(converted, inputs)

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.numerics.flow import CallFlow, CallWatcher, storage_of
-from fxamp.numerics.run import Call, Part, Rewriter, floats_in, loss_of, run, state_kept
+from fxamp.numerics.run import Call, Rewriter, floats_in, loss_of, run, state_kept
+from fxamp.numerics.runner import Part
 
 Key = tuple[int, int, str]
 """(the graph's turn in the call, its number in the report, the node's name)"""

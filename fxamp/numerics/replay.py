@@ -121,12 +121,7 @@ class Replay:
         """Buffers, random numbers and training flags of the call; afterwards those of now."""
         now = [(module, module.training) for module, _ in self.flags]
         state, of_devices = self.random
-        with (
-            state_kept(self.call.weights),
-            torch.inference_mode(False),
-            torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False),
-        ):
+        with state_kept(self.call.weights):
             for buffer, before in self.buffers:
                 buffer.data.copy_(before)
             torch.set_rng_state(state)

@@ -1,7 +1,6 @@
 """Run a model's graphs node by node, on real values, and look at what flows: nothing of the model is changed."""
 
 import contextlib
-import contextvars
 import copy
 import dataclasses
 import functools
@@ -14,36 +13,15 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.engine import Engine, engine_of
 from fxamp.errors import CaptureError, OptionError
-from fxamp.numerics.exact import exact_weight
 from fxamp.numerics.extent import check_not_empty
+from fxamp.numerics.modes import plain_modes, usable
+from fxamp.numerics.runner import Edge, Part, Runner, See, converted_again, run_part
 from fxamp.rebuild import rebuild_variant, reference
 from fxamp.unconverted import not_converted
 from fxamp.variant import Variant
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Part:
-    """One graph's turn in a call; a model that Dynamo captured may run several graphs, and one several times.
-
-    Attributes:
-        number: of the turn, in order of running.
-        graph: number of the graph in `fxamp.report(model)`.
-        variant: what runs.
-    """
-
-    number: int
-    graph: int
-    variant: Variant
-
-
-See = Callable[[Part, fx.Node, Any], Any]
-"""(part, node, value) -> the value that goes on: what a watcher sees of every node, in order."""
-Edge = Callable[[Part, fx.Node, fx.Node, Any], Any]
-"""(part, the node read, its reader, value) -> the value that the reader sees."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,12 +75,14 @@ def call_of(converted: nn.Module, inputs: Any) -> Call:
         inputs: one tensor, a tuple of arguments, (args, kwargs), or a dict of keywords.
 
     Raises:
-        OptionError: not converted, or the inputs hold no sample.
+        OptionError: not converted, or the inputs are None or hold no sample.
     """
     engine = engine_of(converted)
+    check_module(converted, "model")
     if engine is None:
         raise not_converted(converted)
-    args, kwargs = arguments(inputs)
+    check_given(inputs)
+    args, kwargs = arguments(usable(inputs))
     check_not_empty((args, kwargs), "the inputs are")
     variant = _symbolic(converted, engine, args, kwargs)
     if variant is None:
@@ -110,6 +90,18 @@ def call_of(converted: nn.Module, inputs: Any) -> Call:
     flat = pytree.tree_leaves((args, kwargs), is_leaf=lambda value: value is None)
     taken = [value for value, (kind, _) in zip(flat, variant.captured.spec.leaves, strict=True) if kind != "constant"]
     return Call(converted, engine, args, kwargs, converted, variant, tuple(taken))
+
+
+def check_module(given: Any, name: str) -> None:
+    """Raise an OptionError for what is no module."""
+    if not isinstance(given, nn.Module):
+        raise OptionError(f"{name} is a {type(given).__qualname__}, not an nn.Module. Pass the module itself.")
+
+
+def check_given(inputs: Any) -> None:
+    """Raise an OptionError for no inputs at all; a call without arguments has ()."""
+    if inputs is None:
+        raise OptionError("inputs is None. Give those of one call, as example_inputs of convert().")
 
 
 def looking_dynamo(engine: Engine) -> Any:
@@ -173,70 +165,6 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
-class Runner(fx.Interpreter):
-    """Runs a graph of `model`, showing every value to `see`.
-
-    Args:
-        model: parameters and modules are read from it by path.
-        part: the graph.
-        see: gets each node and its value, and gives the value that goes on.
-        edge: gets (the node read, its reader, the value), and gives the value that the reader sees.
-        as_float32: parameters that are stored low (O2, O3) are read as the float32 numbers they stand for, and
-            modules that are converted by themselves run as they are written.
-        plain_blocks: of those modules the paths of some that do so in any case.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        part: Part,
-        see: See,
-        edge: Edge | None = None,
-        as_float32: bool = False,
-        plain_blocks: Collection[str] = (),
-    ) -> None:
-        captured = part.variant.captured
-        super().__init__(captured.root if part.variant.again else model, graph=part.variant.graph)
-        self.extra_traceback = False
-        self.captured = captured
-        self.part = part
-        self.model = model
-        self.see = see
-        self.edge = edge
-        self.as_float32 = as_float32
-        self.plain_blocks = plain_blocks
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if n.op == "placeholder" and ir.WEIGHT_PATH in n.meta:
-            other = ir.attribute(self.model, n.meta[ir.WEIGHT_PATH])
-            value = other if isinstance(other, torch.Tensor) else value
-        return value if n.op == "output" else self.see(self.part, n, value)
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        if self.edge is None:
-            return super().fetch_args_kwargs_from_env(n)
-        edge = self.edge
-        read = lambda given: edge(self.part, given, n, self.env[given])  # noqa: E731
-        return fx.node.map_arg(n.args, read), fx.node.map_arg(dict(n.kwargs), read)
-
-    def fetch_attr(self, target: str) -> Any:
-        if target in self.captured.constants:
-            return self.captured.constants[target]
-        value = ir.attribute(self.module, target)
-        if self.as_float32 and isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES:
-            return exact_weight(value)
-        return value
-
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        module = self.module.get_submodule(str(target))
-        if self.as_float32 or any(self.module.get_submodule(path) is module for path in self.plain_blocks):
-            switched = _switched.get()  # none has weights stored low: neither O2 nor O3 takes such modules
-            converted = [part for part in module.modules() if ir.ENGINE in part.__dict__]
-            switched += [(part, part.__dict__.pop(ir.ENGINE)) for part in converted]
-        return module(*args, **kwargs)
-
-
 def run(
     call: Call,
     see: See,
@@ -254,12 +182,15 @@ def run(
         OptionError: Dynamo gave up on the model, so that there is no graph.
     """
     numbers = itertools.count()
+    is_tried = rewritten is not None and not as_float32
+    widens = as_float32 and _is_low_by_itself(call)
 
     def run_graph(variant: Variant, inputs: Any) -> Any:
         chosen = variant if rewritten is None else rewritten(variant)
         part = Part(next(numbers), call.graph_of(variant), chosen)
         plain_blocks = () if rewritten is None else rewritten.plain_blocks
-        return run_part(runner(call.weights, part, see, edge, as_float32, plain_blocks), inputs)
+        running = runner(call.weights, part, see, edge, as_float32, is_tried, plain_blocks)
+        return run_part(running, [_widened(value) for value in inputs] if widens else inputs)
 
     if call.variant is not None:
         return run_graph(call.variant, call.inputs)
@@ -277,44 +208,39 @@ def run(
     return result
 
 
-def run_part(runner: Runner, inputs: Any) -> Any:
-    """What the model's forward, or Dynamo, gets from a graph."""
-    result, tree = runner.run(*inputs), runner.captured.output_tree
-    return result if tree is None else pytree.tree_unflatten(result, tree)
+def _is_low_by_itself(call: Call) -> bool:
+    """Whether weights are 16-bit that fxamp has not stored so: the model takes 16-bit inputs, and float32 runs none."""
+    tensors = (*call.weights.parameters(), *call.weights.buffers())
+    return call.engine.options.opt_level not in ("O2", "O3") and any(tensor.dtype in LOW_DTYPES for tensor in tensors)
 
 
-_switched: contextvars.ContextVar[list[tuple[nn.Module, Engine]]] = contextvars.ContextVar("blocks as written")
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES else value
 
 
 @contextlib.contextmanager
 def state_kept(*models: nn.Module) -> Iterator[None]:
     """Buffers, and torch's random numbers, are afterwards what they were: looking must not train batch norm.
 
-    So are blocks that ran as they are written, which they do until a backward that recomputes them is over.
+    So are blocks that ran as they are written, which they do until a backward that recomputes them is over. The
+    caller's autocast and inference mode are off in between.
     """
+    with plain_modes(*models), _random_and_buffers_kept(*models), converted_again():
+        yield
+
+
+@contextlib.contextmanager
+def _random_and_buffers_kept(*models: nn.Module) -> Iterator[None]:
     buffers = {id(value): value for model in models for value in model.buffers()}.values()
     saved = [(value, value.detach().clone()) for value in buffers]
     devices = sorted({value.device.index or 0 for model in models for value in model.parameters() if value.is_cuda})
-    with torch.random.fork_rng(devices=devices), _converted_again():
+    with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
             for value, before in saved:
                 if not torch.equal(value, before):  # by .data: a backward that saved the buffer may still come
                     value.data.copy_(before)
-
-
-@contextlib.contextmanager
-def _converted_again() -> Iterator[None]:
-    """On leaving, what ran as it is written has its engine again."""
-    switched: list[tuple[nn.Module, Engine]] = []
-    outer = _switched.set(switched)
-    try:
-        yield
-    finally:
-        for part, engine in switched:
-            part.__dict__[ir.ENGINE] = engine
-        _switched.reset(outer)
 
 
 def floats_in(value: Any) -> list[torch.Tensor]:
@@ -326,12 +252,24 @@ def loss_of(output: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch
     """The loss of an output; without a loss function the mean of all its floating elements.
 
     Raises:
-        OptionError: the loss function gives no scalar tensor.
+        OptionError: the loss function gives no scalar tensor, or reads tensors of inference mode.
     """
     if loss_fn is None:
         parts = [tensor.float().mean() for tensor in floats_in(output)]
         return torch.stack(parts).sum()
-    loss = loss_fn(output)
+    loss = _called(loss_fn, output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise OptionError(f"loss_fn gives {type(loss).__qualname__}, not a scalar tensor. Reduce it: loss.mean().")
     return loss
+
+
+def _called(loss_fn: Callable[[Any], torch.Tensor], output: Any) -> Any:
+    try:
+        return loss_fn(output)
+    except RuntimeError as error:
+        if not str(error).startswith("Inference tensors"):
+            raise
+        raise OptionError(
+            "loss_fn reads tensors that were made under torch.inference_mode, and no gradient goes through those: give "
+            "it clones that were made outside."
+        ) from error

@@ -15,7 +15,8 @@ from fxamp.numerics.extent import extent_of
 from fxamp.numerics.flow import CallWatcher
 from fxamp.numerics.nan import BadNode
 from fxamp.numerics.replay import Replay, first_bad
-from fxamp.numerics.run import Call, Part, Runner, floats_in, looking_dynamo, run_part
+from fxamp.numerics.run import Call, check_module, floats_in, looking_dynamo
+from fxamp.numerics.runner import Part, Runner, run_part
 from fxamp.unconverted import check_left
 from fxamp.variant import Variant
 
@@ -97,7 +98,9 @@ def watch_nan(converted: nn.Module, raises: bool = True) -> Iterator[NanWatch]:
             infinity inside that an op of the model took back (tanh(inf) is 1; the slope of sqrt at a zero that relu
             made) is for `find_nan`, which compares with fp32.
         OptionError: the model was not converted.
+        Any other error on its way out gets what was found as a note (LossScaler's ScaleCollapseError is one).
     """
+    check_module(converted, "model")
     engine = engine_of(converted)
     if engine is None:
         check_left(converted, "watch_nan watches nothing")
@@ -110,8 +113,11 @@ def watch_nan(converted: nn.Module, raises: bool = True) -> Iterator[NanWatch]:
             yield watch
         _ = watch.found  # told while what the call began with is still there
     except Exception as error:
-        if raises and error is watch.error and watch.found is not None:
+        if watch.found is None:
+            raise
+        if raises and error is watch.error:
             raise FloatingPointError(str(watch.found)) from error
+        error.add_note(f"fxamp.watch_nan saw before: {watch.found}")
         raise
     finally:
         hook.remove()

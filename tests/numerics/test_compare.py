@@ -411,3 +411,110 @@ def test_models_that_are_left_as_they_are_get_no_empty_batch_either():
     model = Chain()
     with pytest.raises(OptionError, match="the inputs are empty"):
         compare(model, fxamp.convert(model, FP16, opt_level="O0"), X[:0])
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.05])
+def test_at_o2_the_error_is_that_of_a_conversion_with_what_is_found(dtype, share):
+    """Weights that only denied nodes read are stored in float32 then."""
+    model = Chain()
+    level = {"opt_level": "O2"}
+    converted = fxamp.convert(Chain(), dtype, (X,), **level)
+    tolerance = compare(model, converted, (X,)).output * share
+    found = find_deny(model, converted, (X,), tolerance, progress=False)
+    again = fxamp.convert(Chain(), dtype, (X,), overrides=found.overrides, **level)
+    assert found.is_met and found.error == compare(model, again, (X,)).output <= tolerance
+
+
+class Cancelled(nn.Module):
+    """Of six layers one's result is rounded by what reads it; or (`own`) is a result that low precision cannot give."""
+
+    def __init__(self, own=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.own = own
+        if own:
+            with torch.no_grad():
+                self.layers[3].bias += 300.0
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            y = layer(x)
+            if number == 3:
+                y = y - 300.0 if self.own else (y + 300.0) - 300.0
+            x = torch.tanh(y)
+        return x
+
+
+WIDE = torch.linspace(-1, 1, 128).reshape(8, 16)
+
+
+def test_a_gemm_is_not_denied_where_what_reads_it_loses_its_result():
+    model, converted = Cancelled(), fxamp.convert(Cancelled(), FP16, (WIDE,))
+    found = find_deny(model, converted, (WIDE,), 1e-3, progress=False)
+    assert found.nodes == ("add",) and found.is_met and found.is_minimal
+    again = fxamp.convert(Cancelled(), FP16, (WIDE,), overrides=found.overrides)
+    assert compare(model, again, (WIDE,)).output == found.error
+    assert fxamp.report(again).coverage == 1.0
+
+
+def test_a_gemm_that_itself_is_too_coarse_is_denied():
+    model, converted = Cancelled(own=True), fxamp.convert(Cancelled(own=True), FP16, (WIDE,))
+    found = find_deny(model, converted, (WIDE,), 2e-3, progress=False)
+    assert "linear_3" in found.nodes and found.is_met and found.is_minimal
+
+
+@pytest.mark.parametrize("max_runs", range(2, 12))
+def test_no_more_runs_than_allowed(max_runs):
+    converted = fxamp.convert(Cancelled(), FP16, (WIDE,))
+    assert find_deny(Cancelled(), converted, (WIDE,), 1e-3, max_runs=max_runs, progress=False).runs <= max_runs
+
+
+WRONG = {
+    "tolerance=nan": lambda m, c: find_deny(m, c, (X,), math.nan, progress=False),
+    "max_runs=1 is too few": lambda m, c: find_deny(m, c, (X,), 1e-3, max_runs=1, progress=False),
+    "tolerance='x'": lambda m, c: find_deny(m, c, (X,), "x", progress=False),
+    "scale=0": lambda m, c: compare(m, c, (X,), scale=0),
+    "scale=nan": lambda m, c: compare(m, c, (X,), scale=math.nan),
+    "scale=-1": lambda m, c: compare(m, c, (X,), scale=-1),
+    "scale=inf": lambda m, c: compare(m, c, (X,), scale=math.inf),
+    r"inputs is None\. Give those of one call": lambda m, c: compare(m, c, None),
+    r"inputs is None\. Give": lambda m, c: fxamp.find_nan(c, None),
+    "inputs is None": lambda m, c: find_deny(m, c, None, 1e-3, progress=False),
+    "model is a NoneType, not an nn.Module": lambda m, c: compare(None, c, (X,)),
+    "converted is a NoneType, not an nn.Module": lambda m, c: compare(m, None, (X,)),
+    "model is a NoneType": lambda m, c: fxamp.find_nan(None, (X,)),
+    "model is a function": lambda m, c: fxamp.watch_nan(lambda x: x).__enter__(),
+}
+
+
+@pytest.mark.parametrize("said, ask", WRONG.items(), ids=WRONG)
+def test_wrong_arguments_are_named(said, ask):
+    with pytest.raises(OptionError, match=said):
+        ask(*pair())
+
+
+class Moody(nn.Module):
+    """Differs between train() and eval()."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.norm, self.drop, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.b(self.drop(self.norm(self.a(x))))
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_both_run_as_the_converted_model_has_it_and_differing_modules_are_named(capture, fresh_dynamo):
+    model, converted = Moody().train(), fxamp.convert(Moody().eval(), FP16, capture=capture)
+    found = compare(model, converted, (X,))
+    assert 0 < found.output < 0.01
+    assert found.other_flags == ("", "a", "norm", "drop", "b")
+    said = "train() or eval() differs in the model itself, a, norm and 2 more: both ran as the converted model has it"
+    assert said in str(found) and model.training and model.norm.training and not converted.norm.training
+    same = compare(Moody().eval(), converted, (X,))
+    assert same.output == found.output and not same.other_flags and "train()" not in str(same)
+    assert find_deny(model, converted, (X,), 0.01, progress=False).nodes == ()

@@ -12,7 +12,8 @@ from fxamp.numerics.extent import extent_of
 from fxamp.numerics.flow import Flow, Watcher, watch_flow
 from fxamp.numerics.nan import find_nan
 from fxamp.numerics.origin import origin_of
-from fxamp.numerics.run import Part, call_of
+from fxamp.numerics.run import call_of
+from fxamp.numerics.runner import Part
 from fxamp.numerics.watch import watch_nan
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -408,3 +409,54 @@ def test_a_low_weight_written_directly_is_what_float32_sees():
         model.a.weight.fill_(1e38)
     found = find_nan(model, (X,))
     assert found.is_bad_in_float32
+
+
+def test_at_o2_a_weight_that_low_precision_cannot_hold_is_mended_by_a_deny():
+    def large():
+        model = Net(lambda m, x: m.b(m.a(x * 1e-3)))
+        with torch.no_grad():
+            model.a.weight[0, 0] = 1e5
+        return model
+
+    found = find_nan(fxamp.convert(large(), FP16, (X,), opt_level="O2"), (X,))
+    assert (found.name, found.phase, found.overrides) == ("a_weight", "parameter", {"linear": "deny"})
+    assert "its float32 value is finite (float32 [8, 8] [0, 1e+05])" in found.remedy
+    assert "overrides={'linear': 'deny'}) makes the run finite" in found.remedy
+    assert find_nan(fxamp.convert(large(), FP16, (X,), opt_level="O2", overrides=found.overrides), (X,)) is None
+
+
+def test_at_o2_a_weight_that_is_infinite_in_float32_too_was_written_so():
+    model = Net(lambda m, x: m.b(m.a(x)))
+    with torch.no_grad():
+        model.a.weight[0, 0] = float("inf")
+    found = find_nan(fxamp.convert(model, FP16, (X,), opt_level="O2"), (X,))
+    assert found.phase == "parameter" and not found.master and not found.overrides
+    assert "an earlier step wrote it" in found.remedy
+
+
+# whether the loss itself is finite, and a loss that spoils it
+LOSSES = {
+    "nan": (False, lambda output: (output - output).log().sum()),
+    "overflow": (False, lambda output: (output * 1e30).pow(2).sum()),
+    "a constant": (False, lambda output: output.sum() + float("inf")),
+    "its slope": (True, lambda output: (output * 0.0).sqrt().sum()),
+}
+
+
+@pytest.mark.parametrize("is_finite, loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_what_the_loss_makes_is_said_to_be_the_losss(is_finite, loss, capture):
+    converted = fxamp.convert(Net(lambda m, x: m.b(m.a(x)).sigmoid()), FP16, capture=capture)
+    found = find_nan(converted, (X,), loss)
+    assert (found.op, found.phase) == ("output", "backward" if is_finite else "loss")
+    said = "gives is finite; the loss, or what else is computed of it outside, makes it, and does so in float32"
+    assert said in found.remedy and found.is_bad_in_float32 and not found.overrides
+
+
+def test_a_loss_that_float32_makes_finite_is_mended_in_the_model():
+    model = fxamp.convert(Net(lambda m, x: torch.tanh(m.a(x * 1e-9))), FP16, (X,))
+    found = find_nan(model, (X,), lambda output: output.log().sum())
+    assert found.phase == "loss" and not found.is_bad_in_float32
+    assert found.overrides and "makes the run finite" in found.remedy
+    mended = fxamp.convert(Net(lambda m, x: torch.tanh(m.a(x * 1e-9))), FP16, (X,), overrides=found.overrides)
+    assert find_nan(mended, (X,), lambda output: output.log().sum()) is None

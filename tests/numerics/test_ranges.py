@@ -13,7 +13,7 @@ import fxamp
 from fxamp.errors import OptionError
 from fxamp.instruments import profile
 from fxamp.numerics.histogram import Histogram, exponent_of_zero
-from fxamp.numerics.ranges import load_ranges
+from fxamp.numerics.ranges_file import load_ranges
 from fxamp.review.report import report
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -339,3 +339,81 @@ def test_a_mask_of_minus_infinity_among_the_inputs_is_no_bad_data():
     ranges = profile(Attention(), [(X, mask)], progress=False)
     assert ranges.nodes["softmax"].values.largest == 1.0
     assert fxamp.audit(Attention(), (X, mask)) is not None
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("scale", [1.0, 2.0**7, 2.0**-9])
+def test_shares_are_those_of_a_cast_for_every_exponent_ties_included(dtype, scale):
+    """Powers of two, their neighbours, and the last numbers before the next one: half a step of rounding is a tie."""
+    step, last = torch.finfo(dtype).eps, 2.0**-23
+    fractions = torch.tensor([1.0, 1.0 + last, 1.5, 2 - step, 2 - step / 2 - last, 2 - step / 2, 2 - last])
+    for exponent in range(-149, 128):
+        values = torch.ldexp(fractions.double(), torch.tensor(exponent)).float()
+        for value in values[values.isfinite() & (values != 0)].unique():
+            cast = (value.double() * scale).to(torch.float32).to(dtype)
+            if (value.double() * scale).float().double() != value.double() * scale:
+                continue  # the product itself would be rounded first
+            found = histogram(value)
+            assert found.share_flushed(dtype, scale) == float(cast == 0), value
+            assert found.share_overflown(dtype, scale) == float(cast.isinf()), value
+            assert scale != 1.0 or found.overflows(dtype) == bool(cast.isinf())
+
+
+def test_ties_are_kept_by_files_and_sums(tmp_path):
+    ranges = profile(Net(), [X], lambda output: output.sum() * 2.0**-25, progress=False)
+    ranges.save(tmp_path / "ranges.json")
+    again = load_ranges(tmp_path / "ranges.json")
+    assert ranges.gradients.powers.sum() > 0
+    assert again.gradients.share_flushed(FP16) == ranges.gradients.share_flushed(FP16) > 0
+    assert again.nodes["linear"].values.share_overflown(BF16, 2.0**130) > 0
+    old = json.loads((tmp_path / "ranges.json").read_text())
+    for each in [old["weight_gradients"], *(node[key] for node in old["nodes"] for key in ("values", "gradients"))]:
+        del each["powers"], each["rounded_up"]
+    (tmp_path / "ranges.json").write_text(json.dumps(old))
+    assert load_ranges(tmp_path / "ranges.json").gradients.exponents() == ranges.gradients.exponents()
+
+
+def first(file):
+    return file["nodes"][0]["values"]
+
+
+# what is said of a file that was edited so
+EDITS = {
+    r"low_dtype is 'float99', not 'float16' or 'bfloat16'": lambda file: file.update(low_dtype="float99"),
+    r"low_dtype is 'nn', not": lambda file: file.update(low_dtype="nn"),
+    r"low_dtype is None, not a text": lambda file: file.update(low_dtype=None),
+    r"batches is 'two', not a count": lambda file: file.update(batches="two"),
+    r"batches is True, not a count": lambda file: file.update(batches=True),
+    r"nodes is \{\}, not a list": lambda file: file.update(nodes={}),
+    r"nodes\[0\] is 1, not an object": lambda file: file.update(nodes=[1]),
+    r"nodes\[0\]\.op is missing": lambda file: file["nodes"][0].pop("op"),
+    r"nodes\[0\]\.values is missing": lambda file: file["nodes"][0].pop("values"),
+    r"exponents has '999', and exponents of float32 are -149 to 127": lambda file: first(file)["exponents"].update(
+        {"999": 5}
+    ),
+    r"nodes\[0\]\.values\.exponents has '-400'": lambda file: first(file)["exponents"].update({"-400": 5}),
+    r"exponents has 'x'": lambda file: first(file)["exponents"].update(x=5),
+    r"exponents\.3 is 1\.5, not a count": lambda file: first(file)["exponents"].update({"3": 1.5}),
+    r"exponents\.3 is -1, not a count": lambda file: first(file)["exponents"].update({"3": -1}),
+    r"exponents\.3 is 10{30}": lambda file: first(file)["exponents"].update({"3": 10**30}),
+    r"exponents is \[1\], not an object": lambda file: first(file).update(exponents=[1]),
+    r"largest is 'big', not a number": lambda file: first(file).update(largest="big"),
+    r"largest is nan, not a finite number": lambda file: first(file).update(largest=math.nan),
+    r"weight_gradients\.zeros is None": lambda file: file["weight_gradients"].update(zeros=None),
+    r"rounded_up is missing": lambda file: first(file).pop("rounded_up"),
+}
+
+
+@pytest.mark.parametrize("said, edit", EDITS.items(), ids=EDITS)
+def test_of_a_file_edited_by_hand_the_wrong_entry_is_named(said, edit, tmp_path):
+    file = json.loads(json.dumps(profile(Net(), [X], progress=False).as_dict()))
+    edit(file)
+    (tmp_path / "ranges.json").write_text(json.dumps(file))
+    with pytest.raises(OptionError, match=rf"ranges\.json' holds no ranges \(.*{said}.*fxamp\.profile.*\.save\(path\)"):
+        fxamp.convert(Net(), FP16, (X,), ranges=tmp_path / "ranges.json")
+
+
+def test_a_file_that_is_a_list_is_named(tmp_path):
+    (tmp_path / "ranges.json").write_text("[1]")
+    with pytest.raises(OptionError, match=r"the file is \[1\], not an object"):
+        load_ranges(tmp_path / "ranges.json")

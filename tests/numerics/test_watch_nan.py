@@ -375,3 +375,35 @@ def test_a_loss_that_spoils_the_gradients_in_place_is_told_as_one_that_does_not(
     in_place = step_on(function, lambda output: output.mul_(0.0).sqrt().sum(), True)[2]
     aside = step_on(function, lambda output: output.mul(0.0).sqrt().sum(), True)[2]
     assert in_place is not None and (in_place.name, in_place.phase) == (aside.name, aside.phase), (in_place, aside)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_scale_that_collapses_comes_with_the_op_that_overflows(raises):
+    torch.manual_seed(0)
+    model = fxamp.convert(Net(lambda m, x: m.a(m.a(x) * 1e6)), FP16, (X,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = fxamp.LossScaler(init_scale=2.0, min_scale=1.0, max_skips=3)
+    with pytest.raises(fxamp.ScaleCollapseError) as caught, fxamp.watch_nan(model, raises=raises) as watch:
+        for _ in range(20):
+            scaler.scale(model(X).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    (note,) = caught.value.__notes__
+    assert watch.found.op == "linear" and str(watch.found) in note
+
+
+def test_an_error_while_all_is_finite_has_no_note():
+    model = fxamp.convert(Net(lambda m, x: m.a(x)), FP16, (X,))
+    with pytest.raises(KeyError) as caught, fxamp.watch_nan(model):
+        model(X)
+        raise KeyError("another")
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_what_the_loss_makes_is_said_to_be_the_losss():
+    model = fxamp.convert(Net(lambda m, x: m.a(x)), FP16, (X,))
+    with fxamp.watch_nan(model, raises=False) as watch:
+        (model(X) * 0.0).sqrt().sum().backward()
+    assert (watch.found.op, watch.found.phase) == ("output", "backward")
+    assert "what the model gives is finite; the loss, or what else is computed of it outside" in watch.found.remedy

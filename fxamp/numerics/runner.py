@@ -1,0 +1,148 @@
+"""Run one graph node by node, on real values, showing every value to a watcher; weights are read as it is told."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxamp import ir
+from fxamp.dtypes import LOW_DTYPES
+from fxamp.engine import Engine
+from fxamp.numerics.exact import exact_weight, has_master
+from fxamp.variant import Variant
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """One graph's turn in a call; a model that Dynamo captured may run several graphs, and one several times.
+
+    Attributes:
+        number: of the turn, in order of running.
+        graph: number of the graph in `fxamp.report(model)`.
+        variant: what runs.
+    """
+
+    number: int
+    graph: int
+    variant: Variant
+
+
+See = Callable[[Part, fx.Node, Any], Any]
+"""(part, node, value) -> the value that goes on: what a watcher sees of every node, in order."""
+Edge = Callable[[Part, fx.Node, fx.Node, Any], Any]
+"""(part, the node read, its reader, value) -> the value that the reader sees."""
+
+
+class Runner(fx.Interpreter):
+    """Runs a graph of `model`, showing every value to `see`.
+
+    Args:
+        model: parameters and modules are read from it by path.
+        part: the graph.
+        see: gets each node and its value, and gives the value that goes on.
+        edge: gets (the node read, its reader, the value), and gives the value that the reader sees.
+        as_float32: parameters that are low are read as the float32 numbers they stand for, and modules that are
+            converted by themselves run as they are written.
+        stored_anew: high ops read the masters of parameters that are stored low (O2): the graph is one of other
+            options, and a conversion with those would store what high ops read in float32.
+        plain_blocks: of those modules the paths of some that do so in any case.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        part: Part,
+        see: See,
+        edge: Edge | None = None,
+        as_float32: bool = False,
+        stored_anew: bool = False,
+        plain_blocks: Collection[str] = (),
+    ) -> None:
+        captured = part.variant.captured
+        super().__init__(captured.root if part.variant.again else model, graph=part.variant.graph)
+        self.extra_traceback = False
+        self.captured = captured
+        self.part = part
+        self.model = model
+        self.see = see
+        self.edge = edge
+        self.as_float32 = as_float32
+        self.stored_anew = stored_anew
+        self.plain_blocks = plain_blocks
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op == "placeholder" and ir.WEIGHT_PATH in n.meta:
+            other = ir.attribute(self.model, n.meta[ir.WEIGHT_PATH])
+            value = self._read(other) if isinstance(other, torch.Tensor) else value
+        elif self.stored_anew and (stored := self._widened_weight(n)) is not None:
+            value = exact_weight(stored)
+        return value if n.op == "output" else self.see(self.part, n, value)
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
+        if self.edge is None:
+            return super().fetch_args_kwargs_from_env(n)
+        edge = self.edge
+        read = lambda given: edge(self.part, given, n, self.env[given])  # noqa: E731
+        return fx.node.map_arg(n.args, read), fx.node.map_arg(dict(n.kwargs), read)
+
+    def fetch_attr(self, target: str) -> Any:
+        if target in self.captured.constants:
+            return self.captured.constants[target]
+        value = ir.attribute(self.module, target)
+        return self._read(value) if isinstance(value, torch.Tensor) else value
+
+    def _read(self, weight: torch.Tensor) -> torch.Tensor:
+        return exact_weight(weight) if self.as_float32 and weight.dtype in LOW_DTYPES else weight
+
+    def _widened_weight(self, node: fx.Node) -> torch.Tensor | None:
+        """The parameter, low with a float32 master, that a high op reads through this cast."""
+        mark = ir.mark(node)
+        if mark.role != "weight cast" or mark.precision != "high" or node.all_input_nodes[0].op != "get_attr":
+            return None
+        weight = ir.attribute(self.module, str(node.all_input_nodes[0].target))
+        return weight if has_master(weight) else None
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        module = self.module.get_submodule(str(target))
+        if self.as_float32 or any(self.module.get_submodule(path) is module for path in self.plain_blocks):
+            switched = _switched.get()  # none has weights stored low: neither O2 nor O3 takes such modules
+            converted = [part for part in module.modules() if ir.ENGINE in part.__dict__]
+            switched += [(part, part.__dict__.pop(ir.ENGINE)) for part in converted]
+        if self.as_float32 and (low := _low_tensors(module)):
+            exact = {name: exact_weight(tensor) for name, tensor in low.items()}
+            return torch.func.functional_call(module, exact, args, kwargs)
+        return module(*args, **kwargs)
+
+
+def run_part(runner: Runner, inputs: Any) -> Any:
+    """What the model's forward, or Dynamo, gets from a graph."""
+    result, tree = runner.run(*inputs), runner.captured.output_tree
+    return result if tree is None else pytree.tree_unflatten(result, tree)
+
+
+_switched: contextvars.ContextVar[list[tuple[nn.Module, Engine]]] = contextvars.ContextVar("blocks as written")
+
+
+@contextlib.contextmanager
+def converted_again() -> Iterator[None]:
+    """On leaving, what ran as it is written has its engine again."""
+    switched: list[tuple[nn.Module, Engine]] = []
+    outer = _switched.set(switched)
+    try:
+        yield
+    finally:
+        for part, engine in switched:
+            part.__dict__[ir.ENGINE] = engine
+        _switched.reset(outer)
+
+
+def _low_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's low parameters and buffers, by path."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return {name: tensor for name, tensor in named if tensor.dtype in LOW_DTYPES}
