@@ -1,6 +1,8 @@
 """The command line: see what a conversion decides, without writing a script."""
 
 import argparse
+import contextlib
+import logging
 import math
 import os
 import re
@@ -17,6 +19,9 @@ from fxamp.cli_review import DTYPES, converted, run_explain, run_inspect, run_li
 from fxamp.errors import FxampError, OptionError, nearest
 from fxamp.lists import COLOURS
 from fxamp.review.announce import configure_logging
+from fxamp.targets import failure, is_of_print
+
+log = logging.getLogger("fxamp")
 
 WRONG, INTERRUPTED = 2, 130
 """More exit codes: the command could not do its work; Control-C."""
@@ -39,7 +44,8 @@ FXAMP_DENYLIST_ADD=softmax fxamp inspect ... shows what moving an op to another 
 _EPILOGUE = """\
 exit codes: 0 all is well; 1 what was asked for does not hold: a limit (--max-casts, --min-low, --tolerance) is broken,
 two plans differ, audit found something as grave as --fail-on, a claim of the demo failed; 2 the command could not do
-its work, and says why on stderr. With --json, stdout holds JSON and nothing else.
+its work, or the target's code failed or called sys.exit(), and says why on stderr. With --json, stdout holds JSON and
+nothing else.
 """
 
 
@@ -47,20 +53,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     configure_logging()
     chosen = _parser().parse_args(arguments)
+    code = OK
+    try:
+        code = _run(chosen)
+        _flush()  # where the disk is full, it shows here and not when Python ends
+    except BrokenPipeError:  # the reader (`| head`) has seen enough
+        _drop_stdout()
+    except OSError as error:
+        _drop_stdout()
+        print(f"fxamp: standard output cannot be written: {error.strerror or error}.", file=sys.stderr)
+        return WRONG
+    return code
+
+
+def _run(chosen: argparse.Namespace) -> int:
+    """The exit code of one command; whatever it raises is told in a sentence, but for trouble with standard output."""
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             return int(chosen.run(chosen))
     except FxampError as error:
-        sys.stdout.flush()
-        print(f"fxamp: {error}", file=sys.stderr)
-        return WRONG
+        return _wrong(str(error))
     except KeyboardInterrupt:
         print("fxamp: interrupted; no file is half-written", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader (`| head`) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
+    except (Exception, SystemExit) as error:  # the user's code: a sys.exit(0) of its own is no success of the command
+        if isinstance(error, OSError) and is_of_print(error):
+            raise
+        return _wrong(f"{chosen.command} {failure(error)}")
+
+
+def _wrong(text: str) -> int:
+    """Say why a command could not do its work, behind what it printed; called where the error is handled."""
+    with contextlib.suppress(OSError):
+        _flush()
+    log.debug("the traceback:", exc_info=True)
+    print(f"fxamp: {text}", file=sys.stderr)
+    return WRONG
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # it is closed (`>&-`)
+        sys.stdout.flush()
+
+
+def _drop_stdout() -> None:
+    """What is still to be written goes nowhere, so that Python does not fail on it when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_warning(
@@ -94,17 +133,28 @@ class _Parser(argparse.ArgumentParser):
         given = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         hint = nearest(given[1], re.findall(r"[\w-]+", given[2])) if given else ""
         unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
-        hint = hint or (nearest(unknown[1], _options_of(self)) if unknown else "")
+        hint = hint or (_hint(self, unknown[1]) if unknown else "")
         self.exit(WRONG, f"{self.prog}: {message}.{hint} See {self.prog} --help.\n")
 
 
-def _options_of(parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a parser and of its commands."""
-    found: list[str] = []
+def _hint(parser: argparse.ArgumentParser, option: str) -> str:
+    """Which commands have an option that was given to another one, or else the nearest option."""
+    owners = _owners(parser)
+    if option in owners:
+        return f" {option} is an option of {' and '.join(owners[option])}."
+    return nearest(option, owners)
+
+
+def _owners(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """The options of a parser and of its commands, each with those that have it."""
+    found: dict[str, list[str]] = {}
     for action in parser._actions:
-        found += action.option_strings
+        for option in action.option_strings:
+            found.setdefault(option, []).append(parser.prog)
         if isinstance(action, argparse._SubParsersAction):
-            found += [option for command in action.choices.values() for option in _options_of(command)]
+            for command in action.choices.values():
+                for option, progs in _owners(command).items():
+                    found.setdefault(option, []).extend(progs)
     return found
 
 
@@ -136,7 +186,7 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
         epilog=_EPILOGUE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, command=name)
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     return parser
 

@@ -2,17 +2,19 @@
 
 import argparse
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import nn
 
-from fxamp.errors import OptionError
+from fxamp.errors import FxampError, OptionError
 from fxamp.instruments import audit, profile
 from fxamp.numerics.bisect import find_deny
 from fxamp.numerics.compare import compare
+from fxamp.numerics.run import arguments
 from fxamp.review.plan import load_plan
 from fxamp.review.plan_diff import diff_fields, diff_plans, diff_text
-from fxamp.targets import load_batches, load_name, load_target
+from fxamp.targets import load_batches, load_loss, load_target, told
 
 OK, LIMIT = 0, 1
 """Exit codes: all is well; what was asked for does not hold."""
@@ -34,7 +36,7 @@ def run_profile(chosen: argparse.Namespace) -> int:
     """Measure ranges on real batches."""
     model, _ = load_target(chosen.target, [])
     batches = load_batches(chosen.batches)
-    loss_fn = load_name(chosen.loss) if chosen.loss else None
+    loss_fn = load_loss(chosen.loss) if chosen.loss else None
     ranges = profile(model, batches, loss_fn)
     print(json.dumps(ranges.as_dict()) if chosen.json else ranges)
     if chosen.save:
@@ -55,12 +57,27 @@ def _with_inputs(chosen: argparse.Namespace) -> tuple[nn.Module, Any]:
     return model, example
 
 
+_T = TypeVar("_T")
+
+
+def _measured(chosen: argparse.Namespace, model: nn.Module, example: Any, measure: Callable[[], _T]) -> _T:
+    """What `measure` gives. Where it fails, the model itself is run: if that fails too, it is told by its own line."""
+    try:
+        return measure()
+    except FxampError:
+        raise
+    except Exception:
+        args, kwargs = arguments(example)
+        told(f"{chosen.target}, called with these inputs,", lambda: model(*args, **kwargs))
+        raise
+
+
 def run_compare(chosen: argparse.Namespace, converted: Any) -> int:
     """Every node against its fp32 value; with a tolerance, the deny entries that meet it."""
     model, example = _with_inputs(chosen)
     model.load_state_dict(converted.state_dict())
-    loss_fn = load_name(chosen.loss) if chosen.loss else None
-    result = compare(model, converted, example, loss_fn, chosen.scale)
+    loss_fn = load_loss(chosen.loss) if chosen.loss else None
+    result = _measured(chosen, model, example, lambda: compare(model, converted, example, loss_fn, chosen.scale))
     if chosen.tolerance is None:
         print(json.dumps(result.as_dict(), indent=2) if chosen.json else result)
         return OK
@@ -72,7 +89,7 @@ def run_compare(chosen: argparse.Namespace, converted: Any) -> int:
 def run_audit(chosen: argparse.Namespace) -> int:
     """0 where there are no more findings of the severity `--fail-on` than allowed."""
     model, example = _with_inputs(chosen)
-    found = audit(model, example)
+    found = _measured(chosen, model, example, lambda: audit(model, example))
     if chosen.sarif:
         print(found.to_sarif())
     else:

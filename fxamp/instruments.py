@@ -13,9 +13,14 @@ from fxamp.errors import OptionError
 from fxamp.numerics.ranges import LossFn, Ranges, check_batches, profile_converted, split_batch
 from fxamp.numerics.run import arguments
 from fxamp.options import check_model, check_options, device_of
+from fxamp.review.announce import only_looking
 from fxamp.review.audit import Audit, audit_converted
 
 
+_NOTHING = object()
+
+
+@only_looking()
 def profile(model: nn.Module, batches: Iterable[Any], loss_fn: LossFn | None = None, progress: bool = True) -> Ranges:
     """Run real data through the model in fp32, and record the exponents of every value and gradient.
 
@@ -41,22 +46,24 @@ def profile(model: nn.Module, batches: Iterable[Any], loss_fn: LossFn | None = N
     if engine_of(model) is not None:
         return profile_converted(model, batches, loss_fn, progress)
     source = iter(check_batches(batches))
-    first = next(source, None)
-    if first is None:
+    first = next(source, _NOTHING)
+    if first is _NOTHING:
         raise OptionError("profile got no batches. Give an iterable with at least one (a generator may be used up).")
     inputs, _ = split_batch(first, loss_fn)
     converted = _as_float16(model, inputs)
     return profile_converted(converted, chain([first], source), loss_fn, progress)
 
 
+@only_looking()
 def audit(model: nn.Module, inputs: Any) -> Audit:
     """Find what low precision would do to a model's numbers; nothing is changed.
 
         print(fxamp.audit(model, example_inputs))
 
     For models that stay on torch.autocast or torch.compile: literals low precision cannot hold, masks, epsilons,
-    squares, integer positions, rounding before log or rsqrt, protected regions, GEMMs that Tensor Cores do not like,
-    large float32 regions; each with its source line, the values it had on `inputs`, and a remedy.
+    squares, numbers that overflow on `inputs`, integer positions, rounding before log or rsqrt, protected regions,
+    GEMMs that Tensor Cores do not like, large float32 regions; each with its source line, the values it had on
+    `inputs`, and a remedy.
 
     Args:
         model: converted or not; one that is not is looked at as float16 would run it.

@@ -4,11 +4,13 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -62,18 +64,57 @@ def _call(text: str, factory: Callable[[], Any]) -> Any:
         raise OptionError(f"{text} is called without arguments, and that does not fit: {error}.") from None
     except ValueError:
         pass  # a builtin, which has no signature
-    return _told(text, factory)
+    return told(text, factory)
 
 
-def _told(text: str, run: Callable[[], Any]) -> Any:
+def told(text: str, run: Callable[[], Any]) -> Any:
+    """What `run`, the user's code, gives.
+
+    Raises:
+        OptionError: whatever it raises that is no FxampError; sys.exit() is no success of the command's.
+    """
     try:
         return run()
     except FxampError:
         raise
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        kind = type(error).__name__
-        raise OptionError(f"{text} fails at {last.filename}:{last.lineno}: {kind}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise OptionError(f"{text} {failure(error)}") from error
+
+
+_LONGEST = 500
+"""Characters of a foreign error's text that are repeated."""
+
+
+def failure(error: BaseException) -> str:
+    """What the user's code raised and at which of its lines, to stand behind the name of what was done."""
+    kind, text = type(error).__name__, str(error)
+    where = _users_line(error)
+    if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):
+        where, text = f"{error.filename}:{error.lineno}", error.msg
+    said = f"{kind}: {textwrap.shorten(text, _LONGEST, placeholder=' ...')}"
+    if isinstance(error, SystemExit):
+        code = "" if error.code is None else repr(error.code)
+        said = f"it calls sys.exit({code}). Put what a script does below if __name__ == '__main__'"
+    return f"fails at {where}: {said}. FXAMP_LOG_LEVEL=DEBUG shows the traceback."
+
+
+_PACKAGE = str(Path(__file__).parent)
+_FOREIGN = ("<", _PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+"""How the paths of files begin that are not the user's: made code, fxamp, Python's own and what was installed."""
+
+
+def _users_line(error: BaseException) -> str:
+    """The deepest line of the user's code, or else, where all of it was installed, of a file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_FOREIGN)]
+    files = [frame for frame in frames if not frame.filename.startswith("<")]
+    last = (own or files or frames)[-1]
+    return f"{last.filename}:{last.lineno}"
+
+
+def is_of_print(error: OSError) -> bool:
+    """Whether it is standard output that failed: under a line of fxamp's own, and on no file by name."""
+    return error.filename is None and traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_PACKAGE)
 
 
 def load_name(text: str) -> Any:
@@ -85,18 +126,37 @@ def load_name(text: str) -> Any:
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
         raise OptionError(f"{text!r} is not of the form pkg.module:factory (or file.py:factory).")
-    found = getattr(_module(where), name, None)
+    module = _module(where)
+    found = told(text, lambda: getattr(module, name, None))
     if found is None:
-        names = [known for known in vars(_module(where)) if not known.startswith("_")]
+        names = [known for known in vars(module) if not known.startswith("_")]
         raise OptionError(f"{where} has no {name!r}.{nearest(name, names)}")
     return found
+
+
+def load_loss(text: str) -> Callable[..., torch.Tensor]:
+    """The loss function that `text` names.
+
+    Raises:
+        OptionError: nothing is there, or nothing that can be called.
+    """
+    found = load_name(text)
+    if not callable(found):
+        raise OptionError(f"{text} gives no loss: it is a {type(found).__qualname__}. Give a function of the output.")
+    return cast(Callable[..., torch.Tensor], found)
 
 
 def _module(where: str) -> ModuleType:
     if where.endswith(".py"):
         return _module_of_file(Path(where))
+    if not all(part.isidentifier() for part in where.split(".")):
+        raise OptionError(f"{where!r} is no name of a module, such as pkg.module. Give that, or file.py:name.")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    return cast(ModuleType, told(where, lambda: _imported(where)))
+
+
+def _imported(where: str) -> ModuleType:
     try:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
@@ -118,7 +178,11 @@ def _module_of_file(path: Path) -> ModuleType:
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.resolve().parent))
     loader = spec.loader
-    _told(str(path), lambda: loader.exec_module(module))
+    try:
+        told(str(path), lambda: loader.exec_module(module))
+    except BaseException:
+        del sys.modules[path.stem]  # as an import does: what was begun is no module
+        raise
     return module
 
 
@@ -136,7 +200,9 @@ def parse_input(text: str) -> torch.Tensor:
     try:
         sizes = [int(size) for size in shape.split("x")] if shape else []
     except ValueError:
-        raise OptionError(f"--input {text}: {shape!r} is no shape. Write it as 8x3x224x224.") from None
+        sizes = [-1]
+    if any(size < 0 for size in sizes):
+        raise OptionError(f"--input {text}: {shape!r} is no shape. Write it as 8x3x224x224.")
     if dtype.is_floating_point:
         return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype)
     return torch.zeros(sizes, dtype=dtype)

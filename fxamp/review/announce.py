@@ -1,11 +1,12 @@
 """What is said and written down when a model is converted: log lines, and the folder of FXAMP_LOG_PATH."""
 
 import contextlib
+import contextvars
 import itertools
 import logging
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import nn
@@ -30,6 +31,17 @@ _said: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDiction
 _folders: "weakref.WeakKeyDictionary[Engine, Path]" = weakref.WeakKeyDictionary()
 _unwritable: set[Path] = set()
 _configured: str | None = None
+_looking = contextvars.ContextVar("looking", default=False)
+
+
+@contextlib.contextmanager
+def only_looking() -> Iterator[None]:
+    """While a tool converts a model to look at it: that nothing is gained by it is no news to who asked for a look."""
+    token = _looking.set(True)
+    try:
+        yield
+    finally:
+        _looking.reset(token)
 
 
 def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
@@ -47,7 +59,8 @@ def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
     if share == 1:
         log.warning("nothing of %s was converted: %s", type(converted).__qualname__, outside)
     lost = overrides_without_effect(require_engine(converted))
-    for text in filter(None, (low_already(converted), *lost, *warnings)):
+    is_low = "" if _looking.get() else low_already(converted)
+    for text in filter(None, (is_low, *lost, *warnings)):
         if text not in _said.setdefault(converted, set()):
             _said[converted].add(text)
             log.warning(text)

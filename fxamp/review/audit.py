@@ -2,17 +2,19 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from fxamp import ir
 from fxamp.numerics.extent import Extent, check_finite
 from fxamp.numerics.flow import watch_flow
 from fxamp.numerics.run import call_of, floats_in, in_float32
 from fxamp.review.gemms import Gemm
+from fxamp.review.overflow import FP16_INF, largest, overflows
 from fxamp.review.regions import regions_of
 from fxamp.review.report import Report, build_report
 from fxamp.review.rows import Row
@@ -28,6 +30,7 @@ PATTERNS: Mapping[str, str] = {
     "epsilon": "an epsilon that vanishes in low precision",
     "taint": "values beyond the low range go on",
     "square": "a square, which overflows float16 from 256",
+    "overflow": "numbers that are inf in float16",
     "integers": "exact integers become floats",
     "domain": "rounding before an op with a bounded domain",
     "protected": "a region where the model's author switched autocast off",
@@ -41,6 +44,7 @@ REMEDIES: Mapping[str, str] = {
     "epsilon": "use an epsilon of at least 1e-3 in float16, or add it in float32",
     "taint": "keep it in float32 down to the softmax or the GEMM that reads it",
     "square": "square in float32: x.float().pow(2), or divide by the largest value first",
+    "overflow": "scale it down before (by its largest size, or the number of its terms), or keep it in float32",
     "integers": "keep positions and counts in float32 or in integers until after the trigonometric or GEMM op",
     "domain": "compute the argument in float32, or use the fused form (log_softmax, logsigmoid, rms_norm)",
     "protected": "nothing: the model's author keeps it in float32; keep it so",
@@ -54,7 +58,8 @@ class Finding:
     """One thing that low precision would do.
 
     Attributes:
-        pattern: "mask", "literal", "epsilon", "taint", "square", "integers", "domain", "protected", "gemm", "region".
+        pattern: "mask", "literal", "epsilon", "taint", "square", "overflow", "integers", "domain", "protected", "gemm",
+            "region".
         severity: "error" where the numbers seen show it, "warning" where they may, "note" where only speed is at stake.
         evidence: the rule that found it; `values`: what the node held on the given inputs.
     """
@@ -113,15 +118,19 @@ def audit_converted(converted: nn.Module, inputs: Any) -> Audit:
     flows = {id(flow.variant): flow for flow in reversed(watched.parts)}  # of a graph that ran several times, the first
     variants = [variant for variant, twin in fp32.made.values() if id(twin) in flows]
     built = build_report(variants, call.engine.options, converted)
-    values = [flows[id(fp32(variant))].values for variant in variants]
-    found = [finding for number, seen in enumerate(values) for finding in _of_graph(built, number, seen)]
+    found = [
+        finding
+        for number, variant in enumerate(variants)
+        for finding in _of_graph(built, number, flows[id(fp32(variant))].values, _powers(variant.graph))
+    ]
     return Audit(built.model, tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity))))
 
 
-def _of_graph(built: Report, number: int, seen: Mapping[str, Extent]) -> Iterator[Finding]:
+def _of_graph(built: Report, number: int, seen: Mapping[str, Extent], powers: Collection[str]) -> Iterator[Finding]:
     rows = [row for row in built.rows if row.graph == number]
+    harms = {row.name: (severity, told) for row, severity, told in overflows(rows, seen)}
     for row in rows:
-        yield from _of_node(row, seen.get(row.name))
+        yield from _of_node(row, seen.get(row.name), row.name in powers, harms.get(row.name))
     yield from _of_gemms([gemm for gemm in built.gemms if gemm.graph == number])
     yield from _of_regions(rows)
 
@@ -129,20 +138,36 @@ def _of_graph(built: Report, number: int, seen: Mapping[str, Extent]) -> Iterato
 # ---------------------------------------------------------------------------------------------------- single nodes
 
 
-def _of_node(row: Row, extent: Extent | None) -> Iterator[Finding]:
-    judge = _JUDGES.get(row.reason_kind)
-    if row.reason_kind == "integers" and extent is not None and _largest(extent) <= 1:
+def _of_node(row: Row, extent: Extent | None, is_power: bool, harm: tuple[str, str] | None) -> Iterator[Finding]:
+    judge = _JUDGES.get(row.reason_kind) or (_JUDGES["square"] if is_power and row.precision != "none" else None)
+    if row.reason_kind == "integers" and extent is not None and largest(extent) <= 1:
         return  # a mask: 0 and 1 are exact
-    if judge is not None and not row.role:
+    if row.role:
+        return
+    values = str(extent) if extent is not None else ""
+    if judge is not None:
         pattern, severity = judge(row, extent)
-        yield _finding(pattern, severity, row, row.reason, str(extent) if extent is not None else "")
+        told = f"; {harm[1]}" if pattern == "square" and harm is not None else ""
+        yield _finding(pattern, severity, row, row.reason + told, values)
+    elif harm is not None:
+        yield _finding("overflow", harm[0], row, harm[1], values)
+
+
+def _powers(graph: fx.Graph) -> set[str]:
+    """The nodes that square, or raise to a power above 1, or to one that is not known before it runs."""
+    return {node.name for node in graph.nodes if _is_power(node)}
+
+
+def _is_power(node: fx.Node) -> bool:
+    op = ir.mark(node).op
+    exponent = ir.argument_of(node, 1, "exponent") if op == "pow" else 2
+    return op in ("pow", "square", "var") and not (isinstance(exponent, (int, float)) and exponent <= 1)
 
 
 def _finding(pattern: str, severity: str, row: Row, evidence: str, values: str) -> Finding:
     return Finding(pattern, severity, row.name, row.op, row.source, row.module, evidence, values, REMEDIES[pattern])
 
 
-_FP16_MAX = 65504.0
 _FILLS = ("masked_fill", "where", "full", "full_like", "new_full", "fill")
 
 
@@ -156,15 +181,11 @@ def _literal(row: Row, extent: Extent | None) -> tuple[str, str]:
     return ("epsilon" if row.op in ("add", "sub", "clamp", "clamp_min", "rsub") else "literal"), "warning"
 
 
-def _largest(extent: Extent) -> float:
-    return max(abs(extent.low or 0.0), abs(extent.high or 0.0))
-
-
 def _by_size(pattern: str, limit: float) -> Callable[[Row, Extent | None], tuple[str, str]]:
-    """An error where the values seen pass `limit`, else a warning."""
+    """An error where the values seen reach `limit`, else a warning."""
 
     def judge(row: Row, extent: Extent | None) -> tuple[str, str]:
-        return pattern, "error" if extent is not None and _largest(extent) > limit else "warning"
+        return pattern, "error" if extent is not None and largest(extent) >= limit else "warning"
 
     return judge
 
@@ -172,8 +193,8 @@ def _by_size(pattern: str, limit: float) -> Callable[[Row, Extent | None], tuple
 _JUDGES: Mapping[str, Callable[[Row, Extent | None], tuple[str, str]]] = {
     "literal": _literal,
     "taint": lambda row, extent: ("taint", "warning"),
-    "square": _by_size("square", _FP16_MAX),
-    "integers": _by_size("integers", 2048.0),
+    "square": _by_size("square", FP16_INF),
+    "integers": _by_size("integers", 2049.0),
     "upstream": lambda row, extent: ("domain", "warning"),
     "user region": lambda row, extent: ("protected", "note"),
 }

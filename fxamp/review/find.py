@@ -9,6 +9,8 @@ from fxamp.errors import OpListError, OptionError, nearest
 from fxamp.lists.names import op_name
 from fxamp.review.rows import Row
 
+_NAMES = "a node, a module path such as 'encoder.layer.3', a source line such as 'model.py:42', a module class or an op"
+
 
 def find_rows(rows: Sequence[Row], name: str) -> tuple[str, list[Row]]:
     """What kind of name it is, and its rows in graph order.
@@ -20,13 +22,12 @@ def find_rows(rows: Sequence[Row], name: str) -> tuple[str, list[Row]]:
         find_rows(rows, "softmax")        == ("op", [...])          # where no node has that name; also "nn.Softmax"
 
     Raises:
-        OptionError: nothing has that name; it gives the nearest ones.
+        OptionError: nothing has that name; it gives the nearest ones. Or there is no name.
     """
     if not isinstance(name, str):
-        raise OptionError(
-            f"{type(name).__qualname__} is no name. Give a string: a node, a module path such as 'encoder.layer.3', a "
-            "source line such as 'model.py:42', a module class or an op."
-        )
+        raise OptionError(f"{type(name).__qualname__} is no name. Give a string: {_NAMES}.")
+    if not name.strip():
+        raise OptionError(f"{name!r} names nothing. Give {_NAMES}.")
     name = name.strip()
     for kind, matches in _KINDS:
         found = [row for row in rows if matches(row, name)]

@@ -54,6 +54,12 @@ def place_of(row: Row, rows: Mapping[str, Row]) -> Place:
     return Place(row.module, row.op.rstrip("_"), text.replace(" | ", " "), ", ".join(reads), shape)
 
 
+def place_of_key(key: str) -> Place:
+    """What the key of a node alone tells, "encoder.fc:linear#0"."""
+    module, _, rest = key.partition(":")
+    return Place(module, rest.rpartition("#")[0].rstrip("_"), "", "", "")
+
+
 def _without_casts(row: Row, rows: Mapping[str, Row]) -> Row:
     """The model's own node that a cast or pad stands for, or that the user converts to float32: a kernel may take that
     conversion inside, and then it is no node of the plan."""
@@ -107,6 +113,18 @@ def match(old: Sequence[Item], new: Sequence[Item]) -> tuple[dict[str, str], dic
         found.update({other.name: one.name for one, other in pairs})
         unclear.update({one.name: count for one, count in open_ones.items()})
     return found, unclear
+
+
+def fit(old: Sequence[Item], new: Sequence[Item], found: Mapping[str, str]) -> tuple[float, float]:
+    """How well two graphs fit: the share of the nodes of both that are found in place, and found at all.
+
+    Args:
+        found: as `match` gives it.
+    """
+    places = {item.name: item.place for item in old}
+    in_place = sum(item.name in found and places[found[item.name]][:3] == item.place[:3] for item in new)
+    both = max(1, len(old) + len(new))
+    return 2 * in_place / both, 2 * len(found) / both
 
 
 def _by_module(items: Sequence[Item]) -> dict[str, list[Item]]:

@@ -63,6 +63,11 @@ def compare_ops(lists: OpLists) -> list[Comparison]:
     ]
 
 
+def autocast_policies(device: str) -> Mapping[str, str]:
+    """What torch.autocast does with an op on "cuda" or "cpu": op -> policy; the others run in the dtypes they get."""
+    return _reference()[f"autocast_{device}"]
+
+
 def differences(lists: OpLists, reference: str) -> list[Comparison]:
     """The ops of which `reference`, "torch" or "tensorflow", states something else than these lists do.
 

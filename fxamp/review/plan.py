@@ -11,7 +11,6 @@ reads and its shape: by them it is found again where nodes were put in before it
 """
 
 import dataclasses
-import json
 import logging
 import os
 import re
@@ -27,7 +26,8 @@ from torch import fx
 from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError
 from fxamp.ir import Reason
-from fxamp.review.match import Item, Place, is_widening, match, place_of
+from fxamp.review.match import Item, Place, fit, is_widening, match, place_of, place_of_key
+from fxamp.review.plan_file import check_path, line_of, read_plan, text_of
 from fxamp.review.rows import Row, rows_of
 from fxamp.review.words import plural
 from fxamp.whole import write_whole
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fxamp")
 
-FORMAT = 2
-_READ = (1, 2)
-"""Formats that are read; the first has precisions alone."""
 _NAMED = 10
 """Differences that a message names."""
 _MADE = ("clone", "copy")
@@ -84,27 +81,21 @@ class Plan:
 
     def _nearest_graph(self, new: list[Item], title: str) -> tuple[dict[str, str], dict[str, int], str]:
         """The match with the graph of that title, or of several such, or of none, the one that fits best."""
-        titles = [known for known in self.graphs if _base(known) == title] or list(self.graphs)
+        titles = [known for known in self.graphs if base_title(known) == title] or list(self.graphs)
         tried = [(*match(self.items(known), new), known) for known in titles]
-        return max(tried, key=lambda trial: self._fit(new, trial[0], trial[2]), default=({}, {}, ""))
-
-    def _fit(self, new: list[Item], found: Mapping[str, str], title: str) -> tuple[float, float]:
-        """How well a graph of the plan fits: the share of its nodes that are found in place, and found at all."""
-        old = {item.name: item.place for item in self.items(title)}
-        in_place = sum(item.name in found and old[found[item.name]][:3] == item.place[:3] for item in new)
-        return in_place / max(1, len(old)), len(found) / max(1, len(old))
+        return max(tried, key=lambda trial: fit(self.items(trial[2]), new, trial[0]), default=({}, {}, ""))
 
     def items(self, title: str) -> list[Item]:
         """The nodes of one graph."""
         places = self.places.get(title, {})
         nodes = self.graphs[title].items()
-        return [Item("old", key, places.get(key) or _place_of_key(key), decided) for key, decided in nodes]
+        return [Item("old", key, places.get(key) or place_of_key(key), decided) for key, decided in nodes]
 
     def _lost(self, wanted: Mapping[str, str], found: Mapping[str, str], unclear: Mapping[str, int]) -> Iterator[str]:
         for key in wanted:
             if key in unclear:
                 yield f"{key} of the plan may be any of {plural(unclear[key], 'node')} of the model"
-            elif key not in found.values() and _place_of_key(key).op not in _MADE:
+            elif key not in found.values() and place_of_key(key).op not in _MADE:
                 yield f"{key} is in the plan and not in the model"
 
 
@@ -112,14 +103,9 @@ def _added(keys: Mapping[str, str], found: Mapping[str, str], floats: Collection
     return [f"{key} is in the model and not in the plan" for name, key in keys.items() if name in floats - found.keys()]
 
 
-def _base(title: str) -> str:
+def base_title(title: str) -> str:
     """The title without its number."""
     return re.sub(r" \(\d+\)$", "", title)
-
-
-def _place_of_key(key: str) -> Place:
-    module, _, rest = key.partition(":")
-    return Place(module, rest.rpartition("#")[0].rstrip("_"), "", "", "")
 
 
 def as_plan(given: Any, dtype: torch.dtype, opt_level: str, level: str) -> Plan | None:
@@ -228,26 +214,21 @@ def save_plan(built: "Report", path: str | Path) -> Path:
     Raises:
         OptionError: it cannot be written.
     """
+    found = check_path(path, f"the plan cannot be written to {str(path)!r}")
     if built.left:
         log.warning("%s: there is no plan to save, %s is not written", built.left, path)
-        return Path(path)
-    return write_whole(Path(path), plan_text(plan_of(built)), "the plan")
+        return found
+    return write_whole(found, plan_text(plan_of(built)), "the plan")
 
 
 def plan_text(plan: Plan) -> str:
     """JSON with a line for each node, so that a diff of two files reads well."""
-    plain = dataclasses.asdict(plan)
-    del plain["places"]
-    plain["graphs"] = {
-        title: {key: " | ".join((decided, *_described(plan, title, key))) for key, decided in nodes.items()}
+    graphs = {
+        title: {key: line_of(decided, plan.places.get(title, {}).get(key)) for key, decided in nodes.items()}
         for title, nodes in plan.graphs.items()
     }
-    return json.dumps({"fxamp_plan": FORMAT, **plain}, indent=1) + "\n"
-
-
-def _described(plan: Plan, title: str, key: str) -> tuple[str, ...]:
-    place = plan.places.get(title, {}).get(key)
-    return () if place is None else (place.text, place.reads, place.shape)
+    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    return text_of({name: value for name, value in fields.items() if name not in ("graphs", "places")}, graphs)
 
 
 def load_plan(path: "str | os.PathLike[str]") -> Plan:
@@ -256,40 +237,8 @@ def load_plan(path: "str | os.PathLike[str]") -> Plan:
     Raises:
         OptionError: it is not there, or not a plan.
     """
-    try:
-        read = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OptionError(f"the plan {str(path)!r} cannot be read: {error.strerror or error}.") from error
-    except ValueError as error:
-        raise OptionError(f"{str(path)!r} is not a plan: it is not JSON ({error}).") from error
-    return _checked(read, path)
-
-
-def _checked(read: Any, path: "str | os.PathLike[str]") -> Plan:
-    if not isinstance(read, dict) or "fxamp_plan" not in read:
-        raise OptionError(f"{str(path)!r} is not a plan. Write one with fxamp.report(model).save_plan(path).")
-    if read["fxamp_plan"] not in _READ:
-        known = " and ".join(map(str, _READ))
-        raise OptionError(f"{str(path)!r} is a plan of format {read['fxamp_plan']}; this fxamp reads {known}.")
-    fields = {field.name for field in dataclasses.fields(Plan)} - {"places"}
-    missing = sorted(fields - read.keys())
-    if missing:
-        raise OptionError(f"the plan {str(path)!r} lacks {', '.join(missing)}.")
-    graphs: dict[str, dict[str, str]] = {}
-    places: dict[str, dict[str, Place]] = {}
-    for title, nodes in read["graphs"].items():
-        graphs[title], places[title] = {}, {}
-        for key, value in nodes.items():
-            decided, *described = str(value).split(" | ")
-            if decided not in ("low", "high") or len(described) not in (0, 3):
-                raise OptionError(f"the plan {str(path)!r}: {title}: {key} is {value!r}. Allowed: low, high.")
-            graphs[title][key] = decided
-            if described:
-                places[title][key] = _place_of_key(key)._replace(**dict(zip(_DESCRIBED, described, strict=True)))
-    return Plan(**{**{name: read[name] for name in fields}, "graphs": graphs, "places": places})
-
-
-_DESCRIBED = ("text", "reads", "shape")
+    fields, graphs, places = read_plan(path)
+    return Plan(**fields, graphs=graphs, places=places)
 
 
 def mismatch_text(plan: Plan, found: Sequence[str]) -> str:

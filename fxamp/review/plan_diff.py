@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Iterator
 
-from fxamp.review.match import match
-from fxamp.review.plan import Plan
+from fxamp.review.match import Item, fit, match
+from fxamp.review.plan import Plan, base_title
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,26 +26,53 @@ def diff_plans(old: Plan, new: Plan) -> list[Change]:
     return [change for title, was in _pairs(old, new) for change in _changes(old, new, title, was)]
 
 
-def _changes(old: Plan, new: Plan, title: str, was: str) -> Iterator[Change]:
-    before, after = old.graphs.get(was, {}), new.graphs.get(title, {})
-    ones = old.items(was) if was in old.graphs else []
-    others = [item._replace(side="new") for item in new.items(title)] if title in new.graphs else []
-    same, _ = match(ones, others)
-    gone = before.keys() - same.values()
+def _changes(old: Plan, new: Plan, title: str | None, was: str | None) -> Iterator[Change]:
+    before, after = old.graphs.get(was or "", {}), new.graphs.get(title or "", {})
+    same = _matched(old, was, new, title)
+    gone, shown = before.keys() - same.values(), title or was or ""
     for key in before:
         if key in gone:
-            yield Change(title, key, before[key], None)
+            yield Change(shown, key, before[key], None)
     for key, decided in after.items():
         earlier = before.get(same.get(key, ""))
         if earlier != decided:
-            yield Change(title, key, earlier, decided)
+            yield Change(shown, key, earlier, decided)
 
 
-def _pairs(old: Plan, new: Plan) -> list[tuple[str, str]]:
-    """(title in the new plan, in the old one): the same, or each plan's only graph."""
+def _matched(old: Plan, was: str | None, new: Plan, title: str | None) -> dict[str, str]:
+    """Key in a graph of the new plan -> in one of the old."""
+    return {} if was is None or title is None else match(old.items(was), _new_items(new, title))[0]
+
+
+def _new_items(new: Plan, title: str) -> list[Item]:
+    return [item._replace(side="new") for item in new.items(title)]
+
+
+def _pairs(old: Plan, new: Plan) -> list[tuple[str | None, str | None]]:
+    """(title in the new plan, in the old one), None where it has none: the only graphs, or those of one title.
+
+    Of several with one title, whose numbers tell when they were captured, those are paired that fit best.
+    """
     if len(old.graphs) == len(new.graphs) == 1:
         return [(next(iter(new.graphs)), next(iter(old.graphs)))]
-    return [(title, title) for title in {**old.graphs, **new.graphs}]
+    ours: dict[str, str] = {}
+    fits = sorted(_fits(old, new), key=lambda trial: trial[0], reverse=True)  # in order where they fit as well
+    for _, title, was in fits:
+        if title not in ours and was not in ours.values():
+            ours[title] = was
+    alone = [(None, was) for was in old.graphs if was not in ours.values()]
+    return [*((title, ours.get(title)) for title in new.graphs), *alone]
+
+
+def _fits(old: Plan, new: Plan) -> Iterator[tuple[tuple[float, ...], str, str]]:
+    """How well each graph of the new plan fits each of the old one with its title, and agrees with it."""
+    for title in new.graphs:
+        items = _new_items(new, title)
+        for was in old.graphs:
+            if base_title(title) == base_title(was):
+                found = _matched(old, was, new, title)
+                equal = sum(new.graphs[title][key] == old.graphs[was][before] for key, before in found.items())
+                yield (*fit(old.items(was), items, found), equal), title, was
 
 
 def diff_fields(old: Plan, new: Plan) -> dict[str, tuple[str | int, str | int]]:

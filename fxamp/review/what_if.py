@@ -72,6 +72,7 @@ def _changes(today: Report, engine: Engine, moves: Mapping[str, Iterable[Op] | O
     given = dict[Op, str]()
     for colour, names in moves.items():
         for name in (names,) if isinstance(names, str) or callable(names) else names:
+            name = name.strip() if isinstance(name, str) else name
             if given.setdefault(name, colour) != colour:
                 raise OptionError(f"what_if: {name!r} stands in {given[name]} and in {colour}: give it one of them.")
             op, keys = _meant(name, lists, today.rows, graphs)

@@ -123,3 +123,27 @@ def test_a_preview_is_announced_as_one(caplog):
     with caplog.at_level(logging.INFO, "fxamp"):
         announce(fxamp.convert(Two(lambda m, x: m.a(x)), FP16))
     assert "preview" in caplog.text
+
+
+def halved():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [lambda model, x: fxamp.audit(model, (x,)), lambda model, x: fxamp.profile(model, [x], progress=False)],
+    ids=["audit", "profile"],
+)
+@pytest.mark.parametrize("follows", ["the tracer", "dynamo"])
+def test_who_only_looks_at_a_low_model_is_not_told_how_to_convert_it(look, follows, caplog):
+    class Decides(torch.nn.Sequential):
+        def forward(self, x):
+            return super().forward(x if x.sum() > -1e9 else -x)
+
+    model = Decides(*halved()) if follows == "dynamo" else halved()
+    with caplog.at_level(logging.WARNING, "fxamp"):
+        look(model, torch.ones(4, 8, dtype=torch.bfloat16))
+    assert [text for text in caplog.messages if "nothing is left to convert" in text] == []
+    with caplog.at_level(logging.WARNING, "fxamp"):
+        fxamp.convert(model, torch.bfloat16, (torch.ones(4, 8, dtype=torch.bfloat16),))(X.bfloat16())
+    assert len([text for text in caplog.messages if "nothing is left to convert" in text]) == 1

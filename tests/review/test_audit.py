@@ -143,6 +143,93 @@ def test_audit_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["version"] == "2.1.0"
 
 
+CAST, CUDA_KEEPS, KEPT = "torch.autocast runs it in float16", "keeps it in float32 on CUDA", "keeps it in float32, "
+"""What is told of torch.autocast: it overflows there, on the CPU only, or not at all."""
+OVERFLOWS = {
+    "square": ("square", "error", CUDA_KEEPS, lambda y: y.square() * 1e-6),
+    "pow": ("square", "error", CUDA_KEEPS, lambda y: y**2),
+    "cubed": ("square", "error", CUDA_KEEPS, lambda y: torch.pow(y, 3)),
+    "exp": ("overflow", "error", CUDA_KEEPS, lambda y: (y.abs() / 80).exp()),
+    "sum": ("overflow", "error", CUDA_KEEPS, lambda y: (y.abs() * 50).sum(-1)),
+    "norm": ("overflow", "error", CUDA_KEEPS, lambda y: (y * 50).norm(dim=-1)),
+    "sinh": ("overflow", "error", CUDA_KEEPS, lambda y: (y.abs() / 80).sinh()),
+    "addcmul": ("overflow", "error", CAST, lambda y: torch.addcmul(y, y, y)),
+    "matmul": ("overflow", "error", CAST, lambda y: y @ y.T),
+    "mul": ("overflow", "error", CAST, lambda y: (y * 100) + 1),
+    "mse_loss": ("overflow", "warning", KEPT, lambda y: torch.nn.functional.mse_loss(y, torch.zeros_like(y))),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_what_overflows_float16_on_the_inputs_is_found(name):
+    pattern, severity, told, function = OVERFLOWS[name]
+
+    def forward(m, x):
+        return function(m.a(x) * 1000.0)
+
+    torch.manual_seed(0)
+    model = Two(forward)
+    with torch.autocast("cpu", torch.float16):
+        is_finite_under_autocast = bool(model(X).isfinite().all())
+    found = [finding for finding in audit(model, (X,)).findings if finding.pattern == pattern]
+    assert [(finding.op, finding.severity) for finding in found] == [("pow" if name == "cubed" else name, severity)]
+    assert told in found[0].evidence and "/test_audit.py:" in found[0].source, found[0].evidence
+    assert is_finite_under_autocast == (severity == "warning") and bool(model(X).isfinite().all())
+    assert not bool(model.half()(X.half()).isfinite().all())
+
+
+def test_a_float32_value_that_autocast_casts_for_a_gemm_is_told_with_that_gemm():
+    found = audit(Two(lambda m, x: m.b((m.a(x) * 0 + 12).exp()[:, :])), (X,)).findings
+    (finding,) = (finding for finding in found if finding.pattern == "overflow")
+    assert (finding.op, finding.severity) == ("exp", "error")
+    assert "torch.autocast casts it to float16 for linear_1" in finding.evidence, finding.evidence
+
+
+def test_an_input_that_a_gemm_reads_overflows_and_one_that_none_reads_does_not():
+    found = audit(Two(lambda m, x: m.a(x)), (X * 1e5,)).findings
+    assert next(finding.op for finding in found if finding.pattern == "overflow") == "input"
+    found = audit(Two(lambda m, x: m.a(x / 1e6)), (X * 1e5,)).findings
+    assert [finding for finding in found if finding.pattern == "overflow"] == []
+
+
+@pytest.mark.parametrize(("low", "ops"), [(torch.float16, ["mul", "pow"]), (torch.bfloat16, [])])
+def test_a_model_that_is_float16_itself_overflows_and_a_bfloat16_one_does_not(low, ops):
+    def forward(m, x):
+        y = m.a(x) * 100.0
+        return (y * 5000.0).tanh(), (y * 10.0) ** 2, (y.float() * 5000.0).tanh()
+
+    torch.manual_seed(0)
+    every = audit(Two(forward).to(low), (X.to(low),)).findings
+    found = [finding for finding in every if finding.pattern in ("overflow", "square")]
+    assert [finding.op for finding in found] == ops
+    assert all("the model itself runs it in float16" in finding.evidence for finding in found)
+
+
+UNHARMED = {
+    "float32 by the user": lambda m, x: m.b((m.a(x).float() * 1e3 * 1e3).tanh()),
+    "65519 rounds down": lambda m, x: (m.a(x) * 0 + 13.1038) * 5000.0,
+    "an additive mask": lambda m, x: (m.a(x) + torch.zeros(8).masked_fill(x[0] > 1, -1e9)).softmax(-1),
+    "a root": lambda m, x: m.a(x).abs() ** 0.5,
+}
+
+
+@pytest.mark.parametrize("name", UNHARMED)
+def test_what_float16_holds_or_nobody_casts_is_no_overflow(name):
+    found = audit(Two(UNHARMED[name]), (X,)).findings
+    assert not {"overflow", "square"} & {finding.pattern for finding in found}, found
+
+
+def test_what_only_passes_on_too_large_numbers_is_not_told_again():
+    found = audit(Two(lambda m, x: (m.a(x) * 1000.0 * 1000.0).relu().reshape(-1) + 1), (X,)).findings
+    assert len([finding for finding in found if finding.pattern == "overflow"]) == 1
+
+
+@pytest.mark.parametrize(("function", "severity"), [(lambda y: y**2, "warning"), (lambda y: y.var(-1), "warning")])
+def test_squares_that_do_not_overflow_on_these_inputs_are_warnings(function, severity):
+    found = audit(Two(lambda m, x: function(m.a(x))), (X,)).findings
+    assert [finding.severity for finding in found if finding.pattern == "square"] == [severity]
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_inputs_that_are_not_finite_are_named(number):
     with pytest.raises(OptionError, match=r"audit was given NaN or infinite inputs \(float32 \[4, 8\] \[0.5, "):

@@ -149,6 +149,55 @@ def test_a_difference_in_the_totals_alone_is_told_as_data_too(tmp_path, capsys):
     assert told == {"equal": False, "fields": {"casts": [content["casts"], content["casts"] + 1]}, "changes": []}
 
 
+class Sized(torch.nn.Module):
+    """Of another graph for more than three rows, whose title is the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.a(x)
+        if x.shape[0] > 3:
+            y = y.cumsum(-1).exp() + 1
+        return self.b(y)
+
+
+def sized(*lengths, **more):
+    model = fxamp.convert(Sized(), FP16, **more)
+    for length in lengths:
+        model(torch.randn(length, 8))
+    return model
+
+
+def test_graphs_of_one_title_are_compared_with_those_that_fit_them_best(tmp_path, capsys):
+    old = str(report(sized(2, 5)).save_plan(tmp_path / "old.json"))
+    new = str(report(sized(5, 2)).save_plan(tmp_path / "new.json"))
+    assert main(["diff", old, new]) == 0 == main(["diff", new, old])
+    assert "equal" in capsys.readouterr().out
+    moved = str(report(sized(5, 2, overrides={"exp": "allow"})).save_plan(tmp_path / "moved.json"))
+    assert main(["diff", old, moved, "--json"]) == 1
+    changes = json.loads(capsys.readouterr().out)["changes"]
+    assert {change["node"] for change in changes} == {":exp#0", ":add#0"}
+    assert {(change["before"], change["after"]) for change in changes} == {("high", "low")}
+
+
+def test_a_graph_that_one_plan_alone_has_is_told_as_a_whole(tmp_path):
+    both, small = plan_of(report(sized(2, 5))), plan_of(report(sized(2)))
+    gone = diff_plans(both, small)
+    assert {change.after for change in gone} == {None} and {change.before for change in gone} == {"low", "high"}
+    assert {change.node for change in gone} == {"a:linear#0", "b:linear#0", ":cumsum#0", ":exp#0", ":add#0"}
+    assert {(change.node, change.before) for change in diff_plans(small, both)} == {(each.node, None) for each in gone}
+
+
+def test_a_graph_is_converted_by_the_one_that_fits_it_best_in_any_order(tmp_path):
+    plan = report(sized(2, 5)).save_plan(tmp_path / "plan.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = sized(5, 2, plan=plan)
+    assert main(["diff", str(plan), str(report(again).save_plan(tmp_path / "again.json"))]) == 0
+
+
 @pytest.mark.parametrize(
     "content, said",
     [

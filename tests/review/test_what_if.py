@@ -42,6 +42,26 @@ def test_it_is_the_report_of_a_model_converted_so(language, move, conversion):
     assert totals(report(language)) == before, "the model itself is as it was"
 
 
+@pytest.mark.parametrize("move", [{"deny": [" gelu"]}, {"deny": "blocks.0 "}, {"deny": "layer_norm, gelu".split(",")}])
+def test_space_around_a_name_is_no_part_of_it(language, move):
+    ((colour, names),) = move.items()
+    stripped = {colour: [name.strip() for name in ([names] if isinstance(names, str) else names)]}
+    assert totals(what_if(language, **move)) == totals(what_if(language, **stripped)) != totals(report(language))
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_no_name_is_refused(language, name):
+    with pytest.raises(OptionError, match=r"' names nothing\. Give a node, "):
+        what_if(language, deny=[name])
+    with pytest.raises(OptionError, match=r"' names nothing\. Give a node, "):
+        fxamp.explain(language, name)
+
+
+def test_a_name_in_two_lists_is_refused_with_space_around_it_too(language):
+    with pytest.raises(OptionError, match="'exp' stands in infer and in deny"):
+        what_if(language, deny=["exp"], infer=[" exp"])
+
+
 def test_the_training_flags_of_the_graph_are_kept():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8))
     converted = fxamp.convert(model, FP16, (X,))

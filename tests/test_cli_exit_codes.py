@@ -1,0 +1,145 @@
+"""What goes wrong in the user's code is exit code 2 and one sentence with the line, never a traceback, never 0 or 1."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from fxamp.cli import main
+
+MODELS = """
+import sys
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.a(x).exp() + 1
+
+def make():
+    return Net(), (torch.randn(4, 8),)
+
+def loss(output):
+    raise KeyError("x")
+
+def leaves(output):
+    sys.exit(0)
+
+def breaks_off():
+    yield torch.randn(4, 8)
+    raise OSError("disk gone")
+
+def loses_its_worker():
+    yield torch.randn(4, 8)
+    raise BrokenPipeError("a worker is gone")
+
+def good():
+    return [torch.randn(4, 8)]
+
+def through_torch():
+    return torch.zeros(2) @ torch.zeros(3)
+
+number = 3
+"""
+FILES = {
+    "user_models.py": MODELS,
+    "inner_import.py": "import nonexistent_zzz\n",
+    "unfinished.py": "x = 1\ndef f(:\n",
+    "script.py": "import sys\nfrom user_models import make\nsys.exit(0)\n",
+    "fails.py": "import sys\nsys.exit('no data')\n",
+    "lazy.py": "def __getattr__(name):\n    raise RuntimeError('not here')\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(textwrap.dedent(content))
+        sys.modules.pop(name.removesuffix(".py"), None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+PROFILE = ("profile", "user_models.py:make")
+CASES = [
+    (("inspect", "inner_import:x"), "inner_import.py:1: ModuleNotFoundError: No module named 'nonexistent_zzz'"),
+    (("inspect", "unfinished:x"), "unfinished.py:2: SyntaxError: invalid syntax"),
+    (("inspect", "unfinished.py:x"), "unfinished.py:2: SyntaxError: invalid syntax"),
+    (("inspect", "..user_models:make"), "'..user_models' is no name of a module"),
+    (("inspect", ".user_models:make"), "'.user_models' is no name of a module"),
+    (("inspect", "script.py:make", "--max-casts", "0"), "script.py:3: it calls sys.exit(0)"),
+    (("inspect", "script:make", "--max-casts", "0"), "script.py:3: it calls sys.exit(0)"),
+    (("inspect", "fails.py:make"), "fails.py:2: it calls sys.exit('no data')"),
+    (("inspect", "lazy.py:make"), "lazy.py:2: RuntimeError: not here"),
+    (("inspect", "user_models.py:through_torch"), "user_models.py:35: RuntimeError: "),
+    ((*PROFILE, "user_models.py:breaks_off"), "user_models.py:25: OSError: disk gone"),
+    ((*PROFILE, "user_models.py:loses_its_worker"), "user_models.py:29: BrokenPipeError: a worker is gone"),
+    ((*PROFILE, "user_models.py:good", "--loss", "user_models.py:loss"), "user_models.py:18: KeyError: 'x'"),
+    ((*PROFILE, "user_models.py:good", "--loss", "user_models.py:leaves"), "user_models.py:21: it calls sys.exit(0)"),
+    ((*PROFILE, "user_models.py:good", "--loss", "user_models.py:number"), "user_models.py:number gives no loss"),
+    (("compare", "user_models.py:make", "--loss", "user_models.py:loss"), "user_models.py:18: KeyError: 'x'"),
+    (("audit", "user_models.py:make", "--input", "4x8:int64"), "user_models.py:12: RuntimeError: mat1 and mat2"),
+    (("audit", "user_models.py:make", "--input", "4x-8"), "'4x-8' is no shape"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), CASES, ids=[" ".join(arguments) for arguments, _ in CASES])
+def test_what_the_users_code_raises_is_one_sentence_with_its_line(arguments, said, capsys):
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert said in told and told.startswith("fxamp: ") and told.count("\n") == 1, told
+    assert main(arguments) == 2, "and again: nothing half-made is left"
+
+
+def test_the_traceback_is_there_for_who_asks(folder):
+    environment = {**os.environ, "FXAMP_LOG_LEVEL": "DEBUG", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    given = ["-m", "fxamp", *PROFILE, "user_models.py:breaks_off"]
+    done = subprocess.run([sys.executable, *given], cwd=folder, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and "Traceback" in done.stderr and "raise OSError" in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize("arguments", [("lists", "exp"), ("lists",), ("inspect", "user_models.py:make", "--json")])
+def test_a_full_disk_behind_stdout_is_exit_code_2(arguments, folder):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "fxamp", *arguments],
+            cwd=folder,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=environment,
+        )
+    said = done.stderr.decode()
+    assert done.returncode == 2 and said.startswith("fxamp: ") and "No space left on device" in said, said
+    assert "Traceback" not in said and "Exception ignored" not in said
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(folder):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    for given in ("lists", "lists exp"):
+        text = f"{sys.executable} -m fxamp {given} | true; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", text], cwd=folder, capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("explain", "user_models.py:make", "exp", "--suggest"), "--suggest is an option of fxamp inspect. See"),
+        (("lists", "--sarif"), "--sarif is an option of fxamp audit. See"),
+    ],
+)
+def test_an_option_of_another_command_is_told_as_such(arguments, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    told = capsys.readouterr().err
+    assert said in told and "Did you mean" not in told
