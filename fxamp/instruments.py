@@ -16,7 +16,6 @@ from fxamp.options import check_model, check_options, device_of
 from fxamp.review.announce import only_looking
 from fxamp.review.audit import Audit, audit_converted
 
-
 _NOTHING = object()
 
 
