@@ -191,3 +191,5 @@ def _note_storage(captured: Captured, options: Options) -> None:
             node.meta["hooked"] = has_hooks(module)
             node.meta["weights"] = any(True for _ in module.parameters())
             node.meta["inplace"] = bool(getattr(module, "inplace", False))
+            if "p" in vars(module):
+                node.meta["dropout"] = module.p, module.training

@@ -1,12 +1,15 @@
 """How far low precision spreads (DESIGN 4.2 and 4.3): deny, domains, and the levels."""
 
+import math
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import fx
 
 from fxamp import ir
 from fxamp.lists import DOMAIN_SENSITIVE
 from fxamp.passes.ruling import Ruling, gives_exact, is_bounded
+from fxamp.passes.streams import TF32_EPS
 
 _EXACT_CREATORS = frozenset("zeros ones zeros_like ones_like new_zeros new_ones eye full full_like new_full".split())
 
@@ -88,6 +91,9 @@ def mark_born(ruling: Ruling) -> None:
         if ruling.policy.level != "aggressive" and _is_unfit(ruling, node):
             culprit = next((s for s in ruling.sources(node) if s not in ruling.born), None)
             ruling.fix(node, "high", "not low-born", _unborn_text(ruling, culprit), culprit)
+        elif ruling.policy.level != "aggressive" and (source := _rounds_again(ruling, node)) is not None:
+            text = f"{source.name} is float32, and what is rounded for a dropout is rounded again by its factor"
+            ruling.fix(node, "high", "not low-born", text, source)
     if ruling.policy.level == "aggressive":
         _keep_between_allow_nodes(ruling)
     for storage in ruling.aliases.storages:  # one value of a storage may be read under every name it has
@@ -107,6 +113,23 @@ def _is_unfit(ruling: Ruling, node: fx.Node) -> bool:
 def _writes(ruling: Ruling, node: fx.Node) -> bool:
     """Whether a clear node puts float32 values where others find them (copy_, x[i] = y)."""
     return ruling.colours[node] == "clear" and bool(ir.mutated(node)) and node in ruling.participants
+
+
+def _rounds_again(ruling: Ruling, node: fx.Node) -> fx.Node | None:
+    """The float32 value that a free dropout would scale by a number that is no power of two, None where it does not.
+
+    At level balanced float16, with the bits of TF32, may round it twice.
+    """
+    if "dropout" not in ir.mark(node).op or ruling.colours[node] != "clear" or node in ruling.fixed:
+        return None
+    if ruling.policy.level != "strict" and torch.finfo(ruling.policy.low).eps <= TF32_EPS:
+        return None
+    default = ir.argument_of(node, 1, "p", 0.5), ir.argument_of(node, 2, "training", True)
+    p, training = node.meta.get("dropout", default)
+    if not training or (isinstance(p, float | int) and math.frexp(1 - p)[0] in (0, 0.5)):
+        return None
+    origins = map(ruling.through_clear, ruling.sources(node))
+    return next((origin for origin in origins if ruling.is_fixed(origin, "high")), None)
 
 
 def _unborn_text(ruling: Ruling, culprit: fx.Node | None) -> str:

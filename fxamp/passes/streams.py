@@ -21,7 +21,7 @@ _NORMS = frozenset(
     """_fused_rms_norm batch_norm group_norm instance_norm layer_norm native_batch_norm native_group_norm
     native_layer_norm rms_norm""".split()
 )
-_TF32_EPS = 2.0**-10
+TF32_EPS = 2.0**-10
 
 
 def protect_streams(ruling: Ruling) -> None:
@@ -32,7 +32,7 @@ def protect_streams(ruling: Ruling) -> None:
     3. Up from the sums, infer and clear nodes are high too, but for what a branch makes of its GEMM (a layer scale).
     4. A sum that the user has spoken of, by an override or the lists, is left to that.
     """
-    if ruling.policy.level != "balanced" or torch.finfo(ruling.policy.low).eps <= _TF32_EPS:
+    if ruling.policy.level != "balanced" or torch.finfo(ruling.policy.low).eps <= TF32_EPS:
         return
     low = _low_under_autocast(ruling)
     sums = _sums_that_go_on(ruling, low)
