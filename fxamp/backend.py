@@ -4,12 +4,12 @@ Graph breaks, guards, recompiles and modes are Dynamo's business; each graph it 
 passes as a symbolic one.
 """
 
+import collections
 import contextlib
 import copy
 import inspect
 import logging
 import sys
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fxamp import ir, pipeline
 from fxamp.capture.dynamo import adopt
+from fxamp.capture.frames import captures_apart, compile_apart, failure, frame_number
 from fxamp.capture.inputs import refused_low_inputs
 from fxamp.capture.modes import are_modes_active, follow_modules, modes_return, modes_wait
 from fxamp.capture.surroundings import idle_autocast
@@ -81,6 +82,7 @@ class DynamoForward:
         calls: of the model, so far.
         weights: paths of the weights that graphs were given in calls that made graphs.
         shared: a weight of a module -> the weight of the equal module whose graph runs it, and decided for both.
+        given_up: functions that Dynamo does not capture any more, and why.
     """
 
     def __init__(self, options: Options, rewrite: Rewrite) -> None:
@@ -92,9 +94,13 @@ class DynamoForward:
         self.calls = 0
         self.weights: set[str] = set()
         self.shared: dict[str, str] = {}
+        self.given_up: dict[str, str] = {}
+        self._captures: collections.Counter[int] = collections.Counter()  # by frame
+        self._refusal: Exception | None = None
+        self._not_run: Variant | None = None
         self._grown_at = 1
         self._compiled: Any = None
-        self._seen: weakref.ref[nn.Module] | None = None  # Dynamo's caches keep this object, not the model
+        self._seen: weakref.ref[nn.Module] | None = None
         self._nested: list[str] = []
         self._outside: Any = None
 
@@ -125,34 +131,74 @@ class DynamoForward:
         if self._compiled is None:
             self._nested = nested(module)
             self.protected = protected_lines(base, module, args, kwargs)
-            self._compiled = torch.compile(_own_code(base.forward), backend=self._backend)
+            self._compiled = compile_apart(base.forward, _weak_backend(self))
         try:
             inside = plain_inside(module, self._nested) if self._nested else contextlib.nullcontext()
-            with modes_wait(), casts_into(self.options.low), inside:
-                return self._compiled(module, *args, **kwargs)
+            with modes_wait(), casts_into(self.options.low), inside, captures_apart(self._give_up, self._is_patient()):
+                result = self._compiled(module, *args, **kwargs)
         except (RuntimeError, ValueError) as error:
-            refused = refused_low_inputs(module, pytree.tree_leaves((args, kwargs)), error)
+            flat = pytree.tree_leaves((args, kwargs))
+            refused = self._taken_refusal() or refused_low_inputs(module, flat, error) or failure(error)
             if refused is None:
                 raise
             raise refused from error
+        if (refusal := self._taken_refusal()) is not None:
+            raise refusal
+        return result
+
+    def _is_patient(self) -> bool:
+        """Whether each frame was captured less often than torch allows for one function."""
+        return max(self._captures.values(), default=0) < torch._dynamo.config.recompile_limit
+
+    def _give_up(self, function: str, why: str) -> None:
+        if self._not_run is not None:  # the graph was made, and failed to be kept
+            self.variants, self._not_run = [each for each in self.variants if each is not self._not_run], None
+        if self._refusal is None and function not in self.given_up:
+            self.given_up[function] = why
+            name = type(self._root).__qualname__
+            log.warning("%s: Dynamo gives up %s, which runs as it is written, in float32: %s.", name, function, why)
+
+    def _taken_refusal(self) -> Exception | None:
+        """What the passes refused a graph of this call with. Dynamo would not come back to its frame: start again."""
+        refusal, self._refusal = self._refusal, None
+        self._compiled = None if refusal is not None else self._compiled
+        return refusal
 
     @property
     def _root(self) -> nn.Module | None:
         """The model of the last call."""
         return None if self._seen is None else self._seen()
 
-    def _backend(self, module: fx.GraphModule, example_inputs: list[Any]) -> Any:
+    def take(self, module: fx.GraphModule, example_inputs: list[Any]) -> Variant:
+        """One of Dynamo's graphs through the passes.
+
+        Raises:
+            Exception: what the passes refuse the graph with; Dynamo keeps it from the user, who is told after the call.
+        """
         root = self._root or module
-        with no_saved_tensor_hooks():
-            variant = rewrite_dynamo_graph(
-                module, example_inputs, root, self.options, self.rewrite, protected=self.protected, keeps_model=False
-            )
+        try:
+            with no_saved_tensor_hooks():
+                variant = rewrite_dynamo_graph(
+                    module,
+                    example_inputs,
+                    root,
+                    self.options,
+                    self.rewrite,
+                    protected=self.protected,
+                    keeps_model=False,
+                )
+        except Exception as error:
+            self._refusal = error
+            raise
         variant.captured.forget_values()
         self.variants.append(variant)
         self._grown_at = self.calls
-        return lambda *inputs: self._run(variant, list(inputs))
+        self._captures[frame_number()] += 1
+        self._not_run = variant
+        return variant
 
-    def _run(self, variant: Variant, inputs: list[Any]) -> Any:
+    def run(self, variant: Variant, inputs: list[Any]) -> Any:
+        self._not_run = None
         if self.calls == self._grown_at and self._root is not None:
             self._note_weights(variant, inputs, self._root)
         with modes_return():
@@ -174,22 +220,24 @@ class DynamoForward:
                 self.shared[found[0]] = str(own)
 
 
-def _own_code(function: Any) -> Any:
-    """A copy of a function with a code object of its own: Dynamo's caches and limits belong to a code object."""
-    while hasattr(function, "__wrapped__") and not hasattr(function, "__code__"):
-        function = function.__wrapped__
-    if not isinstance(function, types.FunctionType):
-        return function
-    twin = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    twin.__kwdefaults__ = function.__kwdefaults__
-    twin.__dict__.update(function.__dict__)
-    return twin
+def _weak_backend(forward: DynamoForward) -> Callable[..., Any]:
+    """What Dynamo hands its graphs to. Its caches keep that for ever, and must keep neither graphs nor model."""
+    owner = weakref.ref(forward)
+
+    def backend(module: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        taking = owner()
+        assert taking is not None
+        variant = weakref.ref(taking.take(module, example_inputs))
+
+        def run(*inputs: Any) -> Any:
+            running, graph = owner(), variant()
+            assert running is not None
+            assert graph is not None
+            return running.run(graph, list(inputs))
+
+        return run
+
+    return backend
 
 
 def trace_on_fakes(
@@ -266,8 +314,9 @@ def visit_graphs(
             twin = copy.deepcopy(plain_tree(model))
         fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
         with mode, unseen(model), no_saved_tensor_hooks():
-            run: Any = torch.compile(_own_code(base.forward), backend=show)  # type: ignore[no-untyped-call, unused-ignore]
-            run(twin, *fake_args, **fake_kwargs)
+            run = compile_apart(base.forward, show)
+            with captures_apart():
+                run(twin, *fake_args, **fake_kwargs)
     except OptionError:
         raise
     except Exception as error:

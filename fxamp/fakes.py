@@ -19,6 +19,9 @@ UNKNOWN = object()
 # Modules that may write into their input and say so: `inplace=True`.
 _WRITERS = (nn.modules.dropout._DropoutNd,)
 
+# Takes a uint8 condition, as torch still does, and fake tensors do not -> which of its arguments that is.
+_WHERE: dict[Any, int] = {torch.where: 0, "where": 1, torch.Tensor.where: 1}
+
 _log = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -108,6 +111,8 @@ class Fakes:
         """
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values)
         with quietly(), self._mode:
+            if node.target in _WHERE:
+                args, kwargs = _with_bool_condition(args, kwargs, _WHERE[node.target])
             if node.op == "call_function":
                 return node.target(*args, **kwargs)  # type: ignore[operator]
             if node.op == "call_method":
@@ -130,6 +135,16 @@ class Fakes:
                 "around it cannot see. Return the new value from it instead."
             )
         return result
+
+
+def _with_bool_condition(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a `where`, with a uint8 condition read as torch's real kernels read it."""
+
+    def read(value: Any) -> Any:
+        return value.bool() if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 else value
+
+    positional = tuple(read(value) if number == place else value for number, value in enumerate(args))
+    return positional, {name: read(value) if name == "condition" else value for name, value in kwargs.items()}
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

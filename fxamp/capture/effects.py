@@ -5,6 +5,7 @@ A graph makes no such writes, and a trace would leave its own values in the user
 
 import collections
 import functools
+import operator
 import random
 import types
 from typing import Any
@@ -12,7 +13,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxamp.capture.objects import MISSING, MOST, SCALARS, attributes_of, is_descriptor, is_library, walk
+from fxamp.capture.objects import (
+    MISSING,
+    MOST,
+    SCALARS,
+    attributes_of,
+    base_of,
+    is_descriptor,
+    is_library,
+    length_of,
+    plain_copy,
+    walk,
+)
 from fxamp.capture.settings import Settings
 from fxamp.capture.state import read
 from fxamp.errors import CaptureError, FxampError, OptionError
@@ -116,7 +128,7 @@ class Effects:
         for container, saved, _ in self._containers.values():
             if _is_as(container, saved):
                 continue
-            if not isinstance(container, dict) or saved.keys() - container.keys():
+            if not isinstance(container, dict) or saved.keys() - dict.keys(container):
                 return []
             for name, value in dict.items(container):
                 before = saved.get(name, MISSING)
@@ -178,8 +190,8 @@ class Effects:
 
 def _forget_traced_types(container: dict[Any, Any]) -> None:
     """What is kept by the type of an argument, as einops keeps its backends, is kept for tensors, not for a trace."""
-    for key in [key for key in container if isinstance(key, type) and issubclass(key, fx.Proxy)]:
-        if not isinstance(container[key], SCALARS) and not isinstance(container[key], _CONTAINERS):
+    for key in [key for key in dict.__iter__(container) if isinstance(key, type) and issubclass(key, fx.Proxy)]:
+        if not isinstance(dict.get(container, key), (*SCALARS, *_CONTAINERS)):
             dict.pop(container, key)
 
 
@@ -230,24 +242,19 @@ _CONTAINERS = (dict, list, set, collections.deque)
 def _containers(value: Any) -> list[tuple[Any, Any]]:
     """The containers in a value that can change without an assignment, each with a shallow copy."""
     parts = (part if isinstance(part, _CONTAINERS) else attributes_of(part) for part in walk(value))
-    return [(part, _contents(part)) for part in parts if part is not None and len(part) <= MOST]
-
-
-def _contents(container: Any) -> Any:
-    """A plain copy. (A dict of a class of its own may make its values when it is asked: transformers' ACT2FN does.)"""
-    return dict(dict.items(container)) if isinstance(container, dict) else container.copy()
+    return [(part, plain_copy(part)) for part in parts if part is not None and length_of(part) <= MOST]
 
 
 def _is_as(container: Any, saved: Any) -> bool:
-    if len(container) != len(saved):
+    if length_of(container) != len(saved):
         return False
     if isinstance(container, dict):
         return all(dict.get(container, key, MISSING) is value for key, value in saved.items())
-    if isinstance(container, set):
-        return bool(container == saved)
-    return all(new is old for new, old in zip(container, saved, strict=True))
+    now = plain_copy(container)
+    return bool(now == saved) if isinstance(now, set) else all(map(operator.is_, now, saved))
 
 
 def _restore(container: Any, saved: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(container, (list, collections.deque)) else container.update)(saved)
+    kind = base_of(container)
+    kind.clear(container)
+    (kind.extend if kind in (list, collections.deque) else kind.update)(container, saved)

@@ -202,7 +202,8 @@ def misfit(line: str, op: str, error: Exception, inputs: list[Any]) -> OptionErr
     remedy = f", such as x.float() in the place of {_in_words(low[0])}" if low else ""
     return OptionError(
         f"{line}: the model fails in {op} when it is called with ({given}): {why}. "
-        f"Give inputs with which the unconverted model runs{remedy}."
+        f"Give inputs with which the unconverted model runs{remedy}. Where it runs with these, only the capture cannot "
+        "follow this line: capture='dynamo' leaves it as it is written, and boundaries= converts the submodules alone."
     )
 
 

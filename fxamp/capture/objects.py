@@ -1,4 +1,8 @@
-"""What Python objects are made of: their parts, and stand-ins that are equal where the parts that matter are."""
+"""What Python objects are made of: their parts, and stand-ins that are equal where the parts that matter are.
+
+A class of the user's may forbid what a reader asks of it (e3nn's Irrep is a tuple whose `len` raises), so containers
+are read with the methods of Python's own class below it, and an object that still raises is looked at as a whole.
+"""
 
 import argparse
 import collections
@@ -7,7 +11,7 @@ import enum
 import functools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ MISSING = object()  # nothing has the name
 SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 METHODS = (types.MethodType, types.BuiltinMethodType)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
+CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
 DEPTH, MOST = 4, 512  # containers in containers, and elements of one, that are looked at
 
 
@@ -51,7 +56,7 @@ def frozen(value: Any, scope: Scope, depth: int = DEPTH) -> tuple[Any, ...]:
     Containers stand for their elements and objects for those attributes that the model's functions name.
     """
     if isinstance(value, SCALARS):
-        return (type(value), value)
+        return (type(value), _plain_scalar(value))
     if isinstance(value, nn.Module) and id(value) in scope.paths:
         return (nn.Module, scope.paths[id(value)])
     parts = parts_of(value, scope) if depth else None
@@ -60,22 +65,42 @@ def frozen(value: Any, scope: Scope, depth: int = DEPTH) -> tuple[Any, ...]:
     return (type(value), *((name, frozen(part, scope, depth - 1)) for name, part in parts))
 
 
+def _plain_scalar(value: Any) -> Any:
+    """A scalar of a class derived from a number or a text as Python's own, which compares by what it holds."""
+    for kind, plain in _PLAIN.items():
+        if isinstance(value, kind) and type(value) not in (kind, bool) and not isinstance(value, enum.Enum):
+            return plain(value)
+    return value
+
+
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    int: int.__pos__,
+    float: float.__pos__,
+    complex: complex.__pos__,
+    str: str.__str__,
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+}
+
+
 def parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
     """The named parts of a container or an object, None for what is looked at as a whole."""
+    try:
+        return _parts_of(value, scope)
+    except Exception:  # its class forbids the question
+        return None
+
+
+def _parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
     if isinstance(value, METHODS):
         return method_parts(value)
     if isinstance(value, (*FUNCTIONS, torch.Tensor, nn.Module)):
         return None
     if isinstance(value, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
-    if isinstance(value, (dict, list, tuple, set, frozenset, collections.deque)) and len(value) > MOST:
-        return None
-    if isinstance(value, (dict, types.MappingProxyType)):
-        return list(plain_copy(value).items())
-    if isinstance(value, (list, tuple, collections.deque)):
-        return list(enumerate(value))
-    if isinstance(value, (set, frozenset)):
-        return [("elements", element) for element in sorted(value, key=repr)]
+    if isinstance(value, types.MappingProxyType):
+        return list(dict(value).items())
+    if isinstance(value, CONTAINERS):
+        return _elements(value) if length_of(value) <= MOST else None
     if is_library(type(value)):
         return None
     slots = [name for name in _slots(type(value)) if name in scope.names]
@@ -86,14 +111,38 @@ def parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
     return [(name, getattr(value, name, MISSING)) for name in named]
 
 
+def _elements(value: Any) -> list[tuple[Any, Any]]:
+    """The elements of a container by their keys or places; those of a set in an order that a copy has too."""
+    held = plain_copy(value)
+    if isinstance(held, dict):
+        return list(held.items())
+    if not isinstance(held, (set, frozenset)):
+        return list(enumerate(held))
+    try:
+        ordered = sorted(held, key=repr)
+    except Exception:  # an element that forbids repr()
+        ordered = list(held)
+    return [("elements", element) for element in ordered]
+
+
+def base_of(value: Any) -> Any:
+    """Python's own class below that of a container."""
+    return next(kind for kind in CONTAINERS if isinstance(value, kind))
+
+
+def length_of(value: Any) -> int:
+    """How many elements a container has, whatever its class says."""
+    return int(base_of(value).__len__(value))
+
+
 def plain_copy(value: Any) -> Any:
-    """A container's elements, past what its class makes of reading them: a table may build a module at each look."""
-    if isinstance(value, dict):
+    """A container of Python's own class with the elements of this one, past what its class makes of reading them: a
+    table may build a module at each look.
+    """
+    kind = base_of(value)
+    if kind is dict:
         return dict(dict.items(value))  # dict.copy reads an OrderedDict of a subclass key by key
-    for kind in (list, set):
-        if isinstance(value, kind):
-            return kind.copy(value)  # type: ignore[arg-type]
-    return collections.deque(value) if isinstance(value, collections.deque) else dict(value)
+    return dict(value) if kind is types.MappingProxyType else kind(kind.__iter__(value))
 
 
 def method_parts(value: Any) -> list[tuple[str, Any]] | None:
@@ -146,7 +195,10 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     """The `__dict__` of an object of the user's, None for anything else."""
     if isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)) or is_library(type(value)):
         return None
-    own = getattr(value, "__dict__", None)
+    try:
+        own = getattr(value, "__dict__", None)
+    except Exception:  # its class forbids the question
+        return None
     return own if isinstance(own, dict) else None
 
 
@@ -155,7 +207,11 @@ def walk(value: Any, depth: int = DEPTH) -> Iterator[Any]:
     yield value
     if depth == 0 or isinstance(value, (*SCALARS, torch.Tensor, nn.Module)):
         return
-    for part in _inside(value):
+    try:
+        parts = _inside(value)
+    except Exception:  # its class forbids the question
+        parts = []
+    for part in parts:
         yield from walk(part, depth - 1)
 
 
@@ -164,13 +220,11 @@ def _inside(value: Any) -> list[Any]:
         return [part for _, part in method_parts(value) or ()]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
-    if isinstance(value, dict):
-        return list(dict.values(value)) if len(value) <= MOST else []
-    if isinstance(value, (list, tuple, set, frozenset, collections.deque, types.MappingProxyType)):
-        held = value.values() if isinstance(value, types.MappingProxyType) else value
-        return list(held) if len(value) <= MOST else []
+    if isinstance(value, CONTAINERS):
+        held = plain_copy(value) if length_of(value) <= MOST else ()
+        return list(held.values() if isinstance(held, dict) else held)
     if isinstance(value, FUNCTIONS) or is_library(type(value)):
         return []
     own = attributes_of(value) or {}
     slots = [getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)]
-    return [*slots, *own.values()] if len(own) <= MOST else []
+    return [*slots, *dict.values(own)] if dict.__len__(own) <= MOST else []

@@ -17,7 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.capture.objects import DEPTH, METHODS, MISSING, SCALARS, Scope, attributes_of, frozen, parts_of, plain_copy
+from fxamp.capture.objects import (
+    DEPTH,
+    METHODS,
+    MISSING,
+    SCALARS,
+    Scope,
+    attributes_of,
+    base_of,
+    frozen,
+    parts_of,
+    plain_copy,
+)
 from fxamp.fakes import is_sharded
 
 LIFTED = object()  # a number that the graph reads anew at each call: its type alone matters
@@ -153,7 +164,7 @@ class StateCheck:
         value = read(holder, cell.name)
         if cell.tie is not None and value is not _tied(root, cell.tie):
             return False
-        if cell.standing_for(value, scope) == cell.frozen:
+        if _are_equal(cell.standing_for(value, scope), cell.frozen):
             return True
         if isinstance(value, SCALARS):
             self._known_change = (holder, cell.name, value)
@@ -182,7 +193,8 @@ class StateCheck:
             if parts is None:
                 return
             if isinstance(value, (dict, list, set, collections.deque, types.MappingProxyType)):
-                terms.append(f"{named(value)} == {named(plain_copy(value))}")
+                is_equal = base_of(value).__eq__  # not that of its own class, which may not look at the elements
+                terms.append(f"{named(is_equal)}({named(value)}, {named(plain_copy(value))})")
             elif not isinstance(value, (tuple, frozenset, functools.partial, *METHODS)):
                 for name, part in parts:
                     is_absent = f"not hasattr({named(value)}, {name!r})"
@@ -218,6 +230,13 @@ class StateCheck:
         exec("\n".join(["def is_as_before():", *lines, "    return True"]), space)
         made: Callable[[], bool] = space["is_as_before"]
         return made
+
+
+def _are_equal(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    try:
+        return now == before
+    except Exception:  # a key or an element whose class forbids the question, and that is another object
+        return False
 
 
 def _tied(root: nn.Module, tie: tuple[str, str, str]) -> Any:

@@ -296,8 +296,10 @@ class SymbolicTracer(fx.Tracer):
         try:
             yield
             self._follow_modes()
-            if (torch.is_grad_enabled(), switches_found()) != modes:
-                raise CaptureError(f"{user_line()}: a checkpointed function leaves a mode changed")
+            now = torch.is_grad_enabled(), switches_found()
+            if now != modes:
+                what = "the gradient mode" if now[0] != modes[0] else "a switch of torch's"
+                raise CaptureError(f"{user_line()}: a checkpointed function leaves {what} changed")
         finally:
             self._region = was
 

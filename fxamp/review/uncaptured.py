@@ -33,7 +33,9 @@ def uncaptured(engine: Engine, model: nn.Module) -> tuple[float, str]:
     share = sum(sizes[name] for name in left) / max(1, sum(sizes.values()))
     if not left:
         return 0.0, ""
-    return share, f"{share:.0%} of the weights are read by no graph and run as they are ({_named(left)}): {_WHY}."
+    given_up = [f"Dynamo gave up {function}: {why}" for function, why in engine.dynamo.given_up.items()]
+    why = "; ".join(given_up) or _WHY
+    return share, f"{share:.0%} of the weights are read by no graph and run as they are ({_named(left)}): {why}."
 
 
 def _around_blocks(engine: Engine, model: nn.Module) -> tuple[float, str]:

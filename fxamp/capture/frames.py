@@ -1,0 +1,130 @@
+"""How Dynamo captures the frames of one converted model, and what it says of those that it gives up.
+
+Models of one class share the code of their submodules, and Dynamo's caches and limits belong to code. Each converted
+model has captures, and as many as torch allows, for itself: those of another one, which may be gone by now, do not
+count. A frame that Dynamo gives up, at the limit or by an error of its own, runs as it is written; that is told.
+"""
+
+import contextlib
+import inspect
+import logging
+import re
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fxamp.capture.locations import is_foreign
+from fxamp.errors import CaptureError
+
+Hear = Callable[[str, str], None]  # a function, and why it is given up and what to do
+
+# Since torch 2.13 a compiled function can have captures of its own; before, the limits of its frames are lifted.
+_IS_APART = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+_NO_LIMIT = 1 << 30  # captures of one piece of code by all of a process
+_LIMIT = "torch._dynamo hit config."
+_GIVEN_UP = re.compile(r"WON'T CONVERT (.+?) (\S+) line (\d+)")
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+
+_KEEP_OUT = "Keep what changes from call to call out of it, or pass that as a tensor"
+_REWRITE = "Rewrite that line, or convert the submodules around it (boundaries=)"
+
+_dynamos_log = logging.getLogger("torch._dynamo.convert_frame")
+_listening = threading.local()
+
+
+def compile_apart(function: Any, backend: Callable[..., Any]) -> Any:
+    """`torch.compile` of a function, with captures of its own: those of others with the same code do not count."""
+    options: dict[str, Any] = {"isolate_recompiles": True} if _IS_APART else {}
+    return torch.compile(_own_code(function), backend=backend, **options)
+
+
+@contextlib.contextmanager
+def captures_apart(hear: Hear | None = None, is_patient: bool = True) -> Iterator[None]:
+    """A call of what `compile_apart` made: the captures of other models do not count.
+
+    Args:
+        hear: is told of each frame that Dynamo gives up, in the place of torch's own lines in the log; since torch
+            2.13 that is also a frame at which Dynamo fails, which before is given up for other models too, so that
+            the error is raised there. None: it is always raised.
+        is_patient: whether torch before 2.13 may capture a frame any number of times.
+    """
+    changed: dict[str, Any] = {"accumulated_recompile_limit": _NO_LIMIT}
+    if hear is not None:
+        _dynamos_log.addFilter(_overheard)  # once, however often it is called
+        changed.update({"suppress_errors": True} if _IS_APART else {})
+    if is_patient and not _IS_APART:
+        changed["recompile_limit"] = _NO_LIMIT
+    was, _listening.hear = getattr(_listening, "hear", None), hear
+    revert = torch._dynamo.config._make_closure_patcher(**changed)()
+    try:
+        yield
+    finally:
+        revert()
+        _listening.hear = was
+
+
+def failure(error: Exception) -> CaptureError | None:
+    """An error of Dynamo's own as one that tells what to do; None for any other error."""
+    if not isinstance(error, torch._dynamo.exc.InternalTorchDynamoError):
+        return None
+    return CaptureError(f"{_in_words(error)}.")
+
+
+def frame_number() -> int:
+    """Of the frame that is captured now: the same for all captures of one piece of code."""
+    number = torch._guards.CompileContext.current_compile_id()
+    return -1 if number is None or number.frame_id is None else number.frame_id
+
+
+class _Overheard(logging.Filter):
+    """Keeps back what Dynamo logs of a frame of a converted model that it gives up, for who listens."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        hear: Hear | None = getattr(_listening, "hear", None)
+        text = str(record.msg)
+        if hear is None:
+            return True
+        if text.startswith(_LIMIT) and isinstance(record.args, tuple):
+            limit, most, function, reason = map(str, record.args[:4])
+            reason = reason.strip() or "not known"
+            allowed = f"torch._dynamo.config.{limit} = {most} allows ({reason})"
+            hear(function, f"it was captured as often as {allowed}. {_KEEP_OUT}")
+            return False
+        if (found := _GIVEN_UP.match(text)) and record.exc_info and isinstance(record.exc_info[1], Exception):
+            name, file, line = found.groups()
+            hear(f"{name!r} ({file}:{line})", _in_words(record.exc_info[1]))
+            return False
+        return True
+
+
+_overheard = _Overheard()
+
+
+def _in_words(error: Exception) -> str:
+    """Dynamo's error in one line, with the user's line that it tells of, and the remedy."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    places = [f"{file}:{line}" for file, line in _LINE.findall(str(error)) if not is_foreign(file)]
+    at = f" at {places[-1]}" if places else ""
+    text = lines[0].rstrip(".: ") if lines else "no text"
+    return f"Dynamo fails{at} with {type(error).__name__}: {text}. {_REWRITE}"
+
+
+def _own_code(function: Any) -> Any:
+    """A copy of a function with a code object of its own: Dynamo's caches and limits belong to a code object."""
+    while hasattr(function, "__wrapped__") and not hasattr(function, "__code__"):
+        function = function.__wrapped__
+    if not isinstance(function, types.FunctionType):
+        return function
+    twin = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twin.__dict__.update(function.__dict__)
+    return twin
