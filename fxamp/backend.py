@@ -31,6 +31,7 @@ from fxamp.errors import OptionError, nearest
 from fxamp.options import Options, check_options, device_of
 from fxamp.recompute import compiler_call, fold_checkpoints
 from fxamp.runtime.apex_casts import casts_into
+from fxamp.switches import kept_switches
 from fxamp.variant import Variant
 from fxamp.views import nested, plain_inside, plain_tree
 
@@ -315,7 +316,7 @@ def visit_graphs(
         fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
         with mode, unseen(model), no_saved_tensor_hooks():
             run = compile_apart(base.forward, show)
-            with captures_apart():
+            with captures_apart(), kept_switches():
                 run(twin, *fake_args, **fake_kwargs)
     except OptionError:
         raise

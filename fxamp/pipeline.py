@@ -38,6 +38,7 @@ from fxamp.review.code import call_title
 from fxamp.review.plan import plan_pins
 from fxamp.runtime.apex_casts import casts_into
 from fxamp.storage import is_stored_low, logical_dtype
+from fxamp.switches import kept_switches
 from fxamp.variant import Variant
 from fxamp.weight_fits import WeightFits
 
@@ -81,6 +82,7 @@ def keep_weights(variant: Variant, module: nn.Module) -> None:
     variant.compiled = compile_graph(variant.graph, module, variant.captured.constants, variant.captured.output_tree)
 
 
+@kept_switches()
 def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_casts: bool = False) -> Mapping[str, Fit]:
     """Run the pipeline on a captured graph, in place, with every invariant checked between the passes.
 

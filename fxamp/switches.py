@@ -6,7 +6,8 @@ with sdpa_kernel(SDPBackend.MATH):          found = switches_found()
                                             set_switches(found)
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +42,18 @@ _SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 }
 
 
+# Set together: of attention's kernels at least one must be left on.
+_GROUPS = (
+    ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp", "sdp_priority"),
+    ("cudnn", "cudnn_benchmark", "cudnn_deterministic"),
+    ("deterministic",),
+    ("mkldnn",),
+    ("default_dtype",),
+)
+# All kernels of attention, as torch starts. From here it shows which of them a model wants, whatever its caller wants.
+_ALL_KERNELS = tuple((name, True) for name in ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp"))
+
+
 def switches_found() -> Switches:
     """All of them, as they are now."""
     return tuple([(name, get()) for name, (get, _) in _SWITCHES.items()])
@@ -52,3 +65,21 @@ def set_switches(wanted: Switches) -> None:
         get, put = _SWITCHES[name]
         if get() != value:
             put(value)
+
+
+def changed(found: Switches, now: Switches) -> Switches:
+    """What must be set to come from one state of all switches to another: whole groups."""
+    was, wanted = dict(found), dict(now)
+    groups = [group for group in _GROUPS if any(was[name] != wanted[name] for name in group)]
+    return tuple([(name, wanted[name]) for group in groups for name in group])
+
+
+@contextlib.contextmanager
+def kept_switches() -> Iterator[None]:
+    """Inside, forward is traced: attention may take any kernel. Afterwards all is as it was, whatever forward left."""
+    found = switches_found()
+    try:
+        set_switches(_ALL_KERNELS)
+        yield
+    finally:
+        set_switches(found)

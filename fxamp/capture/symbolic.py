@@ -57,7 +57,7 @@ from fxamp.capture.traces import untouched
 from fxamp.errors import CaptureError, FxampError, ShardedParameterError
 from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign, is_sharded
 from fxamp.recompute import Region
-from fxamp.switches import set_switches, switches_found
+from fxamp.switches import Switches, changed, kept_switches, set_switches, switches_found
 
 
 def capture_symbolic(
@@ -151,7 +151,8 @@ class SymbolicTracer(fx.Tracer):
         self._hooks: dict[int, list[object]] = {}  # id of a module -> those it has before forward runs
         self._grad_node: fx.Node | None = None
         self._switches_node: fx.Node | None = None
-        self._outside = self._inside = switches_found()
+        self._outside: Switches = ()
+        self._inside: Switches = ()
         self._recording = False
         self._reads: Reads | None = None
         self._opened: nn.Module | None = None
@@ -171,6 +172,7 @@ class SymbolicTracer(fx.Tracer):
             grad_mode_reads(self),
             training_reads(root, self.training),
             unrepeatable_randomness(),
+            kept_switches(),
             torch.enable_grad(),
             idle_autocast(self.device_type),
             attention.plain_paths(),
@@ -194,6 +196,7 @@ class SymbolicTracer(fx.Tracer):
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
         self._recording = True
+        self._outside = self._inside = switches_found()
         self.graph._graph_namespace.create_name("self", None)  # what generated code calls the module: no value's name
         inputs = []
         kinds = [leaf for leaf in self.spec.leaves if leaf[0] != "constant"]
@@ -464,8 +467,7 @@ class SymbolicTracer(fx.Tracer):
             self._switches_node = self.create_node("call_function", switches_found, (), {})
         elif self._inside != self._outside:
             self.create_node("call_function", set_switches, (self._switches_node,), {})
-        wanted = tuple([one for one, other in zip(now, self._outside, strict=True) if one != other])
-        if wanted:
+        if wanted := changed(self._outside, now):
             self.create_node("call_function", set_switches, (wanted,), {})
         self._inside = now
 

@@ -150,8 +150,12 @@ def _against_seeds(rows: list[Record]) -> Iterator[str]:
         yield (
             f"Distance of {what} from fp32, of autocast's: {statistics.geometric_mean(means.values()):.2f} (geomean of "
             f"all models, {seeds} seeds each); at every seed and by {CLEARLY - 1:.0%} or more in the mean, "
-            f"{len(further)} are further{f' ({named})' if named else ''} and {len(nearer)} nearer."
+            f"{_are(len(further))} further{f' ({named})' if named else ''} and {len(nearer)} nearer."
         )
+
+
+def _are(count: int) -> str:
+    return f"{count} {'is' if count == 1 else 'are'}"
 
 
 CLEARLY = 1.05

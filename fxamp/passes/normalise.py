@@ -48,6 +48,8 @@ class Normalise(Pass):
 _ACTS = "drop rand bernoulli multinomial normal poisson uniform rrelu exponential geometric cauchy attention lstm gru \
 rnn fractional assert check autocast grad print backward sync barrier wait".split()
 
+_COUNTED_ONLY = frozenset({"_log_api_usage_once"})  # by PyTorch's own builds
+
 _ASSERTS_METADATA = torch.ops.aten._assert_tensor_metadata.default
 
 
@@ -71,7 +73,8 @@ def _gives_nothing(node: fx.Node) -> bool:
     """Whether a function is known to return None: it was called for what it does."""
     value = node.meta.get("val", node.meta.get("example_value"))
     is_of_torch = getattr(node.target, "__module__", None) not in ("builtins", "_operator", "math")
-    return node.op == "call_function" and is_of_torch and value is None and ir.mark(node).type is None
+    does = is_of_torch and ir.mark(node).op not in _COUNTED_ONLY
+    return node.op == "call_function" and does and value is None and ir.mark(node).type is None
 
 
 # The keywords of leading operands, in the order of their positions; functions with another order are left alone.

@@ -36,17 +36,19 @@ _ORIGINAL = "_fxamp_original"
 class _Casting:
     """Whether the casts are made now: `low` is the dtype of half functions, None where none are made.
 
-    What is set (amp is on) holds for the process, and inside `instead` another for the thread that is there.
+    What is set (amp is on, `disabled` somewhere) holds for the process, and inside `instead` another for the thread
+    that is there.
     """
 
     def __init__(self) -> None:
         self._of_process: torch.dtype | None = None
+        self.disabled = 0  # how many with blocks of casts_disabled there are
         self._of_thread = threading.local()
 
     @property
     def low(self) -> torch.dtype | None:
         here: list[torch.dtype | None] = getattr(self._of_thread, "lows", [])
-        return here[-1] if here else self._of_process
+        return here[-1] if here else None if self.disabled else self._of_process
 
     @low.setter
     def low(self, low: torch.dtype | None) -> None:
@@ -117,14 +119,16 @@ def casts_into(low: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def casts_disabled(models: list[nn.Module]) -> Iterator[None]:
-    """Inside, registered functions cast nothing in this thread, and these converted models run as they are written."""
+    """Inside, registered functions cast nothing, in any thread, and these converted models run as they are written."""
     engine = importlib.import_module("fxamp.ir").ENGINE  # looked up when needed, as the converter is
     parts = {id(part): part for model in models for part in model.modules()}
     engines = [(part, part.__dict__.pop(engine)) for part in parts.values() if engine in part.__dict__]
+    casting.disabled += 1
     try:
         with casting.instead(None):
             yield
     finally:
+        casting.disabled -= 1
         for part, own in engines:
             part.__dict__[engine] = own
 

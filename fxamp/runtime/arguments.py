@@ -19,15 +19,21 @@ def is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
+def plain_number(value: Any) -> Any:
+    """What numpy's scalars and tensors of one element hold, as Python's number; any other value itself."""
+    is_scalar = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
+    return value.item() if is_scalar or (isinstance(value, torch.Tensor) and value.numel() == 1) else value
+
+
 def checked_flag(name: str, value: Any) -> bool:
-    """A flag as a bool; 1, 0 and numpy's count as flags.
+    """A flag as a bool; None is off (as argparse gives it), and 1, 0 and those of numpy and torch count as flags.
 
     Raises:
         OptionError: anything else, such as the text "no", which Python takes for True.
     """
-    is_numpys = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
-    if isinstance(value, bool) or is_numpys or (isinstance(value, int) and value in (0, 1)):
-        return bool(value)
+    plain = plain_number(value)
+    if plain is None or (isinstance(plain, int) and plain in (0, 1)):
+        return bool(plain)
     raise OptionError(f"{name}={value!r} must be True or False.")
 
 

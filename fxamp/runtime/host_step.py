@@ -54,7 +54,7 @@ def _refuse_others(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwar
     others += [f"{name}={value!r}{nearest(name, ('closure', 'max_grad_norm'))}" for name, value in kwargs.items()]
     if others:
         raise OptionError(
-            f"step() of {type(optimizer).__name__} takes a closure alone, and was given {others[0]} "
+            f"step() of {type(optimizer).__name__} takes a closure alone, and was given {others[0]}. "
             "Clipping is step(optimizer, max_grad_norm=1.0)."
         )
 

@@ -6,11 +6,12 @@ import math
 import torch
 
 from fxamp.errors import OptionError, nearest
-from fxamp.runtime.arguments import is_finite
+from fxamp.runtime.arguments import is_finite, plain_number
 
 REFILLS = ("growth", "good_step", "deepspeed", "deepspeed_consecutive")
 LARGEST_HALF = torch.finfo(torch.float16).max  # 65,504
 LARGEST_EXPONENT = 126  # of a chosen scale: float32 holds 2**126, and its reciprocal as a normal number
+NEVER = 2**31 - 1  # good steps, the most that an int32 counts
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-127, torch.finfo(torch.float32).max  # with reciprocals that float32 holds
 
 
@@ -45,6 +46,10 @@ class ScaleRule:
     max_scale: float = 2.0**24
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain_number(value))
+        if isinstance(self.growth_interval, int) and self.growth_interval > NEVER:
+            object.__setattr__(self, "growth_interval", NEVER)  # as good as never, and an int32 holds it
         self.check()
 
     def check(self) -> None:
@@ -152,6 +157,7 @@ def checked_scale(name: str, scale: object, rule: ScaleRule) -> float:
     Raises:
         OptionError: names the argument, its value and what is allowed.
     """
+    scale = plain_number(scale)
     if _is_device(scale):
         raise OptionError(
             f"{name}={scale!r} is a device, not a scale; torch.amp.GradScaler takes the device first, "

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from fxamp.dtypes import NAMES
 from fxamp.errors import FxampError, OptionError, nearest
 from fxamp.runtime import gradients, scaler_state
-from fxamp.runtime.arguments import checked_device, checked_flag, refuse_containers
+from fxamp.runtime.arguments import checked_device, checked_flag, plain_number, refuse_containers
 from fxamp.runtime.scale_rule import ScaleRule, checked_scale
 from fxamp.runtime.watch import ScaleRecord, ScaleWatch
 
@@ -38,7 +38,7 @@ class ScalerBase(torch.amp.GradScaler):
     ) -> None:
         if isinstance(max_skips, bool) or not isinstance(max_skips, int) or max_skips < 1:
             raise OptionError(f"max_skips={max_skips!r} must be an integer >= 1.")
-        where = checked_device(device)
+        init_scale, where = plain_number(init_scale), checked_device(device)
         super().__init__(_device_type(where), checked_scale("init_scale", init_scale, rule), enabled=False)
         self._enabled = checked_flag("enabled", enabled)
         self.rule = rule
@@ -62,7 +62,7 @@ class ScalerBase(torch.amp.GradScaler):
     def _begin_on(self, device: torch.device) -> None:
         try:
             self._lazy_init_scale_growth_tracker(device)
-        except (RuntimeError, AssertionError) as error:  # torch's own for a device that is not there
+        except (RuntimeError, AssertionError, ImportError) as error:  # torch's own for a device that is not there
             raise OptionError(f"device={str(device)!r} is not there: {error}. Leave device= out.") from error
 
     # Constants: kept in the rule; these are the names under which torch and its callers know them.

@@ -278,10 +278,10 @@ def test_captures_of_two_threads_cast_each_to_its_own():
     assert found[torch.float16, "after"] == found[torch.bfloat16, "after"] == torch.float32
 
 
-def test_amp_is_on_in_every_thread_and_disabled_in_the_one_that_asks():
+def test_amp_is_on_and_disabled_in_every_thread():
     start(Net(rounded))
     assert in_another_thread(dtype_of_rounded) == torch.float16
     with amp.disable_casts():
         assert dtype_of_rounded() == torch.float32
-        assert in_another_thread(dtype_of_rounded) == torch.float16
-    assert dtype_of_rounded() == torch.float16
+        assert in_another_thread(dtype_of_rounded) == torch.float32
+    assert dtype_of_rounded() == in_another_thread(dtype_of_rounded) == torch.float16
