@@ -42,8 +42,7 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
 
 
 class _CastOfPart(torch.autograd.Function):
-    """A gradient that will be differentiated, a batch of gradients (`is_grads_batched`) and one of a subclass take
-    torch's own pad and `.to`."""
+    """A batch of gradients (`is_grads_batched`) and a gradient of a subclass take torch's own pad and `.to`."""
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, dim: int, extra: int, dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +54,7 @@ class _CastOfPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         is_batched = torch._C._functorch.is_legacy_batchedtensor(grad)
-        if torch.is_grad_enabled() or is_batched or must_be_plain(grad):
+        if is_batched or must_be_plain(grad):
             behind = (*(0, 0) * (-1 - ctx.dim), 0, ctx.extra)
             return functional.pad(grad.to(ctx.dtype), behind), None, None, None
         wide = torch.empty_strided(ctx.shape, ctx.strides, dtype=ctx.dtype, device=grad.device)

@@ -182,6 +182,7 @@ def test_tensors_made_under_another_default_dtype_have_it():
 
 @BOTH
 def test_attention_that_is_asked_for_its_math_form_has_second_derivatives(capture):
+    torch.manual_seed(0)
     model, x = Model(with_sdpa), torch.randn(3, 8, requires_grad=True)
     converted = fxamp.convert(model, torch.bfloat16, capture=capture)
     found = []
@@ -192,7 +193,7 @@ def test_attention_that_is_asked_for_its_math_form_has_second_derivatives(captur
         found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
     assert len(found[0]) == len(found[1]) >= 3
     for ours, expected in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0.1, atol=0.02)
+        assert (ours - expected).norm() <= 0.05 * expected.norm()
 
 
 def test_what_runs_under_inference_mode_gets_no_gradients():

@@ -134,6 +134,27 @@ def test_two_directions_are_cut_once():
     assert len(cuts) == 3  # the output, and two states that the model returns
 
 
+def test_both_directions_that_are_returned_are_cut_each():
+    class Returned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(5, 13, bidirectional=True)
+
+        def forward(self, x):
+            return self.rnn(x)[0]
+
+    model, found = Returned(), []
+    for pad_to in (8, 0):
+        converted = fxamp.convert(model, BF16, example_inputs=(X,), pad="always", pad_to=pad_to)
+        model.zero_grad()
+        result = converted(X)
+        result.square().sum().backward()
+        found.append((result, *[parameter.grad for parameter in model.parameters()]))
+        assert bool(fxamp.report(converted).padded) == bool(pad_to)
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.02)
+
+
 def test_a_projection_that_could_not_be_told_is_left_alone():
     run = step(Net(lambda: nn.LSTM(5, 14, proj_size=13), 13), X)
     note = next(ir.mark(node).pad for node in run.graph.nodes if ir.mark(node).op == "lstm")
