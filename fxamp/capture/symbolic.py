@@ -32,6 +32,7 @@ from fxamp.capture.leaves import has_hooks, hooks_on, is_leaf
 from fxamp.capture.lengths import hands_on_open_length, has_open_length
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import explained, unfollowable, user_line
+from fxamp.capture.mode_nodes import ModeNodes
 from fxamp.capture.numbers import plain_number
 from fxamp.capture.promotion import Promotion, low_operands, widen
 from fxamp.capture.proxies import ValueProxy, WeightProxy, asks_of_autograd, is_static
@@ -57,7 +58,7 @@ from fxamp.capture.traces import untouched
 from fxamp.errors import CaptureError, FxampError, ShardedParameterError
 from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign, is_sharded
 from fxamp.recompute import Region
-from fxamp.switches import Switches, changed, kept_switches, set_switches, switches_found
+from fxamp.switches import kept_switches, switches_found
 
 
 def capture_symbolic(
@@ -149,10 +150,7 @@ class SymbolicTracer(fx.Tracer):
         self._tensor_paths: dict[int, str] = {}
         self._weights: dict[str, WeightProxy] = {}
         self._hooks: dict[int, list[object]] = {}  # id of a module -> those it has before forward runs
-        self._grad_node: fx.Node | None = None
-        self._switches_node: fx.Node | None = None
-        self._outside: Switches = ()
-        self._inside: Switches = ()
+        self._modes: ModeNodes | None = None
         self._recording = False
         self._reads: Reads | None = None
         self._opened: nn.Module | None = None
@@ -196,7 +194,7 @@ class SymbolicTracer(fx.Tracer):
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
         self._recording = True
-        self._outside = self._inside = switches_found()
+        self._modes = ModeNodes(self.create_node)
         self.graph._graph_namespace.create_name("self", None)  # what generated code calls the module: no value's name
         inputs = []
         kinds = [leaf for leaf in self.spec.leaves if leaf[0] != "constant"]
@@ -453,37 +451,10 @@ class SymbolicTracer(fx.Tracer):
             self._tensor_paths[id(tensor)] = path
         return self._weight(path, tensor).node
 
-    # ------------------------------------------------------------------------------------------------ modes
-
     def _follow_modes(self) -> None:
-        """Emit nodes where the user's code switched a mode since the last node."""
-        self._follow_grad_mode()
-        self._follow_switches()
-
-    def _follow_switches(self) -> None:
-        if not self._recording or self.evaluating or (now := switches_found()) == self._inside:
-            return
-        if self._switches_node is None:
-            self._switches_node = self.create_node("call_function", switches_found, (), {})
-        elif self._inside != self._outside:
-            self.create_node("call_function", set_switches, (self._switches_node,), {})
-        if wanted := changed(self._outside, now):
-            self.create_node("call_function", set_switches, (wanted,), {})
-        self._inside = now
-
-    def _follow_grad_mode(self) -> None:
-        """Emit nodes where the user's code entered or left a no_grad region since the last node."""
-        if not self._recording or self.evaluating:
-            return
-        if torch.is_inference_mode_enabled():
-            raise CaptureError(f"{user_line()}: torch.inference_mode inside forward. Use torch.no_grad there.")
-        inside = not torch.is_grad_enabled()
-        if inside and self._grad_node is None:
-            self._grad_node = self.create_node("call_function", torch.is_grad_enabled, (), {})
-            self.create_node("call_function", torch._C._set_grad_enabled, (False,), {})
-        elif not inside and self._grad_node is not None:
-            self.create_node("call_function", torch._C._set_grad_enabled, (self._grad_node,), {})
-            self._grad_node = None
+        """Make nodes where the user's code switched a mode since the last node."""
+        if self._modes is not None and not self.evaluating:
+            self._modes.follow()
 
 
 def _target_name(node: fx.Node) -> str:

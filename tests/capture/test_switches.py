@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp.switches import set_switches, switches_found
@@ -91,6 +92,29 @@ def test_each_gemm_runs_under_the_switches_of_its_place(forward):
         assert switches_found() == before
     assert seen[0] == seen[1] and len({str(flags) for _, flags in seen[0]}) > (forward is not left_on)
     assert not [row.name for row in fxamp.report(converted).rows if row.colour == "unlisted"]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_switches_inside_of_checkpointed_blocks(use_reentrant):
+    """Each block is recomputed by itself, under its own switches."""
+
+    def forward(m, x):
+        for _ in range(2):
+            x = checkpoint(with_sdpa, m, x, use_reentrant=use_reentrant)
+        return x
+
+    model, x, seen, slopes = Model(forward), torch.randn(3, 8, requires_grad=True), [], []
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=(x,), capture="symbolic")
+    for run in (model, converted):
+        model.zero_grad()
+        with Noting() as noting:
+            run(x).sum().backward()
+        seen.append([flags for name, flags in noting.seen if name == "aten::addmm"])
+        slopes.append([parameter.grad for parameter in model.parameters()])
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == (8 if use_reentrant else 6)  # two layers in two blocks; the other way leaves the last out
+    for ours, expected in zip(slopes[1], slopes[0], strict=True):
+        assert (ours - expected).norm() <= 0.05 * expected.norm()
 
 
 def test_what_the_caller_has_switched_stays():
