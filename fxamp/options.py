@@ -1,6 +1,7 @@
 """The arguments of convert(): what they may be, checked before anything is touched."""
 
 import dataclasses
+import functools
 import logging
 import sys
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ log = logging.getLogger("fxamp")
 OPT_LEVELS = ("O0", "O1", "O2", "O3")
 CAPTURES = ("auto", "symbolic", "dynamo")
 PADS = ("auto", "always")
+TESTED_TORCH = (2, 11), (2, 13)
+"""The oldest and the newest torch (major, minor) that the tests have passed with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +123,21 @@ def device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
+@functools.cache
+def warn_of_untested_torch(version: str) -> None:
+    """Log a warning, once, for a torch that is newer or older than those this package was tested with."""
+    major, minor = map(int, version.split(".")[:2])
+    oldest, newest = TESTED_TORCH
+    if not oldest <= (major, minor) <= newest:
+        log.warning(
+            "torch %s: fxamp is tested with torch %d.%d to %d.%d. fxamp.compare(model, converted, inputs) tells "
+            "whether the numbers are right with yours",
+            version,
+            *oldest,
+            *newest,
+        )
+
+
 def check_options(
     device: torch.device,
     dtype: Any = None,
@@ -133,6 +151,7 @@ def check_options(
     output_dtype: Any = torch.float32,
 ) -> Options:
     """The arguments of convert(), checked."""
+    warn_of_untested_torch(torch.__version__)
     if isinstance(opt_level, str) and opt_level.startswith("0"):
         raise OptionError(f"opt_level={opt_level!r} starts with a zero. Allowed, with the letter O: {OPT_LEVELS}.")
     _choose("opt_level", opt_level, OPT_LEVELS)

@@ -10,6 +10,7 @@ from torch import nn
 import fxamp
 from fxamp.dtypes import resolve_dtype
 from fxamp.errors import CaptureError, OpListError, OptionError
+from fxamp.options import warn_of_untested_torch
 
 
 class Net(nn.Module):
@@ -375,3 +376,17 @@ def test_modules_and_weights_may_have_any_name(opt_level, tmp_path):
     plan = fxamp.report(converted).save_plan(tmp_path / "plan.json")
     again = fxamp.convert(OddNames(), torch.float16, (x,), opt_level=opt_level, plan=plan)
     assert again(x).shape == expected.shape
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [("2.10.1", True), ("2.11.0+cu130", False), ("2.13.0", False), ("2.14", True)]
+)
+def test_a_torch_that_was_not_tested_is_warned_about_once(version, said, monkeypatch, caplog):
+    monkeypatch.setattr(torch, "__version__", version)
+    warn_of_untested_torch.cache_clear()
+    try:
+        for _ in range(2):
+            fxamp.convert(Net())
+    finally:
+        warn_of_untested_torch.cache_clear()
+    assert [f"torch {version}" in text for text in caplog.messages].count(True) == int(said)
