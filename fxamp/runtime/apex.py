@@ -31,7 +31,7 @@ from fxamp.runtime.apex_casts import (
     register_half_function,
     register_promote_function,
 )
-from fxamp.runtime.apex_options import BRIEF, check_output_dtype, check_whole, properties, table
+from fxamp.runtime.apex_options import BRIEF, LEVELS, check_output_dtype, check_whole, properties, table
 from fxamp.runtime.apex_prepare import (
     IS_UNSCALED,
     PENDING_FOUND_INF,
@@ -85,7 +85,7 @@ _amp_state = AmpState()
 def initialize(
     models: Any,
     optimizers: Any = None,
-    enabled: bool = True,
+    enabled: bool | str = True,
     opt_level: str = "O1",
     cast_model_type: torch.dtype | None = None,
     patch_torch_functions: bool | None = None,
@@ -105,7 +105,8 @@ def initialize(
 
     Args:
         models, optimizers: one, or a list.
-        enabled: False returns everything unchanged, and makes scale_loss pass the loss through.
+        enabled: False returns everything unchanged, and makes scale_loss pass the loss through. Third as in apex;
+            a level that stands here is the opt_level: `initialize(model, optimizer, "O2")`.
         opt_level, cast_model_type, ..., loss_scale: see apex_options; None leaves the level's own value.
         cast_model_outputs: dtype of floating outputs; None is float32, and at O0 as they come.
         num_losses: how many loss scalers; `scale_loss(..., loss_id=k)` picks one.
@@ -125,6 +126,8 @@ def initialize(
         OptionError: a property, model, optimizer or option of convert that is not allowed; says what is.
         FxampError: whatever `convert` raises.
     """
+    if isinstance(enabled, str) and enabled in LEVELS:
+        opt_level, enabled = enabled, True
     check_options(convert, convert_options, list(inspect.signature(initialize).parameters)[:-1])
     check_whole("num_losses", num_losses, 1)
     check_whole("verbosity", int(verbosity) if isinstance(verbosity, bool) else verbosity, 0)

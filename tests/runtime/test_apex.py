@@ -207,6 +207,14 @@ def test_disabled_runs_as_if_absent():
         assert scaled is loss
 
 
+def test_the_level_may_stand_third():
+    model = torch.nn.Linear(8, 8)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", verbosity=0)
+    assert amp._amp_state.opt_properties.opt_level == "O2" and model.weight.dtype != torch.float32
+    with pytest.raises(OptionError, match="enabled='02' must be True or False"):
+        amp.initialize(torch.nn.Linear(8, 8), None, "02")
+
+
 def test_shapes_are_returned_as_given():
     one, two = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(one.parameters(), 0.1)
