@@ -1,7 +1,6 @@
 """convert(): build the converted model, with its first graph where there are example inputs."""
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +13,8 @@ from fxamp.block_calls import calls_of_blocks
 from fxamp.boundaries import AsWritten, check_boundaries, make_tree
 from fxamp.capture.inputs import check_call_fits, normalise_example
 from fxamp.converted import make_sibling
-from fxamp.engine import Engine, Workshop, engine_of, mark_block
-from fxamp.errors import CaptureError, OpListError, OptionError
+from fxamp.engine import Engine, Workshop, engine_of
+from fxamp.errors import CaptureError, OptionError
 from fxamp.lists import OpLists
 from fxamp.lists.environment import disabled_by
 from fxamp.numerics.pins import as_ranges
@@ -37,8 +36,6 @@ from fxamp.storage import lower_parameters, put_back, speak_float32
 from fxamp.unconverted import leave
 from fxamp.variant import Variant
 from fxamp.views import plain_tree, plain_view
-
-log = logging.getLogger("fxamp")
 
 
 def convert(
@@ -84,8 +81,8 @@ def convert(
         boundaries: module classes, paths, globs, or "blocks" (repeated blocks): each such submodule is converted by
             itself and stays a module that is called: FSDP2 per block, checkpointing and hooks go on working, and
             equal blocks are converted once. Values cross a boundary in float32. O1 only.
-        capture: "symbolic" (an own tracer), "dynamo" (torch.compile's front end, which follows Python control flow),
-            or "auto": symbolic where it can follow, else dynamo, and one INFO line says why.
+        capture: "symbolic" (fxamp's own tracer), "dynamo" (torch.compile's front end, which follows Python control
+            flow), or "auto": symbolic where it can follow, else dynamo, and one INFO line says why.
         output_dtype: float32 outputs come back in this dtype; None: as computed.
 
     Raises:
@@ -121,7 +118,7 @@ def convert(
 def convert_as(
     model: nn.Module, options: Options, example: tuple[Any, Any] | None, boundaries: tuple[str, ...] = ()
 ) -> nn.Module:
-    """`convert` for checked options, whatever FXAMP_DISABLE says."""
+    """`convert` for checked options; FXAMP_DISABLE is not asked."""
     opt_level = options.opt_level
     say_what_is_inside(model)
     if example is not None:
@@ -195,33 +192,18 @@ def _capture_blocks(model: nn.Module, around: Variant, device: torch.device) -> 
 
 
 def _first_graph(model: nn.Module, engine: Engine, example: tuple[Any, Any] | None) -> Variant | None:
-    """The graph of the example call, or a preview from assumed types; None where only Dynamo can follow."""
+    """The graph of the example call, or a preview from assumed types; None where there is none of them: where only
+    Dynamo can follow the model, or the assumptions do not fit it."""
     if engine.options.capture != "dynamo":
         try:
             if example is not None:
                 return engine.capture(model, *example, is_example=True)
-            return _preview(model, engine)
+            return engine.preview(model)
         except CaptureError as error:
             engine.fall_back(model, error)
     if example is not None:
         engine.previews = trace_on_fakes(plain_tree(model), *example, engine.options, rewrite)
     return None
-
-
-def _preview(model: nn.Module, engine: Engine) -> Variant | None:
-    """The graph as it would be for assumed types; None where the assumptions do not fit the model."""
-    try:
-        preview = build_variant(plain_tree(model), None, None, engine.options)
-    except (CaptureError, OptionError, OpListError):
-        raise
-    except Exception as error:  # a preview never runs, so what is wrong with it must not stop the conversion
-        name = type(model).__qualname__
-        log.info("no preview of %s from assumed types (%s); its first call makes its graph", name, error)
-        return None
-    if engine.is_boundary:
-        mark_block(preview, engine.paths)
-    engine.previews = [preview]
-    return preview
 
 
 def _lowered_paths(graph: fx.Graph, opt_level: str, model: nn.Module) -> list[str]:

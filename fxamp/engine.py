@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import logging
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,8 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxamp.capture.inputs import CallSpec, call_key, flatten_call
 from fxamp.capture.reads import Place
 from fxamp.capture.refusals import Refusals
+from fxamp.capture.symbolic import one_at_a_time
 from fxamp.capture.unseen import no_inference_mode, no_jit_trace, no_saved_tensor_hooks
-from fxamp.errors import CaptureError, InvariantError
+from fxamp.errors import CaptureError, InvariantError, OpListError, OptionError
 from fxamp.ir import BLOCK_PATH, ENGINE
 from fxamp.structure import Structure
 from fxamp.variant import Variant, takes_apart
@@ -33,6 +33,7 @@ log = logging.getLogger("fxamp")
 
 
 Build = Callable[..., Variant]  # see fxamp.pipeline.build_variant
+_BROKEN_RULE = "the graph of %s breaks a rule of fxamp's own, please report it: %s"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +196,7 @@ class Engine:
         capture: Any = self._capture
         if "torch._dynamo" in sys.modules:  # which would trace a trace, called inside of a compiled function
             capture = torch._dynamo.disable(capture)  # type: ignore[no-untyped-call]
-        with _capturing:  # a trace patches torch's modules for its length
+        with one_at_a_time:
             return capture(module, args, kwargs, is_example)  # type: ignore[no-any-return]
 
     def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_example: bool) -> Variant:
@@ -253,9 +254,31 @@ class Engine:
             if options.capture != "auto" or options.opt_level != "O1":
                 raise
             name = type(module).__qualname__
-            log.warning("the graph of %s breaks a rule of fxamp's own, please report it: %s", name, error)
+            log.warning(_BROKEN_RULE, name, error)
             raise CaptureError(f"the graph of {name} breaks a rule of fxamp's own: {error}") from error
         variant.note_transforms(is_transformed)
+        return variant
+
+    def preview(self, module: nn.Module) -> Variant | None:
+        """The graph as it would be for assumed types; None where the assumptions do not fit the model.
+
+        Raises:
+            CaptureError, OptionError, OpListError: what a graph made for real inputs would meet as well.
+        """
+        name = type(module).__qualname__
+        try:
+            variant = self.workshop.build(plain_tree(module), None, None, self.options)
+        except (CaptureError, OptionError, OpListError):
+            raise
+        except InvariantError as error:
+            log.warning(_BROKEN_RULE, name, error)
+            return None
+        except Exception as error:  # a preview never runs, so what is wrong with it must not stop the conversion
+            log.info("no preview of %s from assumed types (%s); its first call makes its graph", name, error)
+            return None
+        if self.is_boundary:
+            mark_block(variant, self.paths)
+        self.previews = [variant]
         return variant
 
     def _follow_changes(self, module: nn.Module, stale: list[Variant], known: list[Variant]) -> None:
@@ -290,18 +313,20 @@ class Engine:
         self.is_frozen = True
         for path, inner in self.blocks.items():
             inner.freeze(module.get_submodule(path))
-        for variant in [variant for known in self.variants.values() for variant in known] or self.previews:
+        for variant in self._own_variants() or self.previews:
             self.workshop.keep_weights(variant, module)
 
     def start_again(self) -> None:
-        """Forget every graph: weights are stored otherwise than they were."""
+        """Forget every graph: the dtypes in which the parameters are stored have changed."""
         self.variants.clear()
         self.fingerprint = None
 
     def all_variants(self) -> list[Variant]:
         """Every graph there is: those that run, or the preview before the first call."""
-        own = [variant for known in self.variants.values() for variant in known]
-        return [*own, *(self.dynamo.variants if self.dynamo else ())] or self.previews
+        return [*self._own_variants(), *(self.dynamo.variants if self.dynamo else ())] or self.previews
+
+    def _own_variants(self) -> list[Variant]:
+        return [variant for known in self.variants.values() for variant in known]
 
     def graphs(self) -> list[Variant]:
         """These, and those of the blocks that are converted by themselves; one of equal blocks stands for all."""
@@ -321,9 +346,6 @@ def _blocks_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Engine]:
     modules = dict(model.named_modules(remove_duplicate=False))
     engines = {path: engine_of(modules.get(path)) for path in paths}
     return {path: engine.current(modules[path]) for path, engine in engines.items() if engine is not None}
-
-
-_capturing = threading.RLock()
 
 
 def _run(variant: Variant, module: nn.Module, inputs: list[Any]) -> Any:

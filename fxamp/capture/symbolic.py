@@ -60,6 +60,9 @@ from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign, is_sharded
 from fxamp.recompute import Region
 from fxamp.switches import kept_switches, switches_found
 
+one_at_a_time = threading.RLock()
+"""Held while a trace patches torch's modules, by whoever makes one; an engine holds it for a whole capture."""
+
 
 def capture_symbolic(
     root: nn.Module,
@@ -69,7 +72,7 @@ def capture_symbolic(
     keep_whole: Callable[[str], bool] = lambda name: False,
     live: frozenset[Place] = frozenset(),
 ) -> Captured:
-    """Trace `root.forward` for one call structure.
+    """Trace `root.forward` for one call structure; a thread waits for another's trace.
 
     Args:
         root: the module; unchanged afterwards.
@@ -85,13 +88,14 @@ def capture_symbolic(
         OptionError: the example inputs make an operation of the model fail.
     """
     fakes = fakes or Fakes(root)
-    try:
-        with opened_wraps(keep_whole) as opened:
-            return _settled_trace(root, spec, example, fakes, live)
-    except CaptureError:
-        if not opened:
-            raise
-    return _settled_trace(root, spec, example, fakes, live)
+    with one_at_a_time:
+        try:
+            with opened_wraps(keep_whole) as opened:
+                return _settled_trace(root, spec, example, fakes, live)
+        except CaptureError:
+            if not opened:
+                raise
+        return _settled_trace(root, spec, example, fakes, live)
 
 
 def _settled_trace(*given: Any) -> Captured:

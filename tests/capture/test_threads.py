@@ -66,3 +66,24 @@ def test_the_same_model_runs_as_ever_and_its_graph_is_as_ever(meanwhile):
     assert results and all(torch.equal(result, expected) for result in results)
     assert [str(node) for node in variant.graph.nodes] == [str(node) for node in alone.graph.nodes]
     torch.testing.assert_close(converted(X), expected, rtol=2**-5, atol=2**-5)
+
+
+def test_previews_are_made_one_after_the_other():
+    def deep():
+        return nn.Sequential(*(Scaled(2) for _ in range(6))).eval()
+
+    found, alone = [], len(fxamp.report(fxamp.convert(deep(), dtype="bfloat16")).rows)
+    before = torch.nn.functional.linear, nn.Module.__call__, nn.Module.__getattr__
+
+    def convert():
+        converted = fxamp.convert(deep(), dtype="bfloat16")
+        found.append((len(fxamp.report(converted).rows), len(fxamp.what_if(converted, deny=["linear"]).rows)))
+
+    threads = [threading.Thread(target=convert) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [rows for rows, _ in found] == [alone] * 4
+    assert len({rows for _, rows in found}) == 1
+    assert (torch.nn.functional.linear, nn.Module.__call__, nn.Module.__getattr__) == before
