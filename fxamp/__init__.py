@@ -42,6 +42,8 @@ from fxamp.runtime import (
     tf32_state,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CaptureError",
     "CheckpointError",
@@ -59,6 +61,7 @@ __all__ = [
     "ShardedParameterError",
     "StaticLossScaler",
     "StepResult",
+    "__version__",
     "audit",
     "choose_scale",
     "compare",
