@@ -8,11 +8,12 @@ import torch
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.backend import DynamoForward, trace_on_fakes
+from fxamp.backend import DynamoForward
 from fxamp.block_calls import calls_of_blocks
 from fxamp.boundaries import AsWritten, check_boundaries, make_tree
 from fxamp.capture.inputs import check_call_fits, normalise_example
 from fxamp.converted import make_sibling
+from fxamp.dynamo_preview import trace_on_fakes
 from fxamp.engine import Engine, Workshop, engine_of
 from fxamp.errors import CaptureError, OptionError
 from fxamp.lists import OpLists

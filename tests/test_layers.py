@@ -49,6 +49,7 @@ ABOVE = {
     "weight_fits",
     "number_fits",
     "dynamo_variant",
+    "dynamo_preview",
     "backend",
     "convert",
     "pipeline",

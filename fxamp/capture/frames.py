@@ -2,19 +2,23 @@
 
 Models of one class share the code of their submodules, and Dynamo's caches and limits belong to code. Each converted
 model has captures, and as many as torch allows, for itself: those of another one, which may be gone by now, do not
-count. A frame that Dynamo gives up, at the limit or by an error of its own, runs as it is written; that is told.
+count. A frame that Dynamo gives up, at the limit or by an error of its own, runs as it is written; that is told. One
+that it gives up because it saw the model raise an error is captured again at the next call.
 """
 
 import contextlib
 import inspect
 import logging
 import re
+import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from fxamp.capture.locations import is_foreign
 from fxamp.errors import CaptureError
@@ -61,9 +65,31 @@ def captures_apart(hear: Hear | None = None, is_patient: bool = True) -> Iterato
     revert = torch._dynamo.config._make_closure_patcher(**changed)()
     try:
         yield
+    except BaseException as error:
+        _let_back(error)
+        raise
     finally:
         revert()
         _listening.hear = was
+
+
+def _let_back(error: BaseException) -> None:
+    """Let Dynamo look again at the frames that an error came through.
+
+    A frame in which it meets a `raise` runs as it is written, which raises the error, and Dynamo marks its code as one
+    to leave alone from then on. Since torch 2.13 the mark belongs to one compiled function.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code in torch._dynamo.convert_frame.input_codes:  # others were never to be captured
+            set_code_exec_strategy(frame.f_code, _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT))
+
+
+def failed_captures() -> int:
+    """How many frames Dynamo has tried to capture in this process, and could not."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0
+    frames = torch._dynamo.utils.counters["frames"]
+    return frames["total"] - frames["ok"]
 
 
 def failure(error: Exception) -> CaptureError | None:

@@ -1,5 +1,6 @@
 """Frames that Dynamo captures: those of one model do not count against another, and what it gives up is told."""
 
+import copy
 import gc
 import logging
 import weakref
@@ -10,6 +11,7 @@ import torch._dynamo
 from torch import nn
 
 import fxamp
+from fxamp.engine import engine_of
 
 bf16 = torch.bfloat16
 
@@ -191,3 +193,56 @@ def test_what_the_passes_refuse_is_still_raised() -> None:
     for _ in range(2):
         with pytest.raises(fxamp.errors.CaptureError, match="not this graph"):
             converted(torch.randn(2, 8))
+
+
+class Refuses(nn.Module):
+    """Raises for some inputs: in its own forward or in a submodule's, before or after a graph break."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.a, self.b, self.check = where, nn.Linear(16, 16), nn.Linear(16, 4), Check()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if self.where == "first" and labels is not None and len(labels) != len(x):
+            raise KeyError("labels")
+        h = self.a(x)
+        if "behind a break" in self.where and h.abs().sum() > 1e9:
+            h = h * 2
+        if "submodule" in self.where:
+            h = self.check(h, labels)
+        h = self.b(torch.relu(h))
+        if "last" in self.where and labels is not None and len(labels) != len(x):
+            raise KeyError("labels")
+        return h
+
+
+class Check(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Linear(16, 16)
+
+    def forward(self, h: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+        h = self.c(h)
+        if labels is not None and len(labels) != len(h):
+            raise KeyError("labels")
+        return h
+
+
+@pytest.mark.parametrize("comes_first", [False, True], ids=["after good calls", "at the first call"])
+@pytest.mark.parametrize("where", ["first", "last", "submodule", "last, behind a break", "submodule, behind a break"])
+def test_an_error_of_the_models_own_leaves_the_calls_after_it_low(where: str, comes_first: bool) -> None:
+    torch.manual_seed(0)
+    model, x, good, bad = Refuses(where), torch.randn(4, 16), torch.zeros(4), torch.zeros(3)
+    converted = fxamp.convert(model, dtype=bf16, capture="dynamo")
+    untroubled = fxamp.convert(copy.deepcopy(model), dtype=bf16, capture="dynamo")
+    expected = untroubled(x), untroubled(x, good)
+    if not comes_first:
+        converted(x)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="labels"):
+            converted(x, bad)
+    for _ in range(2):
+        assert torch.equal(converted(x), expected[0])
+        assert torch.equal(converted(x, good), expected[1])
+    assert len(engine_of(converted).all_variants()) == len(engine_of(untroubled).all_variants())
+    assert not torch.equal(expected[0], model(x)) and not torch.equal(expected[1], model(x, good))

@@ -1,0 +1,131 @@
+"""What Dynamo would make of one call: its graphs, from a copy of the model on fake tensors. No data is run."""
+
+import copy
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from fxamp import ir
+from fxamp.capture.dynamo import adopt
+from fxamp.capture.frames import captures_apart, compile_apart
+from fxamp.capture.surroundings import idle_autocast
+from fxamp.capture.unseen import no_saved_tensor_hooks, unseen
+from fxamp.dynamo_variant import Rewrite, rewrite_dynamo_graph
+from fxamp.errors import OptionError
+from fxamp.options import Options, device_of
+from fxamp.runtime.apex_casts import casts_into
+from fxamp.switches import kept_switches
+from fxamp.variant import Variant
+from fxamp.views import plain_tree
+
+log = logging.getLogger("fxamp")
+
+
+def trace_on_fakes(
+    plain: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, rewrite: Rewrite
+) -> list[Variant]:
+    """The graphs of one call, from a copy of the model on fake tensors: no data is run, no state is touched.
+
+    Returns:
+        previews, none where the model cannot run on fake tensors (the first real call then makes its graphs).
+    """
+    base: Any = type(plain)
+    protected = protected_lines(base, plain, args, kwargs)
+    previews: list[Variant] = []
+
+    def record(module: fx.GraphModule, example_inputs: list[Any], twin: nn.Module) -> None:
+        variant = rewrite_dynamo_graph(
+            module, example_inputs, plain, options, rewrite, protected=protected, weights=twin
+        )
+        variant.is_preview = True
+        variant.captured.forget_values()
+        previews.append(variant)
+
+    with casts_into(options.low):
+        error = visit_graphs(base, plain, args, kwargs, record)
+    if error is not None:
+        log.info("no full preview: %s does not run on fake tensors (%s)", base.__qualname__, _first_line(error))
+    return previews
+
+
+def protected_lines(base: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
+    """Source lines that the model's author protected from autocast, also where the region does nothing without it.
+
+    (transformers' `maybe_autocast(enabled=False)` leaves no node in a graph unless autocast is on.) Only models
+    whose source mentions autocast are asked, by one more trace on fake tensors.
+    """
+    if not _mentions_autocast(model):
+        return frozenset()
+    lines: set[str] = set()
+
+    def note(module: fx.GraphModule, example_inputs: list[Any], twin: nn.Module) -> None:
+        graph = adopt(module, example_inputs, module).graph
+        lines.update(ir.source_line(node) for node in graph.nodes if node.meta.get("autocast") == "off")
+
+    with idle_autocast(device_of(model).type):
+        error = visit_graphs(base, model, args, kwargs, note)
+    if error is not None:
+        log.info("%s: regions without autocast were looked for in part (%s)", base.__qualname__, _first_line(error))
+    return frozenset(lines - {""})
+
+
+def visit_graphs(
+    base: Any,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    visit: Callable[[fx.GraphModule, list[Any], nn.Module], None],
+) -> Exception | None:
+    """Show `visit` every graph that Dynamo makes of one call, on a copy of the model and inputs on fake tensors, and
+    that copy.
+
+    Returns:
+        What stopped the run, None when it came to its end. An OptionError is raised.
+    """
+
+    def show(module: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        show_to[0](module, example_inputs, twin)
+        return module.forward
+
+    show_to = [visit]  # Dynamo's caches keep `show`, and must not keep what it shows the graphs to
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = lambda value: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value  # noqa: E731
+    try:
+        with FakeCopyMode(mode):
+            twin = copy.deepcopy(plain_tree(model))
+        fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
+        with mode, unseen(model), no_saved_tensor_hooks():
+            run = compile_apart(base.forward, show)
+            with captures_apart(), kept_switches():
+                run(twin, *fake_args, **fake_kwargs)
+    except OptionError:
+        raise
+    except Exception as error:
+        return error
+    finally:
+        show_to.clear()
+    return None
+
+
+def _mentions_autocast(model: nn.Module) -> bool:
+    """Whether the source of any of the model's classes speaks of autocast."""
+    for name in {type(module).__module__ for module in model.modules()}:
+        if name.startswith("torch."):
+            continue
+        try:
+            if "autocast" in inspect.getsource(sys.modules[name]):
+                return True
+        except (KeyError, OSError, TypeError):
+            continue
+    return False
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
