@@ -9,12 +9,13 @@ ROOT = Path(__file__).parent.parent / "fxamp"
 
 # What each room may import, besides itself. A file of its own line comes before its folder's.
 GROUND = {"errors", "dtypes"}
-NAMES = GROUND | {"opnames"}
+NAMES = GROUND | {"opnames", "spellings"}
 GRAPH = NAMES | {"ir", "lists", "fakes", "switches"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "dtypes": {"errors"},
-    "opnames": GROUND,
+    "spellings": set(),
+    "opnames": GROUND | {"spellings"},
     "lists": NAMES,
     "switches": set(),
     "ir": NAMES | {"lists", "switches"},

@@ -12,15 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxamp.opnames import (
-    ALIASES,
-    MODULES,
-    PREFIXES,
     canonical_name,
     dotted_path,
     is_qualified,
     is_torch_op,
     module_name,
 )
+from fxamp.spellings import ALIASES, MODULES, PREFIXES
 
 sys.path.insert(0, str(Path(__file__).parent / "lists"))
 from known_ops import op_infos, op_of

@@ -13,7 +13,8 @@ import torch
 from torch.fx import _symbolic_trace
 
 from fxamp.errors import OpListError, nearest
-from fxamp.opnames import ALIASES, canonical_name, is_qualified, is_torch_op, module_name
+from fxamp.opnames import canonical_name, is_qualified, is_torch_op, module_name
+from fxamp.spellings import ALIASES
 
 
 def op_name(op: str | Callable[..., Any], listed: Iterable[str], where: str = "") -> str:
