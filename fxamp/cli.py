@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -178,7 +178,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, more: str = "") -> Any:
+def _command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+    more: str = "",
+    formats: Mapping[str, str] | None = None,
+) -> Any:
+    """A command's parser; `formats`: options that print other than text, with their help, besides --json."""
     parser = commands.add_parser(
         name,
         help=text,
@@ -187,7 +195,9 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run, command=name)
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    one_of = parser.add_mutually_exclusive_group()
+    for option, help_format in {"--json": "print JSON for programs", **(formats or {})}.items():
+        one_of.add_argument(option, action="store_true", help=help_format)
     return parser
 
 
@@ -199,10 +209,14 @@ def _add_inspect(commands: Any) -> None:
     parser = _command(commands, "inspect", run_inspect, "convert a model and show what was decided", more)
     _add_model(parser)
     parser.add_argument("--nodes", action="store_true", help="a line for every node")
-    parser.add_argument("--dump", metavar="DIR", help="write before, after, diff, JSON, HTML and graph there")
+    parser.add_argument(
+        "--dump", type=_path, metavar="DIR", help="write before, after, diff, JSON, HTML and graph there"
+    )
     parser.add_argument("--suggest", action="store_true", help="try moves of ops between lists, rank what they save")
-    parser.add_argument("--plan", metavar="FILE", help="decide as this saved plan does")
-    parser.add_argument("--save-plan", metavar="FILE", help="write the decisions, to review and to compare in CI")
+    parser.add_argument("--plan", type=_path, metavar="FILE", help="decide as this saved plan does")
+    parser.add_argument(
+        "--save-plan", type=_path, metavar="FILE", help="write the decisions, to review and to compare in CI"
+    )
     parser.add_argument(
         "--max-casts", type=_number(int, 0), metavar="N", help="exit with 1 if there are more activation casts"
     )
@@ -238,8 +252,8 @@ def _add_lists(commands: Any) -> None:
 def _add_diff(commands: Any) -> None:
     more = "fxamp inspect train.py:make_model --save-plan new.json; fxamp diff plans/model.json new.json"
     parser = _command(commands, "diff", run_diff, "compare two saved plans; exit code 1 where they differ", more)
-    parser.add_argument("old", metavar="OLD.json")
-    parser.add_argument("new", metavar="NEW.json")
+    parser.add_argument("old", type=_path, metavar="OLD.json")
+    parser.add_argument("new", type=_path, metavar="NEW.json")
 
 
 def _add_profile(commands: Any) -> None:
@@ -252,8 +266,8 @@ def _add_profile(commands: Any) -> None:
     parser.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
     parser.add_argument("batches", metavar="BATCHES", help="pkg.module:name of batches or of what gives them")
     parser.add_argument("--loss", metavar="NAME", help="pkg.module:name of loss_fn(output) or loss_fn(output, targets)")
-    parser.add_argument("--save", metavar="FILE", help="write them as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="draw them (needs matplotlib)")
+    parser.add_argument("--save", type=_path, metavar="FILE", help="write them as JSON")
+    parser.add_argument("--plot", type=_path, metavar="FILE", help="draw them (needs matplotlib)")
 
 
 def _add_compare(commands: Any) -> None:
@@ -273,13 +287,20 @@ def _add_compare(commands: Any) -> None:
     parser.add_argument("--max-runs", type=_number(int, 1), default=64, metavar="N", help="bound of that search")
 
 
+def _path(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return text
+
+
 def _number(kind: type, least: float, most: float = math.inf) -> Callable[[str], Any]:
-    """An argument that is a number from `least` to `most`."""
+    """An argument that is a finite number from `least` to `most`."""
 
     def read(text: str) -> Any:
         value = kind(text)
-        if not least <= value <= most:
-            allowed = f"{least} or more" if most == math.inf else f"from {least} to {most}"
+        if not least <= value <= most or value == math.inf:
+            allowed = f"from {least} to {most}" if most < math.inf else f"{least} or more"
+            allowed += ", and finite" if value == math.inf else ""
             raise argparse.ArgumentTypeError(f"{text} is not {allowed}")
         return value
 
@@ -298,10 +319,13 @@ def _add_audit(commands: Any) -> None:
         "fxamp audit train.py:make_model --input 8x128\n\n"
         "The model is run once, in float32, and not converted: for those who stay on torch.autocast or torch.compile."
     )
-    parser = _command(commands, "audit", run_audit, "find what low precision would do to a model's numbers", more)
+    text, formats = (
+        "find what low precision would do to a model's numbers",
+        {"--sarif": "print SARIF 2.1.0 for code review"},
+    )
+    parser = _command(commands, "audit", run_audit, text, more, formats)
     parser.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
     parser.add_argument("--input", action="append", default=[], metavar="SHAPE", help=_INPUT_HELP)
-    parser.add_argument("--sarif", action="store_true", help="print SARIF 2.1.0 for code review")
     fail_on = ("error", "warning", "never")
     parser.add_argument("--fail-on", choices=fail_on, default="error", help="exit with 1 at such a finding or graver")
 
@@ -313,12 +337,7 @@ def _add_demo(commands: Any) -> None:
 
 
 def _add_model(parser: Any) -> None:
-    _add_options(parser, ("target",))
-
-
-def _add_options(parser: Any, targets: Iterable[str]) -> None:
-    for name in targets:
-        parser.add_argument(name, metavar="TARGET", help=_TARGET_HELP)
+    parser.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
     parser.add_argument("--input", action="append", default=[], metavar="SHAPE", help=_INPUT_HELP)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="default", help="default: autocast's")
     help_levels = "O1: casts; O2: low parameters with float32 masters; O3: all low"
@@ -326,6 +345,6 @@ def _add_options(parser: Any, targets: Iterable[str]) -> None:
     help_level = "how far low precision spreads; default balanced"
     parser.add_argument("--level", choices=("strict", "balanced", "aggressive"), default="balanced", help=help_level)
     help_ranges = "decide by measured ranges: the file of fxamp profile --save"
-    parser.add_argument("--ranges", metavar="FILE", help=help_ranges)
+    parser.add_argument("--ranges", type=_path, metavar="FILE", help=help_ranges)
     help_override = "as convert(overrides=): module path, glob or node = colour; may be repeated"
     parser.add_argument("--override", action="append", default=[], metavar="NAME=COLOUR", help=help_override)

@@ -36,12 +36,12 @@ def run_profile(chosen: argparse.Namespace) -> int:
     """Measure ranges on real batches."""
     model, _ = load_target(chosen.target, [])
     batches = load_batches(chosen.batches)
-    loss_fn = load_loss(chosen.loss) if chosen.loss else None
+    loss_fn = None if chosen.loss is None else load_loss(chosen.loss, ("output",), ("output", "targets"))
     ranges = profile(model, batches, loss_fn)
     print(json.dumps(ranges.as_dict()) if chosen.json else ranges)
-    if chosen.save:
+    if chosen.save is not None:
         ranges.save(chosen.save)
-    if chosen.plot:
+    if chosen.plot is not None:
         ranges.plot(chosen.plot)
     return OK
 
@@ -76,7 +76,7 @@ def run_compare(chosen: argparse.Namespace, converted: Any) -> int:
     """Every node against its fp32 value; with a tolerance, the deny entries that meet it."""
     model, example = _with_inputs(chosen)
     model.load_state_dict(converted.state_dict())
-    loss_fn = load_loss(chosen.loss) if chosen.loss else None
+    loss_fn = None if chosen.loss is None else load_loss(chosen.loss, ("output",))
     result = _measured(chosen, model, example, lambda: compare(model, converted, example, loss_fn, chosen.scale))
     if chosen.tolerance is None:
         print(json.dumps(result.as_dict(), indent=2) if chosen.json else result)

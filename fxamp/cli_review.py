@@ -43,10 +43,10 @@ def run_inspect(chosen: argparse.Namespace) -> int:
 
 def _write(model: nn.Module, built: Report, chosen: argparse.Namespace) -> None:
     """The files that were asked for: behind what is printed, which is so not lost where they cannot be written."""
-    if chosen.save_plan:
+    if chosen.save_plan is not None:
         built.save_plan(chosen.save_plan)
         _told_of(chosen, f"written: {chosen.save_plan}; compare it with another by fxamp diff")
-    if chosen.dump:
+    if chosen.dump is not None:
         page = dump(model, chosen.dump) / "report.html"
         _told_of(chosen, f"written to {chosen.dump}" + (f": open {page}" if page.exists() else ""))
 

@@ -58,13 +58,20 @@ def load_batches(text: str) -> Iterable[Any]:
 
 def _call(text: str, factory: Callable[[], Any]) -> Any:
     """What a factory gives; what it raises is named with its line."""
-    try:
-        inspect.signature(factory).bind()
-    except TypeError as error:
-        raise OptionError(f"{text} is called without arguments, and that does not fit: {error}.") from None
-    except ValueError:
-        pass  # a builtin, which has no signature
+    if problem := _misfit(factory, ()):
+        raise OptionError(f"{text} is called without arguments, and that does not fit: {problem}.")
     return told(text, factory)
+
+
+def _misfit(function: Callable[..., Any], given: tuple[str, ...]) -> str:
+    """Why a function cannot be called with these positional arguments; "" where it can, or has no signature."""
+    try:
+        inspect.signature(function).bind(*given)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # a builtin
+        pass
+    return ""
 
 
 def told(text: str, run: Callable[[], Any]) -> Any:
@@ -134,15 +141,24 @@ def load_name(text: str) -> Any:
     return found
 
 
-def load_loss(text: str) -> Callable[..., torch.Tensor]:
+def load_loss(text: str, *calls: tuple[str, ...]) -> Callable[..., torch.Tensor]:
     """The loss function that `text` names.
 
+        load_loss("train.py:loss", ("output",), ("output", "targets"))
+
+    Args:
+        calls: what it may be called with; it takes one of them.
+
     Raises:
-        OptionError: nothing is there, or nothing that can be called.
+        OptionError: nothing is there, nothing that can be called, or nothing that can be called so.
     """
     found = load_name(text)
     if not callable(found):
         raise OptionError(f"{text} gives no loss: it is a {type(found).__qualname__}. Give a function of the output.")
+    problems = [_misfit(found.forward if isinstance(found, nn.Module) else found, call) for call in calls]
+    if problems and all(problems):
+        shown = " or ".join(f"({', '.join(call)})" for call in calls)
+        raise OptionError(f"{text} is called with {shown}, and that does not fit: {problems[0]}.")
     return cast(Callable[..., torch.Tensor], found)
 
 
@@ -190,7 +206,7 @@ def parse_input(text: str) -> torch.Tensor:
     """A tensor for a shape: parse_input("2x16:int64") has zeros, parse_input("2x3") normal random numbers.
 
     Raises:
-        OptionError: no shape, or no dtype of torch.
+        OptionError: no shape, no dtype of torch, or torch cannot make it.
     """
     shape, _, name = text.partition(":")
     dtype = getattr(torch, name or "float32", None)
@@ -203,6 +219,16 @@ def parse_input(text: str) -> torch.Tensor:
         sizes = [-1]
     if any(size < 0 for size in sizes):
         raise OptionError(f"--input {text}: {shape!r} is no shape. Write it as 8x3x224x224.")
+    try:
+        return _example(sizes, dtype)
+    except (RuntimeError, TypeError) as error:  # too large, or a dtype of torch's that few functions know
+        reason = textwrap.shorten(str(error).partition("\n")[0], _LONGEST, placeholder=" ...")
+        raise OptionError(
+            f"--input {text}: torch makes no such tensor ({reason}). Give another shape or dtype."
+        ) from error
+
+
+def _example(sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_floating_point:
         return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype)
     return torch.zeros(sizes, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Write a file whole or not at all."""
+"""Write a file whole or not at all; and which paths a file can have."""
 
 import contextlib
 import glob
@@ -8,7 +8,7 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fxamp.errors import OptionError
 
@@ -25,6 +25,42 @@ def write_whole(path: Path, content: str | bytes, what: str) -> Path:
     except OSError as error:
         raise OptionError(f"{what} cannot be written to {str(path)!r}: {error.strerror or error}.") from error
     return path
+
+
+def checked_path(path: Any, problem: str, argument: str = "path") -> Path:
+    """The path, unless nothing can have it.
+
+        checked_path("a\\0b", "the plan cannot be written")
+        # the plan cannot be written: path='a\\x00b' holds a NUL character. Give a str or a pathlib.Path.
+
+    Args:
+        argument: of the public function, by which it came.
+
+    Raises:
+        OptionError: it is neither str nor os.PathLike of str, is empty, or holds what no file's name can.
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    wrong = ""
+    if not isinstance(text, str):
+        wrong = "is no path"
+    elif not text:
+        wrong = "is empty"
+    elif "\0" in text:
+        wrong = "holds a NUL character"
+    elif not _is_encodable(text):
+        wrong = "holds what no file's name can"
+    if not wrong:
+        return Path(path)
+    given = path if text is None else text
+    raise OptionError(f"{problem}: {argument}={given!r} {wrong}. Give a str or a pathlib.Path.")
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
 
 
 def put_whole(

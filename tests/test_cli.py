@@ -343,6 +343,8 @@ def test_more_mistakes_are_exit_code_2(arguments, said, capsys, folder):
     ("arguments", "said"),
     [
         (("compare", "cli_models:with_inputs", "--tolerance", "nan"), "--tolerance: nan is not 0 or more"),
+        (("compare", "cli_models:with_inputs", "--tolerance", "inf"), "--tolerance: inf is not 0 or more, and finite"),
+        (("compare", "cli_models:with_inputs", "--tolerance", "-1"), "--tolerance: -1 is not 0 or more"),
         (("compare", "cli_models:with_inputs", "--max-runs", "0"), "--max-runs: 0 is not 1 or more"),
         (("inspect", "cli_models:with_inputs", "--min-low", "2"), "--min-low: 2 is not from 0 to 1"),
         (("inspect", "cli_models:with_inputs", "--max-casts", "-1"), "--max-casts: -1 is not 0 or more"),

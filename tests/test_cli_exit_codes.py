@@ -40,6 +40,14 @@ def loses_its_worker():
     yield torch.randn(4, 8)
     raise BrokenPipeError("a worker is gone")
 
+def three(output, targets, weights):
+    return output.sum()
+
+def two(output, targets):
+    return output.sum()
+
+mean = nn.MSELoss()
+
 def good():
     return [torch.randn(4, 8)]
 
@@ -79,7 +87,7 @@ CASES = [
     (("inspect", "script:make", "--max-casts", "0"), "script.py:3: it calls sys.exit(0)"),
     (("inspect", "fails.py:make"), "fails.py:2: it calls sys.exit('no data')"),
     (("inspect", "lazy.py:make"), "lazy.py:2: RuntimeError: not here"),
-    (("inspect", "user_models.py:through_torch"), "user_models.py:35: RuntimeError: "),
+    (("inspect", "user_models.py:through_torch"), "user_models.py:43: RuntimeError: "),
     ((*PROFILE, "user_models.py:breaks_off"), "user_models.py:25: OSError: disk gone"),
     ((*PROFILE, "user_models.py:loses_its_worker"), "user_models.py:29: BrokenPipeError: a worker is gone"),
     ((*PROFILE, "user_models.py:good", "--loss", "user_models.py:loss"), "user_models.py:18: KeyError: 'x'"),
@@ -88,6 +96,24 @@ CASES = [
     (("compare", "user_models.py:make", "--loss", "user_models.py:loss"), "user_models.py:18: KeyError: 'x'"),
     (("audit", "user_models.py:make", "--input", "4x8:int64"), "user_models.py:12: RuntimeError: mat1 and mat2"),
     (("audit", "user_models.py:make", "--input", "4x-8"), "'4x-8' is no shape"),
+    *(
+        ((command, "user_models.py:Net", *name, "--input", size), f"fxamp: --input {size}: torch makes no such tensor")
+        for command, *name in (("inspect",), ("explain", "a"), ("compare",), ("audit",))
+        for size in ("1000000000x1000000", "99999999999999999999x8:int64")
+    ),
+    (
+        ("compare", "user_models.py:make", "--loss", "user_models.py:three"),
+        "user_models.py:three is called with (output)",
+    ),
+    (("compare", "user_models.py:make", "--loss", "user_models.py:two"), "does not fit: missing a required argument"),
+    (
+        ("compare", "user_models.py:make", "--loss", "user_models.py:mean"),
+        "user_models.py:mean is called with (output)",
+    ),
+    (
+        (*PROFILE, "user_models.py:good", "--loss", "user_models.py:three"),
+        "user_models.py:three is called with (output) or (output, targets), and that does not fit",
+    ),
 ]
 
 
@@ -143,3 +169,42 @@ def test_an_option_of_another_command_is_told_as_such(arguments, said, capsys):
         main(arguments)
     told = capsys.readouterr().err
     assert said in told and "Did you mean" not in told
+
+
+EMPTY = [
+    ("inspect", "user_models.py:make", "--save-plan"),
+    ("inspect", "user_models.py:make", "--dump"),
+    ("inspect", "user_models.py:make", "--plan"),
+    ("inspect", "user_models.py:make", "--ranges"),
+    ("profile", "user_models.py:make", "user_models.py:good", "--save"),
+    ("profile", "user_models.py:make", "user_models.py:good", "--plot"),
+    ("diff", "plan.json", ""),
+    ("diff", "", "plan.json"),
+]
+
+
+@pytest.mark.parametrize("arguments", EMPTY, ids=" ".join)
+def test_an_empty_path_is_said_at_once(arguments, capsys, folder):
+    before = sorted(folder.iterdir())
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, ""] if arguments[-1].startswith("--") else arguments)
+    out, told = capsys.readouterr()
+    assert "the path is empty" in told and told.count("\n") == 1 and not out, told
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "command", [("profile", "user_models.py:make", "user_models.py:good"), ("compare", "user_models.py:make")]
+)
+def test_an_empty_loss_is_said(command, capsys):
+    assert main([*command, "--loss", ""]) == 2
+    assert "'' is not of the form pkg.module:factory" in capsys.readouterr().err
+
+
+def test_two_formats_at_once_are_refused(capsys):
+    for given in (("--sarif", "--json"), ("--json", "--sarif")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["audit", "user_models.py:make", *given])
+        out, told = capsys.readouterr()
+        assert f"argument {given[1]}: not allowed with argument {given[0]}" in told and told.count("\n") == 1
+        assert not out

@@ -11,7 +11,7 @@ import torch
 from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError
 from fxamp.numerics.histogram import Histogram, exponent_of_zero
-from fxamp.whole import write_whole
+from fxamp.whole import checked_path, write_whole
 
 if TYPE_CHECKING:
     from fxamp.numerics.ranges import Ranges
@@ -27,6 +27,7 @@ def plot_ranges(ranges: "Ranges", path: str | Path) -> Path:
     Raises:
         OptionError: matplotlib is not installed, or the file cannot be written.
     """
+    target = checked_path(path, "the picture cannot be written")
     try:
         importlib.import_module("matplotlib").use("Agg")
         pyplot: Any = importlib.import_module("matplotlib.pyplot")
@@ -46,12 +47,12 @@ def plot_ranges(ranges: "Ranges", path: str | Path) -> Path:
         _draw(axis, title, histogram, factor, ranges.low)
     drawn = io.BytesIO()
     try:
-        figure.savefig(drawn, format=Path(path).suffix[1:] or None)
+        figure.savefig(drawn, format=target.suffix[1:] or None)
     except ValueError as error:
-        raise OptionError(f"the picture cannot be written to {str(path)!r}: {error}.") from error
+        raise OptionError(f"the picture cannot be written to {str(target)!r}: {error}.") from error
     finally:
         pyplot.close(figure)
-    return write_whole(Path(path), drawn.getvalue(), "the picture")
+    return write_whole(target, drawn.getvalue(), "the picture")
 
 
 def _draw(axis: Any, title: str, histogram: Histogram, scale: float, low: torch.dtype) -> None:

@@ -23,7 +23,7 @@ from fxamp.numerics.progress import watched
 from fxamp.numerics.run import Call, Rewriter, call_of, floats_in, in_float32, loss_of, run, state_kept
 from fxamp.numerics.runner import Part
 from fxamp.runtime.scale_rule import choose_scale
-from fxamp.whole import write_whole
+from fxamp.whole import checked_path, write_whole
 
 FLUSH_LIMIT = 0.01
 """Share of a node's non-zero values that may round to zero before the node is suggested for float32."""
@@ -106,8 +106,12 @@ class Ranges:
         return found
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON, complete or not at all."""
-        write_whole(Path(path), json.dumps(self.as_dict()), "the ranges")
+        """Write as JSON, complete or not at all.
+
+        Raises:
+            OptionError: it cannot be written.
+        """
+        write_whole(checked_path(path, "the ranges cannot be written"), json.dumps(self.as_dict()), "the ranges")
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -122,7 +126,11 @@ class Ranges:
         }
 
     def plot(self, path: str | Path) -> Path:
-        """Write the picture of the guide's Figures 2 and 3; needs matplotlib."""
+        """Write the picture of the guide's Figures 2 and 3; needs matplotlib.
+
+        Raises:
+            OptionError: matplotlib is not installed, or the file cannot be written.
+        """
         from fxamp.numerics.plots import plot_ranges
 
         return plot_ranges(self, path)

@@ -118,7 +118,7 @@ def _unaligned(gemms: Sequence[Gemm], alignment: int) -> Iterator[str]:
     for text, nodes in lines[: 2 * _MANY]:
         size = int(text.split("=")[1].split("(")[0])
         better = -(-size // alignment) * alignment
-        where = f"{text} is no multiple of {alignment} in {_listed(nodes)}"
+        where = f"{text} is no multiple of {alignment} in {_listed(list(dict.fromkeys(nodes)))}"
         yield f"{where}: {better} lets Tensor Cores run full."
 
 

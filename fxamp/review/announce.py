@@ -23,11 +23,12 @@ from fxamp.review.uncaptured import uncaptured
 
 log = logging.getLogger("fxamp")
 
-MAX_LINES = 20
-"""Lines said about one conversion at INFO."""
+MAX_LINES = 18
+"""Lines said about one model at INFO, all of its graphs together; with two on how it was captured, 20."""
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 _said: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
+_told: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 _folders: "weakref.WeakKeyDictionary[Engine, Path]" = weakref.WeakKeyDictionary()
 _unwritable: set[Path] = set()
 _configured: str | None = None
@@ -47,9 +48,9 @@ def only_looking() -> Iterator[None]:
 def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
     """Log what a conversion decided, and dump it where FXAMP_LOG_PATH says.
 
-    The summary and what to know are logged at INFO, in at most MAX_LINES lines; every node's decision at DEBUG. That
+    The summary and what to know are logged at INFO, MAX_LINES lines at most; every node's decision at DEBUG. That
     nothing can have been converted (Dynamo made no graph, or the weights are low already) is a WARNING, once. Called
-    again for a model, after another graph was captured, it brings the same folder up to date.
+    again for a model, after another graph was captured, it says what is new, and brings the same folder up to date.
 
     Args:
         warnings: more of them, each said once.
@@ -68,12 +69,23 @@ def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
     if not path and not log.isEnabledFor(logging.INFO):
         return
     built = report(converted)
-    for line in list(overview(built))[:MAX_LINES]:
-        log.info(line)
+    if log.isEnabledFor(logging.INFO):
+        _tell(converted, overview(built))
     if log.isEnabledFor(logging.DEBUG):
         _log_nodes(built)
     if path and (folder := _dump(converted, Path(path))) is not None:
         log.info("written to %s", folder)
+
+
+def _tell(converted: nn.Module, lines: Iterable[str]) -> None:
+    """Log what was not said of this model before: a graph for evaluation has the regions of the one for training."""
+    told = _told.setdefault(converted, set())
+    for line in lines:
+        if line not in told:
+            told.add(line)
+            log.log(logging.INFO if len(told) < MAX_LINES else logging.DEBUG, line)
+            if len(told) == MAX_LINES:
+                log.info("there is more: print(fxamp.report(model)), or FXAMP_LOG_LEVEL=DEBUG")
 
 
 def configure_logging() -> None:

@@ -14,6 +14,7 @@ from fxamp.review.dot import as_dot, draw
 from fxamp.review.folder import replaced_together
 from fxamp.review.html import as_html, missing_jinja
 from fxamp.review.report import report, require_engine
+from fxamp.whole import checked_path
 
 log = logging.getLogger("fxamp")
 
@@ -40,7 +41,7 @@ def dump(converted: nn.Module, directory: str | Path) -> Path:
     Raises:
         OptionError: the model was not converted, or the folder cannot be written.
     """
-    target, built = Path(directory), report(converted)
+    target, built = checked_path(directory, "the dump cannot be written", "directory"), report(converted)
     variants = [] if built.left else require_engine(converted).graphs()
     before, after = texts(variants)
     with _told_of(target), replaced_together(target, FILES) as folder:

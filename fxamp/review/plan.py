@@ -27,10 +27,10 @@ from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError
 from fxamp.ir import Reason
 from fxamp.review.match import Item, Place, fit, is_widening, match, place_of, place_of_key
-from fxamp.review.plan_file import check_path, line_of, read_plan, text_of
+from fxamp.review.plan_file import line_of, read_plan, text_of
 from fxamp.review.rows import Row, rows_of
 from fxamp.review.words import plural
-from fxamp.whole import write_whole
+from fxamp.whole import checked_path, write_whole
 
 if TYPE_CHECKING:
     from fxamp.review.report import Report
@@ -214,7 +214,7 @@ def save_plan(built: "Report", path: str | Path) -> Path:
     Raises:
         OptionError: it cannot be written.
     """
-    found = check_path(path, f"the plan cannot be written to {str(path)!r}")
+    found = checked_path(path, "the plan cannot be written")
     if built.left:
         log.warning("%s: there is no plan to save, %s is not written", built.left, path)
         return found

@@ -3,13 +3,13 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import OptionError, nearest
 from fxamp.passes.policy import LEVELS
 from fxamp.review.match import Place, place_of_key
+from fxamp.whole import checked_path
 
 FORMAT = 2
 _READ = (1, 2)
@@ -40,24 +40,13 @@ def text_of(fields: Mapping[str, Any], graphs: Mapping[str, Mapping[str, str]]) 
     return json.dumps({"fxamp_plan": FORMAT, **fields, "graphs": graphs}, indent=1) + "\n"
 
 
-def check_path(path: "str | os.PathLike[str]", problem: str) -> Path:
-    """The path, unless no file can have it.
-
-    Raises:
-        OptionError: it holds a NUL character; `problem` says what cannot be done then.
-    """
-    if "\0" in os.fspath(path):
-        raise OptionError(f"{problem}: it holds a NUL character. Give the path of a file.")
-    return Path(path)
-
-
 def read_plan(path: "str | os.PathLike[str]") -> tuple[dict[str, Any], Graphs, Places]:
     """The fields of a plan but its graphs, the graphs, and where their nodes stand.
 
     Raises:
         OptionError: it is not there, or not a plan; names the file, and the key that is wrong.
     """
-    found = check_path(path, f"the plan {str(path)!r} cannot be read")
+    found = checked_path(path, "the plan cannot be read")
     try:
         read = json.loads(found.read_text(encoding="utf-8"))
     except OSError as error:

@@ -68,12 +68,12 @@ def _towards_low(row: Row, root: Row, lists: OpLists, outcomes: Outcomes) -> lis
 def _tried(remedy: Remedy, row: Row, outcomes: Outcomes) -> Remedy | None:
     """The remedy if it makes the node low; what stands in its way, if that is an override of the node itself.
 
-    By the rules such an override holds, but where memory is shared that something writes; what is said of other nodes,
-    or of an op wherever it stands, is tried.
+    By the rules such an override holds, but for what `Outcomes.may_not_follow` says; what is said of other nodes, or of
+    an op wherever it stands, is tried.
     """
     is_own = row.name in remedy.overrides
     has_setting = bool(remedy.overrides or remedy.environment)
-    if not has_setting or (is_own and not outcomes.shares_written_memory(row)):
+    if not has_setting or (is_own and not outcomes.may_not_follow(row)):
         return remedy
     after = outcomes.row_under(row, remedy.overrides, remedy.environment)
     if after is None or after.precision == "low":

@@ -12,6 +12,7 @@ from fxamp.review import announce as module
 from fxamp.review import dump as dump_module
 from fxamp.review.announce import MAX_LINES, announce, configure_logging
 from fxamp.review.report import report
+from fxamp.review.table import overview
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -42,6 +43,66 @@ def test_nothing_is_said_unless_somebody_listens(language, caplog):
     with caplog.at_level(logging.WARNING, "fxamp"):
         announce(language)
     assert caplog.messages == []
+
+
+class Residual(torch.nn.Module):
+    """Parts that advice and float32 regions are told of, once as a ResNet has them and once as a language model has."""
+
+    def __init__(self, branches=False):
+        super().__init__()
+        self.branches = branches
+        self.stem, self.norm = torch.nn.Conv2d(3, 12, 3, padding=1), torch.nn.BatchNorm2d(12)
+        self.body, self.head = torch.nn.Conv2d(12, 12, 3, padding=1), torch.nn.Linear(12, 10)
+
+    def forward(self, x):
+        x = self.norm(self.stem(x)).relu()
+        x = (x + self.body(x)).mean((2, 3)).exp()
+        if self.branches and x.sum() < 0:
+            x = -x
+        return self.head(x).log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("made", "options"),
+    [
+        (Residual, {}),
+        (Residual, {"capture": "dynamo"}),
+        (lambda: Residual(branches=True), {}),
+        (lambda: torch.nn.Sequential(Residual(), torch.nn.Linear(10, 10)), {"boundaries": "0"}),
+    ],
+    ids=["one graph", "dynamo", "a graph break", "boundaries"],
+)
+def test_training_and_evaluation_say_each_line_once_and_few(made, options, caplog):
+    torch._dynamo.reset()
+    x = torch.rand(2, 3, 8, 8)
+    with caplog.at_level(logging.INFO, "fxamp"):
+        model = fxamp.convert(made(), torch.bfloat16, (x,), **options)
+        for _ in range(3):
+            model(x).sum().backward()
+        model.eval()(x)
+    assert any(text.startswith("Converted") for text in caplog.messages)
+    assert len(caplog.messages) == len(set(caplog.messages)) <= 20, caplog.messages
+
+
+def test_what_is_left_out_is_said_at_debug(language, caplog, monkeypatch):
+    monkeypatch.setattr(module, "MAX_LINES", 4)
+    with caplog.at_level(logging.DEBUG, "fxamp"):
+        announce(language)
+        announce(language)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    every = list(overview(report(language)))
+    assert said == [*every[:3], "there is more: print(fxamp.report(model)), or FXAMP_LOG_LEVEL=DEBUG"]
+    assert all(caplog.messages.count(line) == 1 for line in every)
+
+
+def test_a_later_graph_is_told_with_what_is_new(caplog):
+    with caplog.at_level(logging.INFO, "fxamp"):
+        model = fxamp.convert(Residual(), torch.bfloat16, (torch.rand(2, 3, 8, 8),))
+        caplog.clear()
+        model.eval()(torch.rand(2, 3, 8, 8))
+    assert caplog.messages[0] == report(model).summary()
+    assert "captured: 2 graphs (symbolic)" in caplog.messages
+    assert not [text for text in caplog.messages if text.startswith(("advice", "float32 region"))]
 
 
 def test_every_decision_is_said_at_debug(language, caplog):

@@ -9,6 +9,7 @@ from test_explain import converted, remedies_of
 from torch import nn
 
 import fxamp
+from fxamp.lists import OpLists
 from fxamp.review.explain import explain, reasons_of
 from fxamp.review.report import report
 
@@ -80,12 +81,25 @@ class Buckets(nn.Module):
         return self.o(self.table(buckets.clamp(max=7)) + x)
 
 
+class Classifier(nn.Module):
+    """What language models do when they are given labels: the logits go into a loss and to the caller."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        logits = self.head(x)
+        return nn.functional.cross_entropy(logits.view(-1, 8), torch.zeros(4, dtype=torch.long)), logits
+
+
 MODELS = {
     "rotary": (Rotary, (torch.ones(2, 5, 8), ANGLES)),
     "post-norm": (PostNorm, (tokens(),)),
     "pre-norm": (Language, (tokens(),)),
     "shifted": (Shifted, (X,)),
     "buckets": (Buckets, (X,)),
+    "classifier": (Classifier, (X,)),
 }
 OPTIONS = [
     {"dtype": FP16, "level": "aggressive"},
@@ -121,7 +135,7 @@ def test_what_is_offered_for_a_node_makes_it_low(name, options):
 def test_the_chain_of_what_is_downstream_ends_at_the_op_that_its_reason_names(name, options):
     model = made(name, **options)
     found = [row for row in report(model).rows if row.reason_kind == "downstream" and not row.role]
-    assert found or name in ("post-norm", "pre-norm", "shifted", "buckets")
+    assert found or name in ("post-norm", "pre-norm", "shifted", "buckets", "classifier")
     for row in found:
         named = re.search(r"`\w+` \((\w+), deny\)", row.reason)
         chain = reasons_of(model, row.name)[0]
@@ -151,6 +165,63 @@ def test_what_another_nodes_override_makes_low_names_both():
 def test_what_shares_written_memory_is_told_so():
     text = explain(made("shifted", dtype=BF16, level="strict"), "setitem_1")
     assert '{"setitem_1": "allow"} alone does not: shares storage that is written in place' in text
+
+
+@pytest.mark.parametrize("dtype", (FP16, BF16))
+def test_what_moves_a_result_that_the_caller_gets_is_told_so(dtype):
+    text = explain(made("classifier", dtype=dtype), "view")
+    assert '{"view": "allow"} alone does not: it moves to' in text and "which the caller gets in float32" in text
+    assert "runs this one low" not in text
+
+
+class Blocks(nn.Module):
+    """Equal blocks, in which an op leaves the deny list in vain, and a view's copy is a result."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.a, self.b = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.a(self.norm(x))
+            return x + self.b(y.exp().log1p()) + y.view(-1, 2).float().sum(), y
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Blocks.Block() for _ in range(3)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x, y = block(x)
+        return self.head(x + y)
+
+
+def blocks(**options):
+    torch.manual_seed(0)
+    return fxamp.convert(Blocks().eval(), FP16, (X,), boundaries="blocks", **options)
+
+
+def test_what_is_offered_inside_of_blocks_holds():
+    today, offered = blocks(), []
+    for row in report(today).rows:
+        if row.graph and row.precision == "high" and not row.role and row.op not in ("output", "parameter"):
+            offered += [(row.name, remedy) for remedy in remedies_of(today, row.name)]
+    settings = [(node, remedy) for node, remedy in offered if remedy.overrides or remedy.environment]
+    assert settings
+    for node, remedy in settings:
+        lists = OpLists.default().with_environment(remedy.environment)
+        rows = report(blocks(overrides=dict(remedy.overrides) or None, lists=lists)).rows
+        assert [row.precision for row in rows if row.graph and row.name == node] == ["low"], (node, remedy.text)
+
+
+def test_a_list_that_leaves_a_node_of_a_block_as_it_is_is_not_offered():
+    text = explain(blocks(), "log1p")
+    assert "FXAMP_INFERLIST_ADD" not in text and 'overrides={"log1p": "allow"}' in text
+
+
+def test_what_another_nodes_override_does_inside_of_a_block_is_tried():
+    text = explain(blocks(), "view")
+    assert '{"view": "allow"} alone does not: it moves to' in text
 
 
 def test_a_node_that_gives_integers_costs_nothing():

@@ -57,9 +57,9 @@ def test_a_format_that_is_none_is_refused(fxamp_plan, tmp_path):
 
 
 def test_a_path_that_no_file_can_have_is_refused():
-    with pytest.raises(OptionError, match=r"the plan cannot be written to 'a\\x00b': it holds a NUL character"):
+    with pytest.raises(OptionError, match=r"the plan cannot be written: path='a\\x00b' holds a NUL character"):
         report(convert()).save_plan("a\0b")
-    with pytest.raises(OptionError, match=r"the plan 'a\\x00b' cannot be read: it holds a NUL character"):
+    with pytest.raises(OptionError, match=r"the plan cannot be read: path='a\\x00b' holds a NUL character"):
         load_plan("a\0b")
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +50,39 @@ def dump_all(folder):
     dump(model(), folder / "file")
 
 
+class Bytes:
+    def __fspath__(self):
+        return b"abc"
+
+
 WRITERS = [save_plan, save_ranges, plot, dump_all]
+
+
+IMPOSSIBLE = [
+    ("a\0b", r"'a\\x00b' holds a NUL character"),
+    (Path("a\0b"), r"'a\\x00b' holds a NUL character"),
+    ("", r"'' is empty"),
+    ("a\ud800b", r"'a\\ud800b' holds what no file's name can"),
+    (None, r"None is no path"),
+    (3, r"3 is no path"),
+    (b"abc", r"b'abc' is no path"),
+    (Bytes(), r"b'abc' is no path"),
+]
+PUBLIC = {
+    "the plan cannot be written: path": lambda path: fxamp.report(model()).save_plan(path),
+    "the ranges cannot be written: path": lambda path: some_ranges().save(path),
+    "the picture cannot be written: path": lambda path: some_ranges().plot(path),
+    "the dump cannot be written: directory": lambda path: dump(model(), path),
+}
+
+
+@pytest.mark.parametrize("what", PUBLIC)
+@pytest.mark.parametrize(("path", "said"), IMPOSSIBLE, ids=lambda value: repr(value)[:12])
+def test_what_no_path_can_be_is_said(what, path, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match=rf"^{what}={said}.* Give a str or a pathlib\.Path"):
+        PUBLIC[what](path)
+    assert not contents(tmp_path)
 
 
 class Broken:
