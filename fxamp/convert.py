@@ -14,7 +14,7 @@ from fxamp.boundaries import AsWritten, check_boundaries, make_tree
 from fxamp.capture.inputs import check_call_fits, normalise_example
 from fxamp.converted import make_sibling
 from fxamp.dynamo_preview import trace_on_fakes
-from fxamp.engine import Engine, Workshop, engine_of
+from fxamp.engine import Engine, engine_of
 from fxamp.errors import CaptureError, OptionError
 from fxamp.lists import OpLists
 from fxamp.lists.environment import disabled_by
@@ -37,6 +37,7 @@ from fxamp.storage import lower_parameters, put_back, speak_float32
 from fxamp.unconverted import leave
 from fxamp.variant import Variant
 from fxamp.views import plain_tree, plain_view
+from fxamp.workshop import Workshop
 
 
 def convert(

@@ -5,13 +5,12 @@ one made, and falls back to Dynamo where a graph cannot hold the model. Copies o
 """
 
 import collections
-import contextlib
 import copy
 import dataclasses
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,27 +27,12 @@ from fxamp.ir import BLOCK_PATH, ENGINE
 from fxamp.structure import Structure
 from fxamp.variant import Variant, takes_apart
 from fxamp.views import plain_tree
+from fxamp.workshop import Workshop
 
 log = logging.getLogger("fxamp")
 
 
-Build = Callable[..., Variant]  # see fxamp.pipeline.build_variant
 _BROKEN_RULE = "the graph of %s breaks a rule of fxamp's own, please report it: %s"
-
-
-@dataclasses.dataclass(frozen=True)
-class Workshop:
-    """What an engine has done for it by those who know the passes; module-level functions, so that it pickles.
-
-    Attributes:
-        build: makes a variant for (plain model, spec, inputs, options).
-        announce: tells of a model's new graphs.
-        keep_weights: lets a variant keep its low weights from call to call.
-    """
-
-    build: Build
-    announce: Callable[[nn.Module], None]
-    keep_weights: Callable[[Variant, nn.Module], None]
 
 
 class Engine:
@@ -112,8 +96,8 @@ class Engine:
             self.fall_back(module, error)
             return self._call_dynamo(module, args, kwargs)
         if not self.blocks:
-            return _run(variant, module, inputs)
-        result = _run(variant, module, inputs)
+            return _outside_autocast(variant.compiled.run, module, *inputs)
+        result = _outside_autocast(variant.compiled.run, module, *inputs)
         self.tell(module)  # of graphs that the blocks have made
         return result
 
@@ -164,11 +148,7 @@ class Engine:
 
     def _call_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base: Any = type(module)._fxamp_base  # type: ignore[attr-defined]
-        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-            with _without_autocast():
-                result = self.dynamo(base, module, args, kwargs)
-        else:
-            result = self.dynamo(base, module, args, kwargs)
+        result = _outside_autocast(self.dynamo, base, module, args, kwargs)
         self.tell(module)
         return result
 
@@ -235,6 +215,8 @@ class Engine:
             self.workshop.keep_weights(variant, module)
         if self.is_boundary:
             mark_block(variant, self.paths)
+        if variant.weights is not None:
+            variant.weights.note(module)
         known.append(variant)
         self.previews.clear()
         return variant
@@ -348,18 +330,12 @@ def _blocks_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Engine]:
     return {path: engine.current(modules[path]) for path, engine in engines.items() if engine is not None}
 
 
-def _run(variant: Variant, module: nn.Module, inputs: list[Any]) -> Any:
-    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-        with _without_autocast():
-            return variant.compiled.run(module, *inputs)
-    return variant.compiled.run(module, *inputs)
-
-
-@contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
+def _outside_autocast(run: Callable[..., Any], *args: Any) -> Any:
     """A converted model inside an autocast region makes its own casts, and only those."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        yield
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return run(*args)
+    return run(*args)
 
 
 def engine_of(model: Any) -> Engine | None:

@@ -39,12 +39,24 @@ class WeightFits:
             return True
         seen = self._seen.get(module)
         if seen is None:
-            seen = self._seen[module] = _Seen([_place(module, path) for path in self._fits])
+            seen = self._seen[module] = self._unseen(module)
         if seen.is_written(module):
             now = seen.tensors()
             with _disable_current_modes():  # make_fx traces no look at numbers
                 seen.holds = all(fit_in(now[at], self._low) == fit for at, fit in enumerate(self._fits.values()))
         return seen.holds
+
+    def note(self, module: nn.Module) -> None:
+        """The graph was made for this model as it is now: its weights are those that were looked at.
+
+        Any other model that shares the graph, a copy, is looked at when it is first called.
+        """
+        if self._fits:
+            seen = self._seen[module] = self._unseen(module)
+            seen.note(module)
+
+    def _unseen(self, module: nn.Module) -> "_Seen":
+        return _Seen([_place(module, path) for path in self._fits])
 
     def forget(self, module: nn.Module) -> None:
         """Look again at the next call: the model's parts are other objects than they were."""
@@ -58,7 +70,11 @@ class _Seen:
         self.holds = True
         self._places = places
         self._state: tuple[list[Any], list[int]] | None = None  # None: not known since the last optimizer step
-        self._steps, self._loads, self._writes = -1, -1, 0
+        self._steps, self._loads, self._writes = -1, -1, 0  # as if loaded just now
+
+    def note(self, module: nn.Module) -> None:
+        """Take the weights as they are for looked at."""
+        self._steps, self._loads, self._state = steps_taken(), _loads_of(module), self._now()
 
     def tensors(self) -> list[Any]:
         return [owner.get(name) for owner, name in self._places]
@@ -68,7 +84,7 @@ class _Seen:
 
         While a CUDA graph is recorded nobody can wait for numbers: what was loaded is looked at in a later call.
         """
-        steps, loads = steps_taken(), getattr(module.__dict__.get(ENGINE), "loads", 0)
+        steps, loads = steps_taken(), _loads_of(module)
         is_loaded, is_stepped = loads != self._loads, steps != self._steps
         if is_loaded and self._is_recorded():
             return False
@@ -89,6 +105,11 @@ class _Seen:
     def _now(self) -> tuple[list[Any], list[int]]:
         tensors = [tensor for tensor in self.tensors() if tensor is not None]
         return tensors, list(map(_VERSION, tensors))
+
+
+def _loads_of(module: nn.Module) -> int:
+    """How often a state dict was loaded into the model."""
+    return getattr(module.__dict__.get(ENGINE), "loads", 0)
 
 
 def _are_the_same(before: list[Any], now: list[Any]) -> bool:

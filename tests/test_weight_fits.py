@@ -8,6 +8,7 @@ from torch import nn
 
 import fxamp
 from fxamp.engine import engine_of
+from fxamp.weight_fits import WeightFits
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -129,3 +130,72 @@ def test_a_part_that_is_exchanged_for_an_equal_one_brings_its_own_numbers(gamma)
     assert error(model, plain) < 2e-3
     model.part.factor = plain.part.factor = 5.0
     assert error(model, plain) < 2e-3
+
+
+# What happens between the making of a graph and the first question, and whether the numbers are looked at.
+BETWEEN = {
+    "nothing": (lambda model: None, False),
+    "a step": (lambda model: _step(model), False),
+    "a checkpoint": (lambda model: model.load_state_dict(model.state_dict()), True),
+    "a step and a checkpoint": (lambda model: (_step(model), model.load_state_dict(model.state_dict())), True),
+    "a write": (lambda model: model.gamma.detach().mul_(1), True),
+    "a new tensor": (lambda model: setattr(model, "gamma", nn.Parameter(torch.ones(8))), True),
+}
+
+
+def _step(model):
+    model.gamma.grad = torch.ones(8)
+    torch.optim.SGD([model.gamma], lr=0.0).step()
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_graph_begins_with_the_weights_that_it_was_made_for(between, monkeypatch):
+    happens, is_looked_at = BETWEEN[between]
+    model, looks = fxamp.convert(Scaled(), torch.float16, X), []
+    check = WeightFits({"gamma": "normal"}, torch.float16)
+    check.note(model)
+    happens(model)
+    monkeypatch.setattr("fxamp.weight_fits.fit_in", lambda tensor, low: looks.append(tensor) or "normal")
+    assert check(model) and check(model) and bool(looks) == is_looked_at
+
+
+def test_a_copy_is_looked_at_whatever_was_trained():
+    model = fxamp.convert(Scaled(), torch.float16, X)
+    check = WeightFits({"gamma": "normal"}, torch.float16)
+    check.note(model)
+    twin = copy.deepcopy(model)
+    nn.init.constant_(twin.gamma, 1e-8)
+    _step(model)
+    assert check(model) and not check(twin)
+
+
+class Residual(nn.Module):
+    """Blocks with a layer scale that begins below what float16 holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(Scaled() for _ in range(3)), nn.Linear(8, 4)
+        for block in self.blocks:
+            nn.init.constant_(block.gamma, 1e-6)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("example", [None, X])
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_training_from_a_layer_scale_makes_one_graph(example, is_loaded):
+    model = fxamp.convert(Residual(), torch.float16, example)
+    if is_loaded:
+        model.load_state_dict(Residual().state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        optimizer.step()
+    assert len(engine_of(model).all_variants()) == 1
+    model.load_state_dict(model.state_dict())
+    model(X)
+    assert len(engine_of(model).all_variants()) == 2, "a checkpoint is looked at, also after training"

@@ -21,6 +21,7 @@ class Normalise(Pass):
     1. `x.dtype` is what an fp32 run sees.
     2. A conversion relative to another value that changes nothing in an fp32 run disappears.
     3. One that changes something there names its dtype: `mask.to(y)` is `mask.to(float32)`.
+       `x.type(dtype)` is another spelling of `x.to(dtype)`; with a type that the user names it stays.
     4. A list of tensors passed whole (`cat(x.chunk(2))`) is passed item by item.
     5. Operands that torch knows by position stand there: `torch.add(input=x, other=y)` is `torch.add(x, y)`.
     6. A value that nobody reads is not computed, unless computing it does something else too.
@@ -31,6 +32,7 @@ class Normalise(Pass):
         changed = _drop_unread(graph)
         for node in list(graph.nodes):
             changed = _put_operands_in_place(node) or changed
+            changed = _respell(graph, node) or changed
             changed = (
                 _drop_relative_conversion(graph, node)
                 or _forget_relative_dtype(node)
@@ -93,6 +95,24 @@ def _put_operands_in_place(node: fx.Node) -> bool:
             node.kwargs = kwargs
             changed = True
     return changed
+
+
+def _respell(graph: fx.Graph, node: fx.Node) -> bool:
+    """`x.type(dtype)` -> `x.to(dtype)`, and `x.type(y.type())` -> `x.type_as(y)`."""
+    kind = ir.argument_of(node, 1, "dtype")
+    if node.op != "call_method" or node.target != "type":
+        return False
+    if isinstance(kind, torch.dtype) or _is_read(kind):
+        node.target = "to"
+    elif isinstance(kind, fx.Node) and kind.op == "call_method" and kind.target == "type" and len(kind.args) == 1:
+        node.target = "type_as"
+        node.args, node.kwargs = (node.args[0], kind.args[0]), {}
+        if not kind.users:
+            graph.erase_node(kind)
+    else:
+        return False
+    ir.set_mark(node, op=str(node.target))
+    return True
 
 
 def _drop_relative_conversion(graph: fx.Graph, node: fx.Node) -> bool:

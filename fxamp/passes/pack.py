@@ -15,6 +15,7 @@ from fxamp.passes.alias import Aliases, find_aliases
 from fxamp.passes.base import Pass
 from fxamp.passes.cast import grad_regions
 from fxamp.passes.gemm_types import shape_of
+from fxamp.passes.reads import asked_dtype
 from fxamp.passes.verify import casts_minimal, operands_agree
 from fxamp.runtime.packed_weights import packed_cast
 from fxamp.runtime.padded_weights import Growth, grown
@@ -23,6 +24,10 @@ from fxamp.runtime.padded_weights import Growth, grown
 BUCKET_BYTES = 25 << 20
 # Reading rows of a table is cheaper than casting the table: such a cast is there only because the cut wanted it.
 _GATHERS = frozenset({"embedding", "embedding_bag"})
+# Of their first argument they take sizes and strides, and its dtype where none is asked for.
+_READ_NO_NUMBER = frozenset(
+    "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_zeros new_tensor".split()
+)
 
 
 def packs_sound(graph: fx.Graph) -> None:
@@ -31,6 +36,8 @@ def packs_sound(graph: fx.Graph) -> None:
     seen: dict[tuple[object, ...], fx.Node] = {}
     aliases = find_aliases(graph)
     for node in graph.nodes:
+        if node.target is packed_cast and len({*map(_is_buffer, node.all_input_nodes)}) > 1:
+            raise InvariantError(f"{node.name} casts parameters and buffers together")
         for source in _sources(node):
             key = (source.target, aliases.epoch(source, node), regions[node])
             if key in seen:
@@ -64,16 +71,19 @@ class PackWeights(Pass):
        copy does not grow.
     5. A copy grows where its pad is all that reads it: other readers want the weight's own sizes.
     6. Pads of weights that are stored low (O2) are made by one copy in the same way.
+    7. Buffers have buckets of their own: one may hold what the last call computed, and backward must not go there.
+    8. No copy is made for `zeros_like(w)`, which reads no number of it: `zeros_like(w, dtype=low)`.
     """
 
     ensures: ClassVar = (operands_agree, casts_minimal, packs_sound)
     bucket_bytes: int = BUCKET_BYTES
 
     def apply(self, graph: fx.Graph) -> bool:
+        changed = _read_as_stored(graph)
         buckets = [bucket for bucket in self._buckets(graph) if len(bucket) > 1 or growth_of(bucket[0]) is not None]
         for bucket in buckets:
             _pack(graph, bucket)
-        return bool(buckets)
+        return changed or bool(buckets)
 
     def _buckets(self, graph: fx.Graph) -> list[list[fx.Node]]:
         aliases, regions = find_aliases(graph), grad_regions(graph)
@@ -85,7 +95,7 @@ class PackWeights(Pass):
                 open_buckets.clear()
             if not can_pack(node, aliases):
                 continue
-            key = (_dtype(node), _source_dtype(node), regions[node], reached[node])
+            key = (_dtype(node), _source_dtype(node), _is_buffer(node.args[0]), regions[node], reached[node])
             bucket, size = open_buckets.get(key, ([], 0))
             nbytes = _nbytes(_result(node))
             if not bucket or size + nbytes > self.bucket_bytes:
@@ -109,6 +119,28 @@ def is_weight_pad(node: fx.Node) -> bool:
     if not isinstance(source, fx.Node) or not ir.is_weight(source) or growth_by(node) is None:
         return False
     return sum(ir.mark(user).role == "pad" for user in source.users) == 1
+
+
+def _is_buffer(weight: Any) -> bool:
+    """Whether what a copy is made of is no parameter: a buffer, or a constant of the model."""
+    return ir.mark(weight).op != "parameter"
+
+
+def _read_as_stored(graph: fx.Graph) -> bool:
+    """Rule 8: only the sizes and the dtype of such a copy would be read."""
+    changed = False
+    for node in list(graph.nodes):
+        cast = node.args[0] if node.args else None
+        if ir.mark(node).op not in _READ_NO_NUMBER or not isinstance(cast, fx.Node) or not is_weight_cast(cast):
+            continue
+        if asked_dtype(node) is None:
+            node.kwargs = {**node.kwargs, "dtype": cast.args[1]}
+        node.replace_input_with(cast, cast.args[0])
+        ir.set_mark(node, modes=tuple((p, k, "any" if p == 0 else mode) for p, k, mode in ir.mark(node).modes))
+        if not cast.users:
+            graph.erase_node(cast)
+        changed = True
+    return changed
 
 
 def can_pack(node: fx.Node, aliases: Aliases) -> bool:
@@ -185,8 +217,10 @@ def _pack(graph: fx.Graph, casts: list[fx.Node]) -> None:
         if weight > first:  # one that was read before stays where its other readers find it
             first.prepend(weight)
     with graph.inserting_before(first):
-        pads: dict[str, Any] = {"pads": growths} if any(growths) else {}
-        packed = graph.call_function(packed_cast, (_dtype(first), *weights), pads)
+        options: dict[str, Any] = {"pads": growths} if any(growths) else {}
+        if _is_buffer(weights[0]):
+            options["are_buffers"] = True
+        packed = graph.call_function(packed_cast, (_dtype(first), *weights), options)
         items = [graph.call_function(operator.getitem, (packed, number)) for number in range(len(casts))]
     _describe(packed, casts, results)
     for cast, result, item in zip(casts, results, items, strict=True):

@@ -104,6 +104,8 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
     elif op in TRAITS["factory"] and asked_dtype(node) is None and ir.holds_float32(node):
         ruling.fix(node, "high", "creation", "no operand decides its dtype: it is torch's default")
         spread_taint(ruling, node)
+    elif not ruling.reads[node] and colour != "unlisted":
+        _fix_default_dtype(ruling, node)
     elif node in ruling.chosen and colour == "allow":
         ruling.fixed[node] = Verdict("low", ruling.chosen[node])
     elif node.meta.get("autocast") == "off":
@@ -124,6 +126,13 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
         ruling.fix(node, "high", "unlisted", f"`{op}` is on no list, so it runs in the dtypes it had before")
     else:
         fix_destroyed_values(ruling, node)
+
+
+def _fix_default_dtype(ruling: Ruling, node: fx.Node) -> None:
+    """`torch.where(mask, 0.5, 0.0)`, `counts / 2`: only numbers say that the result is floating, and of which dtype."""
+    fix_destroyed_values(ruling, node)
+    if node not in ruling.fixed:
+        ruling.fix(node, "high", "creation", "no floating-point operand decides its dtype: it is torch's default")
 
 
 def _fix_source(ruling: Ruling, node: fx.Node) -> None:

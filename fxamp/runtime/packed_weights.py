@@ -25,23 +25,27 @@ Growths = tuple[Growth | None, ...]
 """One for each weight of a bucket: how its copy grows, None where it does not."""
 
 
-def packed_cast(dtype: torch.dtype, *weights: torch.Tensor, pads: Growths | None = None) -> tuple[torch.Tensor, ...]:
+def packed_cast(
+    dtype: torch.dtype, *weights: torch.Tensor, pads: Growths | None = None, are_buffers: bool = False
+) -> tuple[torch.Tensor, ...]:
     """Fresh copies of `weights` in `dtype`, with their strides; gradients flow back in the weights' dtype.
 
     One `_foreach_copy_` each way, also for copies that grow by rows; a copy that grows otherwise is filled and
     written by itself; a low weight that has the room is a view. Plain `.to` (and a pad) where that would not do: while
     torch.compile, torch.export or torch.jit trace (Inductor fuses plain casts), under functorch transforms and
-    forward-mode AD, and for tensor subclasses.
+    forward-mode AD, and for tensor subclasses. Likewise for buffers where one holds what an earlier call computed, with
+    its history: backward would walk through the history of each of a bucket, and that of an earlier call is gone.
 
     Args:
         dtype: of the copies.
         weights: all of one dtype, on one device.
         pads: how each copy grows; None where none does.
+        are_buffers: whether these are buffers, which have no gradient as a rule; otherwise they are parameters.
     """
-    if must_be_plain(*weights):
+    if must_be_plain(*weights) or (are_buffers and any([buffer.requires_grad for buffer in weights])):
         low = tuple([weight.to(dtype) for weight in weights])
         return low if pads is None else tuple(map(_grown, low, pads))
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not are_buffers:
         return _apply(dtype, pads, *weights)  # type: ignore[no-untyped-call, no-any-return]
     return _copies(weights, dtype) if pads is None else _grown_copies(weights, dtype, pads)
 
@@ -174,10 +178,10 @@ class KeptCast:
         self._kept: _Kept | None = None
 
     def __call__(
-        self, dtype: torch.dtype, *weights: torch.Tensor, pads: Growths | None = None
+        self, dtype: torch.dtype, *weights: torch.Tensor, pads: Growths | None = None, are_buffers: bool = False
     ) -> tuple[torch.Tensor, ...]:
         if torch.is_grad_enabled() or must_be_plain(*weights) or not _can_be_kept(weights):
-            return packed_cast(dtype, *weights, pads=pads)
+            return packed_cast(dtype, *weights, pads=pads, are_buffers=are_buffers)
         kept = self._kept  # read once: copies of a model share this, and may be called by other threads
         if kept is None or not kept.is_of(weights):
             seen = _Kept.state_of(weights)  # before the copies: a write meanwhile is seen by the next call

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fxamp.lists import OpLists
+from fxamp.passes.verify import types_hold
 from tests.language import (
     BF16,
     FP16,
@@ -25,6 +27,76 @@ X, W = torch.rand(8, 8), torch.rand(8, 8)
 
 
 # --------------------------------------------------------------------------------------- kernels and operands
+
+
+# Float32 results that no floating-point operand decides: of masks, integers and Python numbers.
+DEFAULT_DTYPE = {
+    "where": lambda mask, counts: torch.where(mask, 0.5, 0.0),
+    "where of counts": lambda mask, counts: torch.where(mask, 1.0, counts),
+    "clamp": lambda mask, counts: counts.clamp(0.5),
+    "clamp_min": lambda mask, counts: torch.clamp_min(counts, 0.5),
+    "div": lambda mask, counts: counts / 3,
+    "true division of masks": lambda mask, counts: mask / 2,
+    "rtruediv": lambda mask, counts: 2 / counts,
+    "mul": lambda mask, counts: counts * 0.5,
+    "add": lambda mask, counts: 0.5 + mask,
+    "pow": lambda mask, counts: counts**0.5,
+    "sqrt": lambda mask, counts: counts.sqrt(),
+    "exp": lambda mask, counts: torch.exp(counts),
+    "tanh": lambda mask, counts: counts.tanh(),
+    "sigmoid": lambda mask, counts: mask.sigmoid(),
+    "atan2": lambda mask, counts: torch.atan2(counts, counts),
+    "copysign": lambda mask, counts: torch.copysign(counts, counts),
+    "ldexp": lambda mask, counts: torch.ldexp(counts, counts),
+    "deg2rad": lambda mask, counts: torch.deg2rad(counts),
+    "softsign": lambda mask, counts: F.softsign(counts),
+    "full": lambda mask, counts: torch.full((8, 8), 0.5),
+    "fill": lambda mask, counts: torch.empty(8, 8).fill_(0.5),
+    "arange": lambda mask, counts: torch.arange(0.0, 8.0),
+    "tensor": lambda mask, counts: torch.tensor([0.5] * 8),
+    "view": lambda mask, counts: torch.where(mask, 0.5, 0.0).t().contiguous(),
+    "masked_fill": lambda mask, counts: torch.where(mask, 0.5, 0.0).masked_fill(mask, 2.0),
+    "setitem": lambda mask, counts: operator.setitem(made := torch.where(mask, 0.5, 0.0), 0, 1.0) or made,
+}
+OF_NUMBERS = {
+    "balanced": lambda op: {},
+    "strict": lambda op: {"level": "strict"},
+    "aggressive": lambda op: {"level": "aggressive"},
+    "allow": lambda op: {"lists": OpLists.default().override(allow=[op])},
+    "infer": lambda op: {"lists": OpLists.default().override(infer=[op])},
+    "clear": lambda op: {"lists": OpLists.default().override(clear=[op]), "level": "aggressive"},
+    "O3": lambda op: {"everything_low": True},
+}
+
+
+@pytest.mark.parametrize("low", [FP16, BF16])
+@pytest.mark.parametrize("way", OF_NUMBERS)
+@pytest.mark.parametrize("name", DEFAULT_DTYPE)
+def test_what_no_floating_operand_decides_has_the_default_dtype(name, way, low):
+    def model(x, w, mask, counts):
+        return F.linear(F.linear(x, w) * DEFAULT_DTYPE[name](mask, counts), w)
+
+    given = (X, W, X > 0.5, torch.arange(1, 9).expand(8, 8))
+    op = next((op for op in (name, "where") if op in OpLists.default()), name)
+    setting = rewritten(model, *given, chosen=policy(low, **OF_NUMBERS[way](op)))
+    types_hold(setting.captured.root, setting.fakes, setting.captured.example)(setting.graph)
+    found, expected = run_graph(setting, *given)[0], model(*given)
+    assert found.dtype == FP32 and torch.isfinite(found).all()
+    # Each of two products of 8 rounds its operands (2 * eps/2 a product) and its result; the factor in between rounds.
+    torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(low).eps, atol=0)
+
+
+@pytest.mark.parametrize("level", ["strict", "balanced", "aggressive"])
+def test_a_mask_of_numbers_is_cast_where_it_is_read_low(level):
+    def model(x, w, keep):
+        query = F.linear(x, w)[None]
+        return F.scaled_dot_product_attention(query, query, query, torch.where(keep, 0.0, -1e4))
+
+    given = (X, W, (X > 0.5)[None])
+    setting = rewritten(model, *given, chosen=policy(BF16, level=level))
+    types_hold(setting.captured.root, setting.fakes, setting.captured.example)(setting.graph)
+    assert_precision(setting, {"where": "high", "scaled_dot_product_attention": "low"})
+    run_graph(setting, *given)
 
 
 def test_ops_without_promotion_get_operands_of_one_dtype():

@@ -120,10 +120,50 @@ def low_plain(plain, x, w):
 
 
 @pytest.mark.parametrize(
+    "back",
+    [
+        lambda y, x: y.type(x.dtype),
+        lambda y, x: y.type(dtype=x.dtype),
+        lambda y, x: y.type(y.sin().dtype),
+        lambda y, x: y.type(x.type()),
+        lambda y, x: y.to(x.dtype),
+    ],
+)
+def test_a_conversion_to_the_dtype_of_a_value_is_no_wish_in_any_spelling(back):
+    def model(x, w):
+        return F.linear(back(F.linear(x, w).softmax(-1, dtype=FP32), x), w)
+
+    def plain(x, w):
+        return F.linear(F.linear(x, w).softmax(-1, dtype=FP32), w)
+
+    setting = rewritten(model, X, W)
+    assert_precision(setting, {"linear": "low", "linear 1": "low"})
+    assert ir.canonical_text(setting.graph) == ir.canonical_text(rewritten(plain, X, W).graph)
+
+
+@pytest.mark.parametrize("kind", ["torch.FloatTensor", FP32])
+def test_a_type_that_the_user_names_stays_a_wish(kind):
+    setting = rewritten(lambda x, w: F.linear(F.linear(x, w).type(kind), w), X, W)
+    assert_precision(setting, {"linear": "low", "linear 1": "high user operand"})
+
+
+def test_the_name_of_a_type_is_no_conversion():
+    setting = rewritten(lambda x, w: F.linear(F.linear(x, w) if x.type() else x, w), X, W, preview=False)
+    assert_precision(setting, {"linear": "low", "linear 1": "low"})
+
+
+def test_a_mask_of_a_value_s_type_has_the_dtype_that_it_has_in_fp32():
+    setting = rewritten(lambda x, w: F.linear(x, w) * (x > 0).type(F.linear(x, w).dtype), X, W)
+    assert ir.mark(node_of(setting, "mul")).type.dtype in (BF16, FP32)
+    assert run_graph(setting, X, W)[0].dtype == FP32
+
+
+@pytest.mark.parametrize(
     "model",
     [
         lambda x, w: F.linear(x, w) * (x > 0).to(F.linear(x, w)),
         lambda x, w: F.linear(x, w) * (x > 0).type_as(F.linear(x, w)),
+        lambda x, w: F.linear(x, w) * (x > 0).type(F.linear(x, w).type()),
         lambda x, w: F.linear(x, w) * torch.ones(8, dtype=torch.float64).to(F.linear(x, w)),
         lambda x, w: F.linear(x, w) * torch.arange(8).to(F.linear(x, w), non_blocking=True),
     ],

@@ -119,6 +119,34 @@ def test_a_gradient_is_none_where_there_is_none():
     assert used.grad is not None and unused.grad is None and frozen.grad is None
 
 
+def _histories():
+    """Two buffers an earlier call computed, and the leaves they were computed of."""
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    return leaves, [leaf.exp() for leaf in leaves]
+
+
+@pytest.mark.parametrize("make", [lambda: packed_cast, lambda: KeptCast(0)])
+def test_backward_goes_through_the_history_of_the_one_buffer_it_is_for(make):
+    leaves, (stale, fresh) = _histories()
+    stale.sum().backward()  # its graph is freed
+    seen = leaves[0].grad.clone()
+    copies = make()(torch.bfloat16, stale, fresh, are_buffers=True)
+    copies[1].float().sum().backward()
+    assert torch.equal(leaves[0].grad, seen) and leaves[1].grad is not None
+    with pytest.raises(RuntimeError, match="a second time"):
+        copies[0].float().sum().backward()
+
+
+@pytest.mark.parametrize("pads", [None, (None, (((1, 1),), 2.0))])
+def test_buffers_without_a_history_are_one_launch_and_no_graph(pads):
+    buffers = [torch.rand(2), torch.rand(3)]
+    with Ops() as ops:
+        copies = packed_cast(torch.float16, *buffers, pads=pads, are_buffers=True)
+    assert ops.names.count("_foreach_copy_") == 1 and "_to_copy" not in ops.names
+    assert not any(copy.requires_grad for copy in copies)
+    assert torch.equal(copies[0], buffers[0].half()) and torch.equal(copies[1][:3], buffers[1].half())
+
+
 def test_sparse_and_expanded_gradients():
     table, bias = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.ones(3))
     low_table, low_bias = packed_cast(torch.bfloat16, table, bias)

@@ -1,0 +1,25 @@
+"""What an engine has done for it by those who know the passes."""
+
+import dataclasses
+from collections.abc import Callable
+
+from torch import nn
+
+from fxamp.variant import Variant
+
+Build = Callable[..., Variant]  # see fxamp.pipeline.build_variant
+
+
+@dataclasses.dataclass(frozen=True)
+class Workshop:
+    """What an engine has done for it by those who know the passes; module-level functions, so that it pickles.
+
+    Attributes:
+        build: makes a variant for (plain model, spec, inputs, options).
+        announce: tells of a model's new graphs.
+        keep_weights: lets a variant keep its low weights from call to call.
+    """
+
+    build: Build
+    announce: Callable[[nn.Module], None]
+    keep_weights: Callable[[Variant, nn.Module], None]
