@@ -17,6 +17,7 @@ from fxamp.errors import OptionError, nearest
 from fxamp.ir import Colour
 from fxamp.lists import OpLists
 from fxamp.passes.rules import LEVELS, Level
+from fxamp.runtime.masters import MASTER
 from fxamp.storage import is_stored_low
 from fxamp.views import nested
 
@@ -108,9 +109,12 @@ def check_stored(model: nn.Module, low: torch.dtype) -> None:
 
 
 def check_whole(path: str, module: nn.Module) -> None:
-    """Raise an OptionError for a module that is to run as a whole, in float32, and holds parameters that O2 lowered."""
+    """Raise an OptionError for a module that is to run as a whole, in float32, and holds parameters that O2 lowered.
+
+    (Those that O3 lowered have no float32 masters: there every module runs low.)
+    """
     for name, tensor in module.named_parameters():
-        if is_stored_low(tensor):
+        if is_stored_low(tensor) and hasattr(tensor, MASTER):
             raise OptionError(
                 f"{path!r} runs as a whole, in float32, because of hooks on it (pruning is one), and opt_level='O2' "
                 f"has stored its {name} in {dtype_name(tensor.dtype)}. Put hooks on submodules before convert(), which "

@@ -26,11 +26,13 @@ class Flow:
 
     Attributes:
         part: the graph and its turn in the call.
-        values: extents of every node's value when it was made; of a tuple, the first part that is not finite.
+        values: extents of every node's value when it was made; of a tuple, the first part that is not finite. What an
+            op has written counts too: `o[:, 0] = value` returns nothing.
         reads: (value, reader) -> its extent when it was read: in-place ops may have written it since.
         edges: extents of the gradients that flowed over each edge, in the order of backward.
         sums: extents of the gradients of whole values, where several readers' gradients were added.
         writers: (value, reader) -> the in-place op that wrote the value last before it was read.
+        earlier: in-place op -> the one that wrote the same memory before it.
         counts: of values that are counted, how many elements of each tensor are not zero; `edge_counts`: of the
             gradients over each edge, `sum_counts`: of whole values.
         takes_masks: whether infinities among its inputs may be a mask's: they were there before.
@@ -42,6 +44,7 @@ class Flow:
     sums: dict[str, Extent] = dataclasses.field(default_factory=dict)
     reads: dict[Edge, Extent] = dataclasses.field(default_factory=dict)
     writers: dict[Edge, str] = dataclasses.field(default_factory=dict)
+    earlier: dict[str, str] = dataclasses.field(default_factory=dict)
     takes_masks: bool = True
     counts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     edge_counts: dict[Edge, int] = dataclasses.field(default_factory=dict)
@@ -164,28 +167,43 @@ class Watcher:
         self.flow = flow
         self.counting = counting
         nodes = list(flow.variant.graph.nodes)
-        self.is_written = any(not ir.is_weight(written) for node in nodes for written in ir.mutated(node))
+        written = [value for node in nodes for value in ir.mutated(node)]
+        self.is_written = any(not ir.is_weight(value) or len(value.users) > 1 for value in written)
         self.unprobed = _unprobed(nodes) | {
             (given.name, node.name) for node in nodes if takes_derivative(node) for given in node.all_input_nodes
         }
         self.with_gradients = with_gradients
         self.writer_of: dict[StorageWeakRef, str] = {}
+        self.written: list[torch.Tensor] = []
         self.readers = {node.name: [user.name for user in node.users] for node in nodes}
 
     def see(self, node: fx.Node, value: Any) -> Any:
         tensors = floats_in(value)
-        if tensors:
-            self.flow.values[node.name] = extent_of_all(tensors)
-            if self.counting:
-                self.flow.counts[node.name] = [nonzero(tensor) for tensor in tensors]
-        if self.is_written and ir.mutated(node):
-            self.writer_of.update({storage_of(tensor): node.name for tensor in tensors})
+        written = self._written_by(node, tensors)
+        if tensors and self.counting:
+            self.flow.counts[node.name] = [nonzero(tensor) for tensor in tensors]
+        if tensors or written:
+            self.flow.values[node.name] = extent_of_all([*tensors, *written])
         if self.with_gradients and isinstance(value, torch.Tensor) and value.requires_grad:
             self._watch_sum(node, value)
         return value
 
+    def _written_by(self, node: fx.Node, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the node has written, each memory once, and what it gives; it is noted as their writer."""
+        if not self.is_written or not ir.mutated(node):
+            return []
+        found = {storage_of(tensor): tensor for tensor in (*self.written, *given)}
+        for storage in found:
+            if (before := self.writer_of.get(storage)) is not None:
+                self.flow.earlier[node.name] = before
+            self.writer_of[storage] = node.name
+        self.written = []
+        return list(found.values())
+
     def edge(self, given: fx.Node, reader: fx.Node, value: Any) -> Any:
         self._note_read(given, reader, value)
+        if self.is_written and given in ir.mutated(reader):
+            self.written += floats_in(value)
         if not self.with_gradients or (given.name, reader.name) in self.unprobed:
             return value
         edge = (self.flow.writers.get((given.name, reader.name), given.name), reader.name)

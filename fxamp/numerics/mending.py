@@ -99,9 +99,14 @@ def _models_own(node: fx.Node) -> list[fx.Node]:
 
 def _models_readers(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
-    for reader in node.users:
+    for reader in node.users or _readers_of_written(node):
         found += [reader] if _is_operation(reader) else _models_readers(reader) if reader.op != "output" else []
     return found
+
+
+def _readers_of_written(node: fx.Node) -> list[fx.Node]:
+    """What reads, behind an op that returns nothing, what it has written."""
+    return [reader for written in ir.mutated(node) for reader in written.users if node < reader]
 
 
 def _is_operation(node: fx.Node) -> bool:

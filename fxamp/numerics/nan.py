@@ -14,7 +14,15 @@ from fxamp.numerics.exact import exact_weight, has_master
 from fxamp.numerics.extent import extent_of
 from fxamp.numerics.flow import CallFlow, watch_flow
 from fxamp.numerics.mending import mending, node_of
-from fxamp.numerics.origin import Origin, is_of_output, of_loss, origin_of, value_of_gradient, vanished_origin
+from fxamp.numerics.origin import (
+    Origin,
+    is_of_output,
+    of_loss,
+    of_output,
+    origin_of,
+    value_of_gradient,
+    vanished_origin,
+)
 from fxamp.numerics.reach import reach_of
 from fxamp.numerics.run import Call, call_of, check_module, in_float32
 from fxamp.unconverted import check_left
@@ -30,7 +38,7 @@ class BadNode:
 
     Attributes:
         phase: "forward", "backward", "sum of gradients", or "input", "parameter", "between graphs" or "loss" where it
-            came in from outside.
+            came in from outside; "output" where the model gives it, and no op was seen to make it of finite numbers.
         graph: number of the node's graph in `fxamp.report(model)`.
         value: of the first bad value or gradient, in words.
         inputs: of everything the node read, in words.
@@ -87,6 +95,11 @@ class BadNode:
             return "the input itself is not finite: look at the data"
         if self.phase == "between graphs":
             return "it was made by code between two of Dynamo's graphs, which runs as it is written: look there"
+        if self.phase == "output" and self.is_bad_in_float32:
+            return (
+                "it is written in the code or came in with an input, or is made by code outside of the graphs, and "
+                "float32 gives it too: it is no matter of precision"
+            )
         if self.phase == "parameter":
             if self.master:
                 return f"its float32 value is finite ({self.master}), and is stored low: {self._deny_remedy}"
@@ -99,7 +112,7 @@ class BadNode:
             kept = "it is converted by itself" if self.block else "it runs in float32"
             likely = f"convert(..., overrides={self.overrides}) may mend it" if self.overrides else kept
             return f"{likely}; another run was not tried: {self.unknown}"
-        if self.op == "output" and not self.overrides:
+        if self.op == "output" and self.phase != "output" and not self.overrides:
             too = ", and does so in float32: it is no matter of precision" if self.is_bad_in_float32 else ""
             return f"what the model gives is finite; the loss, or what else is computed of it outside, makes it{too}"
         if self.is_bad_in_float32:
@@ -107,23 +120,24 @@ class BadNode:
             return f"the float32 run is not finite here either: it is not a matter of precision, look at {where}"
         if self.overrides:
             return f"convert(..., overrides={self.overrides}) makes the run finite"
-        if self.phase not in ("forward", "parameter"):
+        if self.phase not in ("forward", "parameter", "output"):
             return "no deny near it mends it: use a smaller loss scale (fxamp.LossScaler finds one), or bfloat16"
         return "no deny near it mends it: try dtype=torch.bfloat16, whose range is float32's"
 
 
-_WHERE = {"forward": "its output", "backward": "the gradient it passes back", "loss": "the loss of it"}
+_WHERE = {"forward": "its output", "backward": "the gradient it passes back", "loss": "the loss of it", "output": "it"}
 """What is not finite, in words."""
 
 
 def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> BadNode | None:
-    """The first node, forward or backward, whose output is not finite; None where everything is finite.
+    """The first node, forward or backward, whose output is not finite; None where all that matters is finite.
 
         print(fxamp.find_nan(model, (x,), loss_fn=lambda output: scaler.scale(criterion(output, y))))
 
     Infinities that are written in the code or come in with a mask are not meant; of those that are made, the one that
     reaches the output is named, or else the one that reaches the gradient of a parameter or an input, or else the first
-    that float32 has not.
+    that float32 has not. A GEMM that computes with a meant one is named; one that the model gives back as it is, is
+    told of as its output's.
 
     Args:
         inputs: of one call, as `example_inputs` of convert().
@@ -143,7 +157,7 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
     exact = watch_flow(call, loss_fn, in_float32(call), as_float32=True)
     origin = origin_of(flow, exact)
     if origin is None or is_of_output(origin):
-        origin = of_loss(flow) or origin or vanished_origin(flow, exact)
+        origin = of_loss(flow) or origin or vanished_origin(flow, exact) or of_output(flow, exact)
     return None if origin is None else describe(call, flow, origin, loss_fn, exact)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 import torch
 from torch import fx
@@ -21,7 +21,8 @@ class Origin:
 
     Attributes:
         flow: of its graph.
-        phase: "input" | "parameter" | "forward" | "backward" | "sum of gradients" | "between graphs" | "loss".
+        phase: "input" | "parameter" | "forward" | "backward" | "sum of gradients" | "between graphs" | "loss" |
+            "output".
         extent: of the first bad value or gradient; `edge`: the edge it flowed over, for gradients.
         reaches: whether it got to an output, a parameter or an input; else an op of the model took it back.
     """
@@ -77,6 +78,19 @@ def of_loss(call: CallFlow) -> Origin | None:
     return Origin(output.name, "loss", call.loss, flow)
 
 
+def of_output(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
+    """The last graph's output, where the call gives what is not finite and no node is seen to have made it.
+
+    Without the same call in fp32 infinities are taken for meant ones, such as a mask's; NaNs never are.
+    """
+    if not call.parts:
+        return None
+    bad = [extent for extent in call.outputs if extent.nans or (extent.infs and exact is not None)]
+    flow = call.parts[-1]
+    output = next(node for node in flow.variant.graph.nodes if node.op == "output")
+    return Origin(output.name, "output", bad[0], flow) if bad else None
+
+
 def vanished_origin(call: CallFlow, exact: CallFlow) -> Origin | None:
     """The first bad node whose value, or else whose gradient, reached nothing: of what an fp32 run has too, the model
     takes care.
@@ -112,11 +126,15 @@ def _nodes(flow: Flow) -> dict[str, fx.Node]:
 
 
 def _reaching_origin(flow: Flow) -> Origin | None:
-    """Walk back from bad outputs through bad values; the earliest node whose inputs explain nothing."""
-    return _origin_of_what_reaches(flow, [node for node in flow.variant.graph.nodes if node.op == "output"])
+    """Walk back from bad outputs through bad values; the earliest node whose inputs explain nothing, or else the
+    earliest that makes more of a meant infinity than there was.
+    """
+    reached = _reached(flow, [node for node in flow.variant.graph.nodes if node.op == "output"])
+    return _first_new(flow, reached) or _first_spread(flow, reached)
 
 
-def _origin_of_what_reaches(flow: Flow, readers: list[fx.Node]) -> Origin | None:
+def _reached(flow: Flow, readers: list[fx.Node]) -> list[fx.Node]:
+    """The nodes that bad values come from, in the graph's order."""
     nodes = _nodes(flow)
     frontier = list(readers)
     reached: set[fx.Node] = set()
@@ -128,11 +146,20 @@ def _origin_of_what_reaches(flow: Flow, readers: list[fx.Node]) -> Origin | None
         for given in node.all_input_nodes:
             read = flow.reads.get((given.name, node.name))
             if read is not None and not read.is_finite:
-                writer = flow.writers.get((given.name, node.name), "")
-                frontier.append(nodes[writer] if writer and not _is_bad(flow, given) else given)
+                frontier += [given, *(nodes[writer] for writer in _writers(flow, (given.name, node.name)))]
             elif _is_bad(flow, node):
                 frontier += _behind_a_clamp(flow, given)
-    return _first_new(flow, [node for node in nodes.values() if node in reached])
+    return [node for node in nodes.values() if node in reached]
+
+
+def _writers(flow: Flow, edge: Edge) -> Iterator[str]:
+    """The in-place ops that wrote the value's memory before it was read, the last first."""
+    writer = flow.writers.get(edge)
+    seen: set[str] = set()
+    while writer is not None and writer not in seen:
+        seen.add(writer)
+        yield writer
+        writer = flow.earlier.get(writer)
 
 
 def _behind_a_clamp(flow: Flow, given: fx.Node) -> list[fx.Node]:
@@ -161,6 +188,24 @@ def _first_new(flow: Flow, among: list[fx.Node]) -> Origin | None:
             phase = "parameter" if ir.is_weight(node) else "input" if node.op == "placeholder" else "forward"
             return Origin(node.name, phase, flow.values[node.name], flow)
     return None
+
+
+def _first_spread(flow: Flow, among: list[fx.Node]) -> Origin | None:
+    """The first op with a larger share of infinities than all that it reads have together: it has computed with them.
+
+    A GEMM makes whole rows of one. An op that combines masks, or picks from one, does not go beyond what they have.
+    """
+    for node in among:
+        is_op = node.op.startswith("call") and not ir.mark(node).role and ir.mark(node).colour != "clear"
+        if is_op and _is_bad(flow, node) and not ir.mutated(node) and not _is_meant(flow, node):
+            reads = (flow.reads.get((given.name, node.name)) for given in node.all_input_nodes)
+            if _share(flow.values[node.name]) > sum(_share(read) for read in reads if read is not None) + 1e-6:
+                return Origin(node.name, "forward", flow.values[node.name], flow)
+    return None
+
+
+def _share(extent: Extent) -> float:
+    return (extent.nans + extent.infs) / max(1, math.prod(extent.shape))
 
 
 def _is_bad(flow: Flow, node: fx.Node) -> bool:
@@ -221,7 +266,7 @@ def _gradient_origin(flow: Flow, among: Container[str]) -> Origin | None:
     found = _bad_gradient(flow, among)
     if found is None:
         return None
-    return _origin_of_what_reaches(flow, [_nodes(flow)[found.node]]) or found
+    return _first_new(flow, _reached(flow, [_nodes(flow)[found.node]])) or found
 
 
 def _bad_gradient(flow: Flow, among: Container[str]) -> Origin | None:

@@ -10,10 +10,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.numerics.extent import Extent, extent_of
 from fxamp.numerics.flow import CallFlow, watch_flow
 from fxamp.numerics.mending import first_ring, node_of
 from fxamp.numerics.nan import BadNode, bad_node, describe
-from fxamp.numerics.origin import Origin, origin_of, vanished_origin
+from fxamp.numerics.origin import Origin, of_output, origin_of, vanished_origin
 from fxamp.numerics.run import Call, floats_in, in_float32, state_kept
 
 log = logging.getLogger("fxamp")
@@ -39,6 +40,8 @@ class Replay:
         self.gradients: dict[int, torch.Tensor] = {}
         self.has_no_gradient = False
         self.is_kept = True
+        self.is_compared = False
+        self.outputs: list[Extent] = []
         self.weights = [(weight, _version(weight)) for weight in call.weights.parameters()]
         self.given = [(given, _version(given)) for given in _tensors(self.call)]
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in call.weights.buffers()]
@@ -48,6 +51,7 @@ class Replay:
     def watch_outputs(self, output: Any) -> None:
         """Note the gradients that come back to what the call gave."""
         outputs = floats_in(output)
+        self.outputs = [extent_of(tensor) for tensor in outputs]
         self.has_no_gradient = not any(tensor.requires_grad for tensor in outputs)
         for place, tensor in enumerate(outputs):
             if tensor.requires_grad and not any(tensor is earlier for earlier in outputs[:place]):
@@ -72,6 +76,24 @@ class Replay:
         self.call = dataclasses.replace(self.call, args=(), kwargs={}, inputs=())
         self.given, self.buffers = [], []
         self.gradients.clear()
+
+    def origin(self, exact: CallFlow | None = None) -> Origin | None:
+        """Who began; or else the output, where what the call gave is not finite."""
+        return first_bad(self.flow, exact) or of_output(dataclasses.replace(self.flow, outputs=self.outputs), exact)
+
+    def told_of_output(self) -> BadNode | None:
+        """Of infinities in the outputs that the model seems to mean, and that float32 has not: it is asked once."""
+        if self.is_compared or all(extent.is_finite for extent in self.outputs) or self._missing("output"):
+            return None
+        self.is_compared = True
+        try:
+            with self._as_it_was():
+                exact = watch_flow(self.call, None, in_float32(self.call), as_float32=True)
+                origin = self.origin(exact) if exact.has_finite_ends else None
+                return None if origin is None else describe(self.call, self.flow, origin, None, exact)
+        except Exception:  # a step must not fail for what could be added to it
+            log.debug("the call could not be run again", exc_info=True)
+            return None
 
     def told(self, origin: Origin) -> BadNode:
         """All about an origin: the call is run again in fp32, and with the deny entries that may mend it."""
@@ -143,7 +165,9 @@ class Replay:
 def first_bad(flow: CallFlow, exact: CallFlow | None = None) -> Origin | None:
     """Who began; in a call that was stopped, where nothing reached the outputs, of all that is bad."""
     found = origin_of(flow, exact)
-    return found or (None if flow.error is None else vanished_origin(flow, exact or CallFlow()))
+    if found is None and flow.error is not None:
+        found = vanished_origin(flow, exact or CallFlow())
+    return found or of_output(flow, exact)
 
 
 class _HandBack(torch.autograd.Function):

@@ -14,7 +14,7 @@ from fxamp.engine import Engine, engine_of
 from fxamp.numerics.extent import extent_of
 from fxamp.numerics.flow import CallWatcher
 from fxamp.numerics.nan import BadNode
-from fxamp.numerics.replay import Replay, first_bad
+from fxamp.numerics.replay import Replay
 from fxamp.numerics.run import Call, check_module, floats_in, looking_dynamo
 from fxamp.numerics.runner import Part, Runner, run_part
 from fxamp.unconverted import check_left
@@ -44,9 +44,10 @@ class NanWatch:
 
     def _told(self) -> BadNode | None:
         for call in self.calls:
-            origin = first_bad(call.flow)
-            if origin is not None:
-                return call.told(origin)
+            origin = call.origin()
+            found = call.told_of_output() if origin is None else call.told(origin)
+            if found is not None:
+                return found
         return None
 
     def begin(self, call: Call) -> "CallWatcher":
@@ -94,9 +95,10 @@ def watch_nan(converted: nn.Module, raises: bool = True) -> Iterator[NanWatch]:
         raises: raise on leaving the block, or in the place of the error that a bad value led to; else look at `.found`.
 
     Raises:
-        FloatingPointError: on leaving, where an output, or the gradient of a parameter or an input, was not finite. An
-            infinity inside that an op of the model took back (tanh(inf) is 1; the slope of sqrt at a zero that relu
-            made) is for `find_nan`, which compares with fp32.
+        FloatingPointError: on leaving, where an output, or the gradient of a parameter or an input, was not finite, in
+            float32 either or not. An infinity that the model means to give, as masked scores, is none if float32 gives
+            infinities too. One inside that an op of the model took back (tanh(inf) is 1; the slope of sqrt at a zero
+            that relu made) is for `find_nan`, which compares with fp32.
         OptionError: the model was not converted.
         Any other error on its way out gets what was found as a note (LossScaler's ScaleCollapseError is one).
     """

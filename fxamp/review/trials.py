@@ -19,7 +19,7 @@ from fxamp.engine import Engine, mark_block
 from fxamp.errors import OptionError
 from fxamp.fakes import Fakes, is_foreign
 from fxamp.lists import OpLists
-from fxamp.rebuild import rebuild_variant, training_flags, with_data
+from fxamp.rebuild import modes_of, rebuild_variant, with_data
 from fxamp.runtime.apex_casts import casts_into
 from fxamp.runtime.masters import exact_values
 from fxamp.runtime.packed_weights import packed_cast
@@ -83,7 +83,7 @@ class Trials:
         if variant.again is not None or rewrite is None:
             changes = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
             return rebuild_variant(self.converted, self.engine, variant, **changes)
-        with training_flags(self.plain, variant.captured.training):
+        with modes_of(variant, self.plain):
             capture = self._captured(variant, options.lists)
             captured = capture.copy()
             rewrite(captured, None if variant.is_preview else capture.fakes, options)

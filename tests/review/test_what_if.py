@@ -247,3 +247,67 @@ def test_a_model_is_captured_once_for_all_suggestions(language):
     suggest(today)  # imports
     capturing = lines(lambda: what_if(language, infer="softmax"))
     assert lines(lambda: suggest(today)) < 0.7 * tries * capturing
+
+
+class WritesParameter(torch.nn.Module):
+    """Sets a parameter from the first batch, as an ActNorm does."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.zeros(1, 8))
+        self.linear = torch.nn.Linear(8, 8)
+        self.register_buffer("done", torch.tensor(0.0))
+
+    def forward(self, x):
+        x = self.linear(x)
+        if not self.done > 0.0:
+            self.scale.data = (-torch.log(x.std(0, keepdim=True) + 1e-6)).data
+            self.done = torch.tensor(1.0)
+        return x * torch.exp(self.scale)
+
+
+def test_a_graph_that_was_captured_under_no_grad_is_rebuilt_so():
+    model = fxamp.convert(WritesParameter(), FP16)
+    with torch.no_grad():
+        model(X)
+    model(X).sum().backward()
+    before = totals(report(model))
+    assert isinstance(report(model).suggest(), list)
+    denied = what_if(model, deny=["linear"])
+    assert denied.low_precision_nodes < before[0] and totals(report(model)) == before
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_a_move_that_changes_nothing_gives_the_same_types_in_either_grad_mode(grad_mode):
+    model = fxamp.convert(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)), FP16)
+    with torch.set_grad_enabled(grad_mode):
+        model(X)
+    for asked in (True, False):
+        with torch.set_grad_enabled(asked):
+            assert totals(what_if(model, deny=[])) == totals(report(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_at_o3_nothing_is_said_of_hooks(dtype):
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+    fired = []
+    net[0].register_forward_hook(lambda *_: fired.append(1))
+    x = torch.randn(4, 3, 8, 8)
+    model = fxamp.convert(copy.deepcopy(net), dtype, (x,), opt_level="O3")
+    for loss in (None, lambda output: output.float().mean()):
+        compared = fxamp.compare(net, model, (x,), loss)
+        assert 0 < compared.output < 0.02 and {row.op for row in compared.rows} >= {"batch_norm", "relu"}
+        assert fxamp.find_nan(model, (x,), loss) is None
+    assert what_if(model, deny=["relu"]).total_nodes == report(model).total_nodes
+    assert fxamp.explain(model, "batch_norm").startswith("op batch_norm: 1 of 1 node in")
+
+
+def test_at_o3_an_overflow_is_held_against_float32():
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
+    with torch.no_grad():
+        net[2].weight.fill_(6e4)
+    x = torch.randn(4, 8)
+    model = fxamp.convert(net, FP16, (x,), opt_level="O3")
+    found = fxamp.find_nan(model, (x,))
+    assert (found.op, found.is_bad_in_float32) == ("linear", False) and found.module == "2"
