@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from fxamp import ir
 from fxamp.engine import Engine
 from fxamp.variant import Variant
 from fxamp.views import plain_tree
@@ -23,7 +22,7 @@ def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **ch
     captured = variant.captured
     options = dataclasses.replace(engine.options, **changes)
     if variant.again is not None:
-        with _without_inference_mode(), torch.set_grad_enabled(grad_mode_of(variant)):
+        with _without_inference_mode(), torch.set_grad_enabled(captured.had_gradients):
             found = variant.again(options)
         found.is_preview = variant.is_preview
         found.captured.forget_values()
@@ -42,30 +41,11 @@ def reference(converted: nn.Module, engine: Engine, variant: Variant) -> Variant
     return rebuild_variant(converted, engine, variant, output_dtype=torch.float32, **options)
 
 
-def grad_mode_of(variant: Variant) -> bool:
-    """Whether gradients were on when a graph was captured; where nothing tells, whether they are on now.
-
-    What reads a parameter has a gradient then, unless every such op stands in a no_grad of the model's own; an op that
-    writes a parameter gives the parameter.
-    """
-    if variant.captured.grad_mode is not None:
-        return variant.captured.grad_mode
-    weights = [node for node in variant.graph.nodes if ir.is_weight(node) and _has_gradient(node)]
-    if variant.is_preview or not any(node.users for node in weights):
-        return torch.is_grad_enabled()
-    own = (node for node in variant.graph.nodes if node.op.startswith("call") and not ir.mark(node).role)
-    return any(_has_gradient(node) and not ir.mutated(node) for node in own)
-
-
-def _has_gradient(node: fx.Node) -> bool:
-    return any(found.requires_grad for found in ir.tensors_in(ir.mark(node).type))
-
-
 @contextlib.contextmanager
 def modes_of(variant: Variant, plain: nn.Module) -> Iterator[None]:
     """The training flags and the grad mode that a graph was captured with; no inference mode."""
-    grad_mode = grad_mode_of(variant)
-    with training_flags(plain, variant.captured.training), torch.set_grad_enabled(grad_mode):
+    captured = variant.captured
+    with training_flags(plain, captured.training), torch.set_grad_enabled(captured.had_gradients):
         yield
 
 

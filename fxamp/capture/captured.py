@@ -34,6 +34,7 @@ class Captured:
         state: the Python state that was read; the graph is valid while it is as it was.
         live: numbers of modules that the graph reads at each call.
         grad_mode: what torch.is_grad_enabled() was where the model asked, None where it did not.
+        had_gradients: whether gradients were on when it was captured.
         output_tree: how the graph's flat outputs become what forward returns; None: they are that already.
         settings: what forward sets in a first call alone; `state` is as it is after that call.
     """
@@ -50,6 +51,7 @@ class Captured:
     state: tuple[Cell, ...] = ()
     live: frozenset[Place] = frozenset()
     grad_mode: bool | None = None
+    had_gradients: bool = dataclasses.field(default_factory=torch.is_grad_enabled)
     settings: Settings | None = None
 
     def text(self) -> str:
