@@ -69,17 +69,15 @@ def test_the_same_model_runs_as_ever_and_its_graph_is_as_ever(meanwhile):
 
 
 def test_previews_are_made_one_after_the_other():
-    def deep():
-        return nn.Sequential(*(Scaled(2) for _ in range(6))).eval()
-
-    found, alone = [], len(fxamp.report(fxamp.convert(deep(), dtype="bfloat16")).rows)
+    models = [nn.Sequential(*(Scaled(2) for _ in range(6))).eval() for _ in range(5)]
+    found, alone = [], len(fxamp.report(fxamp.convert(models.pop(), dtype="bfloat16")).rows)
     before = torch.nn.functional.linear, nn.Module.__call__, nn.Module.__getattr__
 
-    def convert():
-        converted = fxamp.convert(deep(), dtype="bfloat16")
+    def convert(model):
+        converted = fxamp.convert(model, dtype="bfloat16")
         found.append((len(fxamp.report(converted).rows), len(fxamp.what_if(converted, deny=["linear"]).rows)))
 
-    threads = [threading.Thread(target=convert) for _ in range(4)]
+    threads = [threading.Thread(target=convert, args=(model,)) for model in models]
     for thread in threads:
         thread.start()
     for thread in threads:
