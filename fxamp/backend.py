@@ -133,7 +133,7 @@ class DynamoForward:
             with modes_wait(), casts_into(self.options.low), inside, captures_apart(self._give_up, self._is_patient()):
                 result = running[0](module, *args, **kwargs)
         except BaseException as error:
-            if failed_captures() > running[2]:
+            if failed_captures() != running[2]:
                 self._compiled = None  # Dynamo would leave the frames alone in which it saw the error raised
             refused = self._refused(module, (args, kwargs), error)
             if refused is None:

@@ -134,10 +134,10 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
 
         print(fxamp.find_nan(model, (x,), loss_fn=lambda output: scaler.scale(criterion(output, y))))
 
-    Infinities that are written in the code or come in with a mask are not meant; of those that are made, the one that
+    Infinities that are written in the code or come in with a mask are left out, and so are those that the model gives
+    back as float32 does (masked scores); a GEMM that computes with one is named. Of those that are made, the one that
     reaches the output is named, or else the one that reaches the gradient of a parameter or an input, or else the first
-    that float32 has not. A GEMM that computes with a meant one is named; one that the model gives back as it is, is
-    told of as its output's.
+    that float32 has not.
 
     Args:
         inputs: of one call, as `example_inputs` of convert().

@@ -81,11 +81,13 @@ def of_loss(call: CallFlow) -> Origin | None:
 def of_output(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
     """The last graph's output, where the call gives what is not finite and no node is seen to have made it.
 
-    Without the same call in fp32 infinities are taken for meant ones, such as a mask's; NaNs never are.
+    Infinities are taken for meant ones, such as a mask's, where the same call in fp32 gives as many, or is not known;
+    NaNs never are.
     """
     if not call.parts:
         return None
-    bad = [extent for extent in call.outputs if extent.nans or (extent.infs and exact is not None)]
+    meant = [extent.infs for extent in (call if exact is None else exact).outputs]
+    bad = [extent for extent, infs in zip(call.outputs, meant, strict=False) if extent.nans or extent.infs != infs]
     flow = call.parts[-1]
     output = next(node for node in flow.variant.graph.nodes if node.op == "output")
     return Origin(output.name, "output", bad[0], flow) if bad else None
@@ -127,7 +129,7 @@ def _nodes(flow: Flow) -> dict[str, fx.Node]:
 
 def _reaching_origin(flow: Flow) -> Origin | None:
     """Walk back from bad outputs through bad values; the earliest node whose inputs explain nothing, or else the
-    earliest that makes more of a meant infinity than there was.
+    earliest GEMM that makes more of a meant infinity than there was.
     """
     reached = _reached(flow, [node for node in flow.variant.graph.nodes if node.op == "output"])
     return _first_new(flow, reached) or _first_spread(flow, reached)
@@ -191,13 +193,13 @@ def _first_new(flow: Flow, among: list[fx.Node]) -> Origin | None:
 
 
 def _first_spread(flow: Flow, among: list[fx.Node]) -> Origin | None:
-    """The first op with a larger share of infinities than all that it reads have together: it has computed with them.
+    """The first GEMM with a larger share of infinities than all that it reads have together: it makes rows of one.
 
-    A GEMM makes whole rows of one. An op that combines masks, or picks from one, does not go beyond what they have.
+    A sum of masked scores is infinite as well, and may be meant.
     """
     for node in among:
-        is_op = node.op.startswith("call") and not ir.mark(node).role and ir.mark(node).colour != "clear"
-        if is_op and _is_bad(flow, node) and not ir.mutated(node) and not _is_meant(flow, node):
+        is_gemm = node.op.startswith("call") and ir.mark(node).colour == "allow"
+        if is_gemm and _is_bad(flow, node) and not ir.mutated(node) and not _is_meant(flow, node):
             reads = (flow.reads.get((given.name, node.name)) for given in node.all_input_nodes)
             if _share(flow.values[node.name]) > sum(_share(read) for read in reads if read is not None) + 1e-6:
                 return Origin(node.name, "forward", flow.values[node.name], flow)

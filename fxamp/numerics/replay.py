@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.engine import Engine
 from fxamp.numerics.extent import Extent, extent_of
 from fxamp.numerics.flow import CallFlow, watch_flow
 from fxamp.numerics.mending import first_ring, node_of
@@ -20,6 +22,9 @@ from fxamp.numerics.run import Call, floats_in, in_float32, state_kept
 log = logging.getLogger("fxamp")
 
 _BACKWARD = ("backward", "sum of gradients")
+
+_means_infinities: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+"""Of models whose outputs have infinities that float32 has too: to run each call again would take a step's time."""
 
 
 class Replay:
@@ -40,7 +45,6 @@ class Replay:
         self.gradients: dict[int, torch.Tensor] = {}
         self.has_no_gradient = False
         self.is_kept = True
-        self.is_compared = False
         self.outputs: list[Extent] = []
         self.weights = [(weight, _version(weight)) for weight in call.weights.parameters()]
         self.given = [(given, _version(given)) for given in _tensors(self.call)]
@@ -82,15 +86,22 @@ class Replay:
         return first_bad(self.flow, exact) or of_output(dataclasses.replace(self.flow, outputs=self.outputs), exact)
 
     def told_of_output(self) -> BadNode | None:
-        """Of infinities in the outputs that the model seems to mean, and that float32 has not: it is asked once."""
-        if self.is_compared or all(extent.is_finite for extent in self.outputs) or self._missing("output"):
+        """Of infinities in the outputs that the model seems to mean, and that float32 has not.
+
+        A model is run in float32 for that until it is seen to mean them.
+        """
+        engine = self.call.engine
+        if engine in _means_infinities or all(extent.is_finite for extent in self.outputs) or self._missing("output"):
             return None
-        self.is_compared = True
+        _means_infinities.add(engine)
         try:
             with self._as_it_was():
                 exact = watch_flow(self.call, None, in_float32(self.call), as_float32=True)
-                origin = self.origin(exact) if exact.has_finite_ends else None
-                return None if origin is None else describe(self.call, self.flow, origin, None, exact)
+                origin = self.origin(exact)
+                if origin is None:
+                    return None
+                _means_infinities.discard(engine)
+                return describe(self.call, self.flow, origin, None, exact)
         except Exception:  # a step must not fail for what could be added to it
             log.debug("the call could not be run again", exc_info=True)
             return None

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import fxamp
+from fxamp.numerics.replay import Replay
 
 FP16 = torch.float16
 X = torch.linspace(0.5, 1.5, 32).reshape(4, 8)
@@ -240,12 +241,33 @@ class Masked(Net):
         return self.a(x).masked_fill(x > 1.0, -INF)
 
 
-def test_meant_infinities_that_are_returned_are_said_to_be():
+class Scores(Masked):
+    """A score of -inf is that of what is not to be."""
+
+    def forward(self, x):
+        return self.a(x).masked_fill(torch.arange(8) > 5, -INF).log_softmax(-1).sum(-1)
+
+
+class Mean(Masked):
+    def forward(self, x):
+        return super().forward(x).mean(-1)
+
+
+@pytest.mark.parametrize("kind", [Masked, Scores, Mean])
+def test_meant_infinities_that_float32_gives_too_are_none(kind):
+    model = fxamp.convert(kind(None), FP16, (X,), pad_to=0)
+    assert not model(X).isfinite().all() and not model(X).isnan().any()
+    assert fxamp.find_nan(model, (X,)) is None
+    assert watched(model) is None
+
+
+def test_of_meant_infinities_float32_is_asked_once(monkeypatch):
+    runs, as_it_was = [], Replay._as_it_was
+    monkeypatch.setattr(Replay, "_as_it_was", lambda self: runs.append(self) or as_it_was(self))
     model = fxamp.convert(Masked(None), FP16, (X,), pad_to=0)
-    found = fxamp.find_nan(model, (X,))
-    assert (found.op, found.phase, found.is_bad_in_float32) == ("output", "output", True)
-    assert "is written in the code or came in" in found.remedy and "16 inf" in found.value
-    assert watched(model) is None, "float32 gives them too"
+    for _ in range(4):
+        assert watched(model) is None
+    assert len(runs) == 1
 
 
 class Replaced(Net):
