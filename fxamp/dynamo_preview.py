@@ -96,7 +96,10 @@ def visit_graphs(
 
     show_to = [visit]  # Dynamo's caches keep `show`, and must not keep what it shows the graphs to
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake = lambda value: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value  # noqa: E731
+
+    def fake(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
     try:
         with FakeCopyMode(mode):
             twin = copy.deepcopy(plain_tree(model))
