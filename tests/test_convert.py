@@ -1,6 +1,7 @@
 """convert(): what it refuses, and that a refusal leaves the model as it was."""
 
 import copy
+import sys
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 import fxamp
 from fxamp.dtypes import resolve_dtype
-from fxamp.errors import CaptureError, OpListError, OptionError
+from fxamp.errors import CaptureError, InvariantError, OpListError, OptionError
 from fxamp.options import warn_of_untested_torch
 
 
@@ -390,3 +391,13 @@ def test_a_torch_that_was_not_tested_is_warned_about_once(version, said, monkeyp
     finally:
         warn_of_untested_torch.cache_clear()
     assert [f"torch {version}" in text for text in caplog.messages].count(True) == int(said)
+
+
+def test_a_rule_that_a_preview_breaks_is_warned_about(monkeypatch, caplog):
+    def broken(*given):
+        raise InvariantError("node y is low and float32")
+
+    monkeypatch.setattr(sys.modules["fxamp.convert"], "build_variant", broken)
+    fxamp.convert(Net())
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == ["the graph of Net breaks a rule of fxamp's own, please report it: node y is low and float32"]

@@ -311,3 +311,20 @@ def test_at_o3_an_overflow_is_held_against_float32():
     model = fxamp.convert(net, FP16, (x,), opt_level="O3")
     found = fxamp.find_nan(model, (x,))
     assert (found.op, found.is_bad_in_float32) == ("linear", False) and found.module == "2"
+
+
+class AsksForGradients(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) if torch.is_grad_enabled() else self.linear(x).tanh()
+
+
+def test_a_model_that_asks_for_the_grad_mode_gets_the_answer_of_the_capture():
+    model = fxamp.convert(AsksForGradients(), FP16)
+    with torch.no_grad():
+        model(X)
+    after = what_if(model, deny=["linear"])
+    assert [row.op for row in after.rows if row.op in ("linear", "tanh")] == ["linear", "tanh"]
