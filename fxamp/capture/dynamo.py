@@ -17,6 +17,7 @@ from fxamp.capture.checkpoints import open_checkpoints
 from fxamp.capture.inference_regions import as_no_grad
 from fxamp.capture.inputs import flatten_call
 from fxamp.capture.locations import is_foreign
+from fxamp.capture.recurrent import name_first_states
 from fxamp.capture.source_names import names_of_dtypes
 from fxamp.errors import CaptureError
 
@@ -57,6 +58,7 @@ def adopt(
             node.meta[ir.RELATIVE] = True
         if node.meta["source"] in protected:
             node.meta["autocast"] = "off"
+    name_first_states(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node, value in zip(inputs, example_inputs, strict=True):
         kind = _weight_kind(node, value)

@@ -7,6 +7,7 @@ that it gives up because it saw the model raise an error is captured again at th
 """
 
 import contextlib
+import functools
 import inspect
 import logging
 import re
@@ -47,7 +48,9 @@ def compile_apart(function: Any, backend: Callable[..., Any]) -> Any:
 
 @contextlib.contextmanager
 def captures_apart(hear: Hear | None = None, is_patient: bool = True) -> Iterator[None]:
-    """A call of what `compile_apart` made: the captures of other models do not count.
+    """A call of what `compile_apart` made: the captures of other models do not count, recurrent layers are captured.
+
+    Dynamo leaves `nn.LSTM` and its like out by default, and the frame around it too; as one node they hold no surprise.
 
     Args:
         hear: is told of each frame that Dynamo gives up, in the place of torch's own lines in the log; since torch
@@ -55,10 +58,11 @@ def captures_apart(hear: Hear | None = None, is_patient: bool = True) -> Iterato
             the error is raised there. None: it is always raised.
         is_patient: whether torch before 2.13 may capture a frame any number of times.
     """
-    changed: dict[str, Any] = {"accumulated_recompile_limit": _NO_LIMIT}
+    changed: dict[str, Any] = {"accumulated_recompile_limit": _NO_LIMIT, "allow_rnn": True}
     if hear is not None:
         _dynamos_log.addFilter(_overheard)  # once, however often it is called
         changed.update({"suppress_errors": True} if _IS_APART else {})
+    _leave_out_what_fails()
     if is_patient and not _IS_APART:
         changed["recompile_limit"] = _NO_LIMIT
     was, _listening.hear = getattr(_listening, "hear", None), hear
@@ -71,6 +75,13 @@ def captures_apart(hear: Hear | None = None, is_patient: bool = True) -> Iterato
     finally:
         revert()
         _listening.hear = was
+
+
+@functools.cache
+def _leave_out_what_fails() -> None:
+    """Before torch 2.13 Dynamo fails at `pad_packed_sequence` where it leaves `pack_padded_sequence` out of a graph."""
+    if not _IS_APART:
+        torch._dynamo.disallow_in_graph(torch._VF._pad_packed_sequence)
 
 
 def _let_back(error: BaseException) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.utils import rnn
 
 from fxamp.capture.proxies import rank_of
@@ -23,6 +23,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "RNN_TANH": torch.rnn_tanh,
     "RNN_RELU": torch.rnn_relu,
 }
+_NAMES = frozenset(kernel.__name__ for kernel in _KERNELS.values())
 PackedSequence: Any = rnn.PackedSequence
 
 
@@ -106,6 +107,26 @@ def _each(states: Any, change: Callable[[Any], Any]) -> Any:
     if states is None:
         return None
     return tuple(change(state) for state in states) if isinstance(states, (tuple, list)) else change(states)
+
+
+def name_first_states(graph: fx.Graph) -> None:
+    """`zeros(4, 3, 16, dtype=float32)` -> `x.new_zeros((4, 3, 16))` for a layer on x, in a graph of Dynamo's.
+
+    torch's own forwards ask for x's dtype, which Dynamo writes out; x may have another one by the time it is read.
+    """
+    for node in graph.nodes:
+        if node.target is not torch.zeros or not _stands_in_forward(node):
+            continue
+        (reader,) = node.users
+        node.op, node.target = "call_method", "new_zeros"
+        node.args, node.kwargs = (reader.args[0], node.args), {}
+
+
+def _stands_in_forward(node: fx.Node) -> bool:
+    """Whether torch's own forward of a recurrent layer makes these zeros, for the layer's kernel alone."""
+    owners = [owner for _, owner in node.meta["nn_module_stack"].values()]
+    readers = [getattr(user.target, "__name__", "") for user in node.users]
+    return bool(owners) and owners[-1].forward in _FORWARDS and len(readers) == 1 and readers[0] in _NAMES
 
 
 # ----------------------------------------------------------------------------------------------------- cells
