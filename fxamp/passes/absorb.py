@@ -10,7 +10,7 @@ from torch import fx
 from fxamp import ir
 from fxamp.ir import Reason, TensorType
 from fxamp.passes.base import Pass
-from fxamp.passes.reads import dtype_of, only_converts
+from fxamp.passes.reads import dtype_of, is_mask_in_float32, only_converts
 from fxamp.passes.verify import casts_minimal, operands_agree
 
 Exactness = Literal["exact", "one rounding"]
@@ -63,7 +63,8 @@ class Absorb(Pass):
     2. cast up, one pointwise op, cast down is the op on the low value, where its kernel rounds once.
     3. An op with `dtype=` takes the cast of its input.
     4. A promoting op with another float32 operand reads a low operand as it is.
-    5. A cast that serves anybody else stays, and so does every cast the user wrote.
+    5. A mask in float32 that is only cast down is made low at once: `mask.float()` -> `mask.to(low)`.
+    6. A cast that serves anybody else stays, and so does every other cast the user wrote.
     """
 
     ensures: ClassVar = (operands_agree, casts_minimal)
@@ -72,7 +73,7 @@ class Absorb(Pass):
     def apply(self, graph: fx.Graph) -> bool:
         changed = False
         for node in list(graph.nodes):
-            changed = self._drop_pair(graph, node) or changed
+            changed = self._drop_pair(graph, node) or self._make_low(graph, node) or changed
             changed = self._run_low(graph, node) or changed
         for node in list(graph.nodes):
             if self._is_up(node) and can_absorb(node):
@@ -93,6 +94,21 @@ class Absorb(Pass):
         node.replace_all_uses_with(origin)
         graph.erase_node(node)
         _erase_unused(graph, [source])
+        return True
+
+    def _make_low(self, graph: fx.Graph, node: fx.Node) -> bool:
+        """Rule 5."""
+        if not self._is_down(node):
+            return False
+        (mask,) = node.all_input_nodes
+        mark = ir.mark(mask)
+        if not is_mask_in_float32(mask) or mark.reason.kind != "conversion" or len(mask.users) > 1:
+            return False
+        mask.target, mask.args, mask.kwargs = "to", (mask.args[0], self.low), {}
+        text = f"{mark.reason.text}, and it is read in {_name(self.low)} alone"
+        ir.set_mark(mask, op="to", precision="low", type=ir.mark(node).type, reason=Reason("absorbed", text))
+        node.replace_all_uses_with(mask)
+        graph.erase_node(node)
         return True
 
     def _run_low(self, graph: fx.Graph, node: fx.Node) -> bool:

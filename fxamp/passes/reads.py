@@ -92,6 +92,9 @@ def dtype_of(value: object) -> torch.dtype | None:
     return kind.dtype if isinstance(kind, ir.TensorType) else None
 
 
+_IN_8_BITS = frozenset({torch.bool, torch.uint8, torch.int8})
+
+
 def only_converts(node: fx.Node, dtype: torch.dtype) -> bool:
     """Whether the user's call converts to `dtype` and does nothing else: no other device, no memory format."""
     if node.op != "call_method" or ir.mark(node).role:
@@ -100,6 +103,11 @@ def only_converts(node: fx.Node, dtype: torch.dtype) -> bool:
     return (node.target == "float" and not asked and dtype == torch.float32) or (
         node.target == "to" and len(asked) == 1 and asked[0] == dtype
     )
+
+
+def is_mask_in_float32(node: fx.Node) -> bool:
+    """Whether the user's call makes float32 of a mask or of bytes, which both low dtypes hold exactly."""
+    return only_converts(node, torch.float32) and dtype_of(node.args[0]) in _IN_8_BITS
 
 
 def converts_to(node: fx.Node) -> torch.dtype | None:

@@ -135,6 +135,43 @@ def test_low_float32_low_is_the_low_value():
     assert casts_of(lambda m, x: m[1](m[0](x).float()), X, chosen=chosen) == ["low", "high"]
 
 
+@pytest.mark.parametrize("mask", [torch.bool, torch.uint8, torch.int8])
+@pytest.mark.parametrize("spelling", [lambda m, h: m.float(), lambda m, h: m.to(FP32), lambda m, h: m.to(h.dtype)])
+@pytest.mark.parametrize("low", LOW)
+def test_a_mask_that_is_read_low_alone_is_made_low_at_once(mask, spelling, low):
+    def forward(m, x, mask):
+        h = m[0](x)
+        return m[1](h * spelling(mask, h))
+
+    values = torch.randint(-128, 128, (4, 8), generator=torch.Generator().manual_seed(0)).to(mask)
+    assert casts_of(forward, X, values, chosen=policy(low)) == ["low", "high"]
+
+
+def test_a_mask_that_is_read_in_float32_too_stays():
+    assert casts_of(lambda m, x, mask: (m[1](m[0](x) * (h := mask.float())), h), X, X > 0) == ["low", "low", "high"]
+
+
+def test_a_mask_written_after_it_was_made_keeps_its_dtype():
+    def forward(m, x, mask):
+        scale = mask.float()
+        scale += 1e-3
+        return m[1](m[0](x) * scale)
+
+    assert "high" in casts_of(forward, X, X > 0)
+
+
+def test_integers_that_low_precision_rounds_keep_their_dtype():
+    found = casts_of(lambda m, x, at: m[1](m[0](x) * at.float()), X, torch.arange(8, dtype=torch.int16))
+    assert "high" in found
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8])
+@pytest.mark.parametrize("low", LOW)
+def test_bytes_are_exact_in_both_low_dtypes(dtype, low):
+    values = torch.arange(-128, 256).clamp(torch.iinfo(torch.int8).min, 255).to(dtype)
+    assert torch.equal(values.to(low).float(), values.float())
+
+
 def test_what_the_user_cast_down_stays():
     def forward(m, x):
         return m[0](x).float().to(torch.float64)
