@@ -64,6 +64,7 @@ class Engine:
         self.is_frozen = is_frozen
         self.live: frozenset[Place] = frozenset()  # numbers of modules that have changed between calls
         self.changes: collections.Counter[str] = collections.Counter()
+        self._warned_changes: set[str] = set()
         self.variants: dict[Any, list[Variant]] = {}
         self.previews: list[Variant] = []
         self.structures: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDictionary()
@@ -278,8 +279,8 @@ class Engine:
             self.changes.update(cell.title for cell in changed if (cell.path or "", cell.name) not in places)
         name = type(module).__qualname__
         for title, count in self.changes.items():
-            if count > self.most_changes and title not in self.fallbacks:
-                self.fallbacks[title] = None
+            if count > self.most_changes and title not in self._warned_changes:
+                self._warned_changes.add(title)
                 log.warning(
                     "%s of %s has changed %d times between calls, and each time the model is captured again. Pass "
                     "it to forward as an argument, or keep it in a buffer.",

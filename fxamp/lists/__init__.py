@@ -124,6 +124,9 @@ class OpLists(Mapping[str, str]):
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __eq__(self, other: object) -> bool:
+        return self._rows == other._rows if isinstance(other, OpLists) else super().__eq__(other)
+
     def __hash__(self) -> int:
         return hash(self.digest())
 

@@ -192,7 +192,7 @@ def _batch_norm(node: fx.Node, source: fx.Node, padding: Padding, known: Known) 
     module = ir.submodule(known.root, str(node.target))
     if type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         return f"{type(module).__qualname__} is not one of torch's own batch norms"
-    if any(getattr(module, name) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")):
+    if node.meta.get("hooked"):
         return "batch_norm has hooks, which would see the padding"
     if str(node.target) not in known.training:
         return "batch_norm whose mode is not a condition of the graph"
@@ -263,8 +263,8 @@ _RULES: dict[str, Rule] = {
     "unsqueeze": _unsqueeze,
 }
 _SEEING_OPS = """
-    argmax argmin cross_entropy cumsum group_norm instance_norm layer_norm logsumexp max mean min norm prod
-    rms_norm softmax softmin sort std sum topk var
+    argmax argmin cross_entropy cumsum group_norm instance_norm layer_norm logsumexp max min norm prod
+    rms_norm softmax softmin sort std topk var
 """
 _WHY = {
     **dict.fromkeys(_SEEING_OPS.split(), _SEES),

@@ -57,11 +57,10 @@ def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
     """
     configure_logging()
     share, outside = uncaptured(require_engine(converted), converted)
-    if share == 1:
-        log.warning("nothing of %s was converted: %s", type(converted).__qualname__, outside)
+    nothing = f"nothing of {type(converted).__qualname__} was converted: {outside}" if share == 1 else ""
     lost = overrides_without_effect(require_engine(converted))
     is_low = "" if _looking.get() else low_already(converted)
-    for text in filter(None, (is_low, *lost, *warnings)):
+    for text in filter(None, (nothing, is_low, *lost, *warnings)):
         if text not in _said.setdefault(converted, set()):
             _said[converted].add(text)
             log.warning(text)

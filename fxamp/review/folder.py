@@ -9,6 +9,8 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from fxamp.whole import sync_directory
+
 _DRAFT = ".fxamp-draft-"
 _STALE_SECONDS = 3600
 """A draft of this age was left by a process that was killed, and goes; younger ones may be another process's."""
@@ -45,7 +47,7 @@ def replaced_together(target: Path, names: Collection[str]) -> Iterator[Path]:
         _bring_to_disk(new)
         if is_there or not _appears(new, target):
             _swap(new, target, old, names)
-        _sync(home)
+        sync_directory(home)
 
 
 def _sweep(home: Path) -> None:
@@ -60,19 +62,7 @@ def _bring_to_disk(folder: Path) -> None:
     for file in folder.iterdir():
         with open(file, "rb+") as opened:
             os.fsync(opened.fileno())
-    _sync(folder)
-
-
-def _sync(folder: Path) -> None:
-    """Bring a folder's names to the disk, where folders can be opened and their file system knows how."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    sync_directory(folder)
 
 
 def _appears(new: Path, target: Path) -> bool:
@@ -96,7 +86,7 @@ def _swap(new: Path, target: Path, old: Path, names: Collection[str]) -> None:
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # it has none, or another process has moved it
                 os.replace(target / name, old / name)
-        _sync(target)
+        sync_directory(target)
         for name in coming:
             os.replace(new / name, target / name)
     except BaseException:

@@ -102,7 +102,7 @@ def _towards_float32(row: Row, root: Row) -> Iterator[Remedy]:
     if row.module:
         text = f"convert(..., overrides={_dict(row.module, 'deny')}) keeps its whole module in float32"
         yield Remedy(text, overrides={row.module: "deny"})
-    if row.op:
+    if row.op and row.op not in CONVERSIONS:  # which give what they are asked for, whatever their list
         text = f"FXAMP_DENYLIST_ADD={row.op} keeps every `{row.op}` in float32"
         yield Remedy(text, environment={"FXAMP_DENYLIST_ADD": row.op})
 
@@ -129,10 +129,6 @@ def _listed(root: Row, lists: OpLists) -> Iterator[Remedy]:
 def _is_by_level(root: Row) -> bool:
     """Whether another level may decide otherwise."""
     return root.reason_kind in ("not low-born", "stream") or "level 'strict'" in root.reason
-
-
-def _by_level(root: Row, lists: OpLists) -> Iterator[Remedy]:
-    yield _override(root, "allow", "runs {it} low")
 
 
 def _unlisted(root: Row, lists: OpLists) -> Iterator[Remedy]:
@@ -265,8 +261,8 @@ _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
     "user operand": _user_cast,
     "user region": _user_region,
     "override": _overridden,
-    "not low-born": _by_level,
-    "stream": _by_level,
+    "not low-born": _override_only,
+    "stream": _override_only,
     "not between": _override_only,
     "input": _input,
     "parameter": _read_parameter,

@@ -305,7 +305,7 @@ def _paddings(rows: Sequence[Row]) -> Iterable[Padding]:
     """The dimensions that pads made longer; a weight's pad names the weight."""
     shapes = {(row.graph, row.name): row.shape for row in rows}
     for row in rows:
-        source = row.reason_node if row.role in ("pad", "weight cast") else None
+        source = row.reason_node if row.role in ("pad", "weight cast") and row.op in ("pad", "to") else None
         before = shapes.get((row.graph, source or ""))
         if source is None or before is None or row.shape is None:
             continue

@@ -478,6 +478,23 @@ def test_state_that_changes_all_the_time_is_warned_about_and_stays_right(caplog)
     assert len(engine_of(converted).all_variants()) <= engine_of(converted).most_changes + 1
 
 
+def test_a_fallback_is_told_of_at_info_after_state_was_warned_about(caplog):
+    def function(net, y):
+        y = y * len(net.mode)
+        return y * 2 if net.flag and y.sum() > 0 else y
+
+    model = Net(function)
+    model.flag = False
+    converted = fxamp.convert(model, torch.bfloat16)
+    for step in range(8):
+        converted.mode = "x" * (step + 1)
+        converted(X)
+    converted.flag = True
+    with caplog.at_level(logging.INFO, "fxamp"):
+        converted(X)
+    assert [record.levelname for record in caplog.records if "captured by Dynamo" in record.message] == ["INFO"]
+
+
 def appends(net, y):
     net.table["more"].append(1.0)
     return y

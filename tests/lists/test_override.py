@@ -135,6 +135,12 @@ def test_digest_follows_colours_and_operands():
     assert hash(changed.override(infer=["softmax"])) == hash(LISTS)
 
 
+def test_lists_are_equal_where_all_of_their_rows_are():
+    own = LISTS.override(deny=["pow"])  # where it is: now by the caller's wish, which a written out norm follows
+    assert dict(own) == dict(LISTS) and own != LISTS
+    assert LISTS.override(deny=["pow"]) == own and own == dict(own)
+
+
 def test_pickle_keeps_everything():
     lists = LISTS.override(deny=["softmax"]).with_environment({"FXAMP_ALLOWLIST_ADD": "my.gemm"})
     copy = pickle.loads(pickle.dumps(lists))

@@ -147,11 +147,22 @@ def test_batch_norm_keeps_its_statistics(mode, momentum):
     assert run.buffers["norm1.running_mean"].shape == (17,)
 
 
-def test_a_hook_on_a_batch_norm_sees_what_it_always_saw():
-    model, seen = Residual(), []
-    model.norm1.register_forward_hook(lambda module, given, result: seen.append(result.shape[1]))
-    step(model, numbers(2, 3, 8, 8))
-    assert set(seen) == {17}
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_a_hook_on_a_batch_norm_sees_what_it_always_saw(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 17, 1), nn.BatchNorm2d(17), nn.ReLU(), nn.Conv2d(17, 8, 1))
+    seen: list[int] = []
+    getattr(model[1], f"register_{kind}")(lambda module, *given: seen.append(shape_in(given)[1]))
+    x = numbers(2, 3, 8, 8)
+    converted = fxamp.convert(model, BF16, (x,), pad="always")
+    converted(x).sum().backward()
+    assert seen == [17]
+
+
+def shape_in(given) -> torch.Size:
+    """Of the first tensor that a hook is given."""
+    first = given[0]
+    return first.shape if isinstance(first, torch.Tensor) else first[0].shape
 
 
 # ------------------------------------------------------------------------------------------- what weights cost

@@ -184,5 +184,6 @@ CASES = (
     Case("level", lambda m, x: m.a(x).exp(), "exp", "low", ("level",), "O3", {"opt_level": "O3"}),
     Case("cast", lambda m, x: m.a(x), "to", "low", ("cast", "input"), "read by linear"),
     Case("no float", lambda m, x: m.a(x)[:, torch.arange(3)], "arange", "none", ("type",), "no float32 value"),
-    Case("conversion", lambda m, x: m.a(x) * (x > 0).float(), "float_1", "high", ("conversion",), "mask"),
+    Case("conversion", lambda m, x: m.a(x) * (x > 0).float().exp(), "float_1", "high", ("conversion",), "mask"),
+    Case("mask, low", lambda m, x: m.b(m.a(x) * (x > 0).float()), "float_1", "low", ("absorbed",), "mask"),
 )

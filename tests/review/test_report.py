@@ -106,6 +106,26 @@ def test_counted_launches_and_bytes_are_those_of_the_counter(opt_level, pad):
     assert built.cast_bytes_are_exact and bool(built.padded) == (pad == "always")
 
 
+def test_only_what_grew_is_padded():
+    """The statistics of a batch norm and a bias of minus infinity are read and made, and have other shapes by birth."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Conv2d(8, 17, 1), torch.nn.BatchNorm2d(17), torch.nn.Conv2d(17, 8, 1))
+    found = report(fxamp.convert(layers, torch.bfloat16, (torch.randn(2, 8, 4, 4),), pad="always")).padded
+    assert {(each.logical, each.padded) for each in found} == {(17, 24)}
+
+    class Head(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(64, 51, bias=False)
+
+        def forward(self, x, targets):
+            return torch.nn.functional.cross_entropy(self.head(x), targets)
+
+    inputs = torch.randn(16, 64), torch.randint(51, (16,))
+    found = report(fxamp.convert(Head(), torch.float16, inputs, pad="always")).padded
+    assert {(each.logical, each.padded) for each in found} == {(51, 56)}
+
+
 class Packed(torch.nn.Module):
     def __init__(self):
         super().__init__()

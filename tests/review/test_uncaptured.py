@@ -37,6 +37,18 @@ class Block(nn.Module):
         return self.a(x).relu()
 
 
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() + 1
+
+
+class Helped(Loop):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            torch._dynamo.graph_break()
+            x = part(helper(x))
+        return x
+
+
 class Around(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -69,6 +81,14 @@ def test_a_model_of_which_nothing_was_captured_says_so_once(example_inputs, capl
     report = fxamp.report(converted)
     assert not report.is_preview and len(report.outside) == 1 and "100% of the weights" in report.outside[0]
     assert "call the model once" not in str(report) and "preview" not in str(report)
+
+
+def test_nothing_is_said_again_when_graphs_of_nothing_come(caplog):
+    converted = fxamp.convert(Helped(), dtype="bf16", capture="dynamo")
+    for shape in ((2, 8), (3, 2, 8), (2, 2, 2, 8)):
+        converted(torch.randn(shape))
+    assert [text[:20] for text in warnings_of(caplog)] == ["nothing of Helped wa"]
+    assert len(fxamp.report(converted).captures) >= 3, "graphs came with each"
 
 
 def test_a_call_under_a_dispatch_mode_is_no_reason_to_warn(caplog):
