@@ -60,7 +60,6 @@ class TensorType:
         dtype: None when it is not known before real inputs are seen.
         shape: sizes, None when not known.
         requires_grad: whether backward passes through the value.
-        strides: element strides, None when not known.
     """
 
     dtype: torch.dtype | None
@@ -79,8 +78,7 @@ class TensorType:
 
 
 # A node's value: one tensor, a (nested) tuple of values, or something that is no tensor (size, bool, None...).
-type_of_value = TensorType | tuple[Any, ...] | None
-ValueType = type_of_value
+ValueType = TensorType | tuple[Any, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)

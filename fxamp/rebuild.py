@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.unseen import no_inference_mode
 from fxamp.engine import Engine
 from fxamp.variant import Variant
 from fxamp.views import plain_tree
@@ -22,7 +23,7 @@ def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **ch
     captured = variant.captured
     options = dataclasses.replace(engine.options, **changes)
     if variant.again is not None:
-        with _without_inference_mode(), torch.set_grad_enabled(captured.had_gradients):
+        with no_inference_mode(), torch.set_grad_enabled(captured.had_gradients):
             found = variant.again(options)
         found.is_preview = variant.is_preview
         found.captured.forget_values()
@@ -65,15 +66,8 @@ def training_flags(plain: nn.Module, flags: tuple[tuple[str, bool], ...]) -> Ite
     for module, flag in modules:
         module.training = flag
     try:
-        with _without_inference_mode():
+        with no_inference_mode():
             yield
     finally:
         for (module, _), flag in zip(modules, saved, strict=True):
             module.training = flag
-
-
-@contextlib.contextmanager
-def _without_inference_mode() -> Iterator[None]:
-    grad_mode = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode):
-        yield

@@ -141,10 +141,10 @@ def _replace(
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
-    _sync_directory(target.parent)
+    sync_directory(target.parent)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Bring the rename itself to the disk, where directories can be opened (not on Windows) and synchronised."""
     if not hasattr(os, "O_DIRECTORY"):
         return

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": GRAPH | {"capture", "structure", "variant", "views", "workshop"},
     "compiling": GRAPH | {"engine"},
     "converted": GRAPH | {"compiling", "engine", "storage", "views"},
-    "rebuild": GRAPH | {"engine", "variant", "views"},
+    "rebuild": GRAPH | {"capture", "engine", "variant", "views"},
     "block_calls": GRAPH | {"variant"},
     "numerics": GRAPH | {"engine", "capture", "codegen", "rebuild", "runtime", "unconverted", "variant", "whole"},
     "review": GRAPH

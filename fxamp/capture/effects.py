@@ -63,7 +63,7 @@ class Effects:
                 self._caches.setdefault(id(part), (part, part.cache_info().misses))
         self._open_cache(owner, name, value)
 
-    def remember_containers(self, value: Any, title: str = "a") -> None:
+    def remember_containers(self, value: Any, title: str) -> None:
         """Remember what the containers in a value hold."""
         for container, saved in _containers(value):
             self._containers.setdefault(id(container), (container, saved, title))  # as it was when it was first read

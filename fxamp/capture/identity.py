@@ -10,7 +10,8 @@ The bytecode behind the read tells it before it is asked; then the value itself 
 import dis
 import functools
 import types
-from collections.abc import Iterator
+
+from fxamp.capture.functions_of import codes_of
 
 _PASSED_OVER = ("CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL")
 # What takes a value, and asks nothing of it by identity.
@@ -44,22 +45,14 @@ def is_compared_by_identity(frame: types.FrameType) -> bool:
     if _is_identity(taker):
         return True
     if _is_local(taker):
-        return any(_reads_by_identity(code, str(taker.argval), frozenset()) for code in _codes(frame.f_code))
+        return any(_reads_by_identity(code, str(taker.argval), frozenset()) for code in codes_of(frame.f_code))
     around = [frame.f_code, *([frame.f_back.f_code] if frame.f_back is not None else [])]
-    return any(_asks(inner) for code in around for inner in _codes(code))
+    return any(_asks(inner) for code in around for inner in codes_of(code))
 
 
 @functools.lru_cache(maxsize=1024)
 def _instructions(code: types.CodeType) -> list[dis.Instruction]:
     return [each for each in dis.get_instructions(code) if each.opname not in _PASSED_OVER]
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code, and that of the functions inside it, which may read its locals."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
 
 
 def _taker(instructions: list[dis.Instruction], place: int) -> dis.Instruction | None:

@@ -73,9 +73,7 @@ def _is_builtin(value: Any) -> bool:
         return all(map(_is_builtin, value))
     if type(value) is dict:
         return all(map(_is_builtin, value.values()))
-    return isinstance(value, (fx.Proxy, torch.Tensor, int, float, complex, *_CONSTANTS)) or issubclass(
-        type(value), fx.Proxy
-    )
+    return isinstance(value, (fx.Proxy, torch.Tensor, int, float, complex, *_CONSTANTS))
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec, list[Any]]:

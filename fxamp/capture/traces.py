@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.capture.leaves import TABLES, recomputed_weights
+from fxamp.capture.objects import MISSING
 from fxamp.errors import CaptureError
 
 
@@ -49,13 +50,10 @@ def _difference(path: str, module: nn.Module, saved: dict[str, dict[str, Any]]) 
             if name in TABLES or name in recomputed_weights(module):
                 continue
             full = f"{path}.{name if isinstance(name, str) else owner}".lstrip(".")  # a hook has a number
-            old, new = entries.get(name, _MISSING), now.get(name, _MISSING)
+            old, new = entries.get(name, MISSING), now.get(name, MISSING)
             if old is not new and not _is_same_plain_value(old, new) and not _is_written_in_place(new, full):
                 return f"attribute {full!r}"
     return ""
-
-
-_MISSING = object()
 
 
 def _is_same_plain_value(old: Any, new: Any) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
+from fxamp.dtypes import dtype_name
 from fxamp.ir import Reason, TensorType
 from fxamp.passes.base import Pass
 from fxamp.passes.reads import dtype_of, is_mask_in_float32, only_converts
@@ -105,7 +106,7 @@ class Absorb(Pass):
         if not is_mask_in_float32(mask) or mark.reason.kind != "conversion" or len(mask.users) > 1:
             return False
         mask.target, mask.args, mask.kwargs = "to", (mask.args[0], self.low), {}
-        text = f"{mark.reason.text}, and it is read in {_name(self.low)} alone"
+        text = f"{mark.reason.text}, and it is read in {dtype_name(self.low)} alone"
         ir.set_mark(mask, op="to", precision="low", type=ir.mark(node).type, reason=Reason("absorbed", text))
         node.replace_all_uses_with(mask)
         graph.erase_node(node)
@@ -125,7 +126,9 @@ class Absorb(Pass):
         for user in list(node.users):
             user.replace_all_uses_with(node)
             graph.erase_node(user)
-        text = f"its {_name(self.low)} kernel computes in float32 and rounds once, as the two casts did ({exactness})"
+        text = (
+            f"its {dtype_name(self.low)} kernel computes in float32 and rounds once, as the two casts did ({exactness})"
+        )
         lowered = ir.map_type(lambda found: dataclasses.replace(found, dtype=self.low), mark.type)
         ir.set_mark(node, precision="low", type=lowered, reason=Reason("absorbed", text))
         _erase_unused(graph, casts)
@@ -144,10 +147,6 @@ class Absorb(Pass):
 
 def _is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
     return node.target == "to" and ir.mark(node).role == "cast" and node.args[1] == dtype
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _rounds_once(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ Views and in-place ops are found by op name; a function nobody lists may return 
 import bisect
 import dataclasses
 
+import torch
 from torch import fx
 
 from fxamp import ir
@@ -128,6 +129,19 @@ def may_share(node: fx.Node, written: list[fx.Node]) -> list[fx.Node]:
     if op == "einsum" and len(node.all_input_nodes) == 1:
         return node.all_input_nodes  # a permutation, or a diagonal
     return []
+
+
+def grad_regions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Number of the no_grad region, or the stretch between two, that each node stands in.
+
+    A cast made inside torch.no_grad carries no gradient, so casts are not shared across the borders.
+    """
+    regions, number = {}, 0
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            number += 1
+        regions[node] = number
+    return regions
 
 
 class UnionFind:

@@ -8,7 +8,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.ir import Reason
-from fxamp.passes.alias import Aliases, find_aliases
+from fxamp.passes.alias import Aliases, find_aliases, grad_regions
 from fxamp.passes.base import Pass
 from fxamp.passes.reads import Read, float_reads
 from fxamp.passes.rules import Policy
@@ -123,19 +123,6 @@ def _place(value: fx.Node, reader: fx.Node, aliases: Aliases) -> fx.Node:
 
 def _is_cast_at_reader(value: fx.Node, aliases: Aliases) -> bool:
     return ir.is_weight(value) or value in aliases.storage_of
-
-
-def grad_regions(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Number of the no_grad region, or the stretch between two, that each node stands in.
-
-    A cast made inside torch.no_grad carries no gradient, so casts are not shared across the borders.
-    """
-    regions, number = {}, 0
-    for node in graph.nodes:
-        if node.target is torch._C._set_grad_enabled:
-            number += 1
-        regions[node] = number
-    return regions
 
 
 def _replace_argument(reader: fx.Node, read: Read, cast: fx.Node) -> None:

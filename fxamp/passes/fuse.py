@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 from fxamp import ir
 from fxamp.ir import TensorType
-from fxamp.passes.alias import find_aliases
+from fxamp.passes.alias import find_aliases, grad_regions
 from fxamp.passes.base import Pass
-from fxamp.passes.cast import grad_regions
 from fxamp.passes.overrides import override_for, protected_part
 from fxamp.passes.policy import Policy
 from fxamp.passes.polynomials import Polynomial, polynomial, terms_below

@@ -12,9 +12,8 @@ from fxamp import ir
 from fxamp.capability import conversions_inside
 from fxamp.dtypes import dtype_name
 from fxamp.ir import Reason
-from fxamp.passes.alias import Aliases, find_aliases
+from fxamp.passes.alias import Aliases, find_aliases, grad_regions
 from fxamp.passes.base import Pass
-from fxamp.passes.cast import grad_regions
 from fxamp.passes.reads import dtype_of, only_converts
 from fxamp.passes.verify import casts_minimal, operands_agree
 from fxamp.runtime import low_loss

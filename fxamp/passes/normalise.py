@@ -147,7 +147,7 @@ def _name_relative_dtype(graph: fx.Graph, node: fx.Node) -> bool:
     own, other = ir.mark(node).type, ir.argument_of(node, 1, "other")
     if node.op != "call_method" or node.target not in ("to", "type_as") or not isinstance(own, TensorType):
         return False
-    if own.dtype is None or not isinstance(other, fx.Node) or not _is_tensor(other):
+    if own.dtype is None or not isinstance(other, fx.Node) or not ir.is_tensor(other):
         return False
     where: tuple[fx.Node, ...] = ()
     if not _stays_on_device(node):
@@ -172,16 +172,12 @@ def _is_relative(node: fx.Node) -> bool:
         return True
     if node.target != "to" or len(node.args) != 2 or node.kwargs:
         return node.target == "to" and len(node.args) == 1 and set(node.kwargs) == {"dtype"} and _reads_dtype(node)
-    return isinstance(node.args[1], fx.Node) and (_reads_dtype(node) or _is_tensor(node.args[1]))
+    return isinstance(node.args[1], fx.Node) and (_reads_dtype(node) or ir.is_tensor(node.args[1]))
 
 
 def _reads_dtype(node: fx.Node) -> bool:
     source = ir.argument_of(node, 1, "dtype")
     return isinstance(source, fx.Node) and _is_dtype_read(source)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(ir.mark(node).type, TensorType)
 
 
 def _is_dtype_read(node: fx.Node) -> bool:

@@ -8,9 +8,8 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.ir import Reason
-from fxamp.passes.alias import Aliases, find_aliases
+from fxamp.passes.alias import Aliases, find_aliases, grad_regions
 from fxamp.passes.base import Pass
-from fxamp.passes.cast import grad_regions
 from fxamp.passes.losses import MOVES
 from fxamp.passes.reads import dtype_of, only_converts
 from fxamp.passes.verify import casts_minimal, operands_agree, writes_land

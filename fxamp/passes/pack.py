@@ -11,9 +11,8 @@ from torch.nn import functional
 from fxamp import ir
 from fxamp.errors import InvariantError
 from fxamp.ir import Reason
-from fxamp.passes.alias import Aliases, find_aliases
+from fxamp.passes.alias import Aliases, find_aliases, grad_regions
 from fxamp.passes.base import Pass
-from fxamp.passes.cast import grad_regions
 from fxamp.passes.gemm_types import shape_of
 from fxamp.passes.reads import asked_dtype
 from fxamp.passes.verify import casts_minimal, operands_agree

@@ -12,8 +12,7 @@ from fxamp import ir
 from fxamp.fakes import Fakes
 from fxamp.ir import Reason, TensorType
 from fxamp.lists import TRAITS
-from fxamp.passes.alias import Aliases
-from fxamp.passes.cast import grad_regions
+from fxamp.passes.alias import Aliases, grad_regions
 from fxamp.passes.gemm_types import shape_of
 from fxamp.passes.gemms import OPS
 from fxamp.passes.pad_arguments import argument_at, grow_type, keep_scale, put, put_at

@@ -5,8 +5,7 @@ from torch.nn import functional
 
 from fxamp import ir
 from fxamp.errors import InvariantError
-from fxamp.passes.alias import find_aliases
-from fxamp.passes.cast import grad_regions
+from fxamp.passes.alias import find_aliases, grad_regions
 
 
 def pads_minimal(graph: fx.Graph) -> None:

@@ -18,6 +18,7 @@ from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign, size_of
 from fxamp.ir import TensorType, ValueType
 from fxamp.lists import TRAITS
 from fxamp.passes.base import Pass
+from fxamp.passes.reads import asked_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +124,6 @@ _RECURRENT = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1, "rnn": 1}
 _WITH_SIZES = ("_pack_padded_sequence", "_pad_packed_sequence")
 # Creators whose result has the default dtype unless told otherwise.
 _FLOAT_CREATORS = frozenset("rand randn zeros ones empty linspace logspace eye hann_window hamming_window".split())
-_LIKE_CREATORS = frozenset("zeros_like ones_like rand_like randn_like empty_like full_like".split())
-_NEW_CREATORS = frozenset("new_zeros new_ones new_empty new_full new_tensor".split())
 # Results that may be complex, or the parts of one.
 _COMPLEX = frozenset("complex polar view_as_complex view_as_real real imag angle stft istft".split())
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float32}
@@ -260,8 +259,7 @@ def _asked_dtype(node: fx.Node, op: str) -> torch.dtype | None:
     """The dtype that the user's code names in the call."""
     if op in _CASTS and node.op == "call_method":
         return _CASTS[op]
-    named = [argument for argument in (*node.args, *node.kwargs.values()) if isinstance(argument, torch.dtype)]
-    return named[0] if named else None
+    return asked_dtype(node)
 
 
 def _is_used_as_index(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import InvariantError
 from fxamp.fakes import UNKNOWN, Fakes
-from fxamp.passes.alias import find_aliases
+from fxamp.passes.alias import find_aliases, grad_regions
 from fxamp.passes.base import Invariant
 from fxamp.passes.types import run_on_fakes, type_of
 
@@ -76,11 +76,9 @@ def _is_users_low(value: fx.Node) -> bool:
 
 def casts_minimal(graph: fx.Graph) -> None:
     """One cast per (value, dtype); none to the dtype a value has, none unused, no pair that undoes itself."""
-    aliases = find_aliases(graph)
+    aliases, regions = find_aliases(graph), grad_regions(graph)
     seen: dict[tuple[object, ...], fx.Node] = {}
-    region = 0
     for node in graph.nodes:
-        region += node.target is torch._C._set_grad_enabled
         if ir.mark(node).role not in ("cast", "weight cast") or node.target != "to":
             continue
         source = node.args[0]
@@ -94,7 +92,7 @@ def casts_minimal(graph: fx.Graph) -> None:
         if ir.mark(source).role in ("cast", "weight cast") and source.target == "to" and not is_result:
             raise InvariantError(f"{node.name} casts the cast {source.name}")
         at_reader = ir.is_weight(source) or source in aliases.storage_of
-        key = (source, to, aliases.epoch(source, node), region if at_reader else 0)
+        key = (source, to, aliases.epoch(source, node), regions[node] if at_reader else 0)
         if key in seen:
             raise InvariantError(f"{source.name} is cast twice to {to}: {seen[key].name} and {node.name}")
         seen[key] = node

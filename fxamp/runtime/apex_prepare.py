@@ -20,7 +20,7 @@ from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.fixed_scalers import StaticLossScaler
 from fxamp.runtime.master_gradients import mirror_gradient
 from fxamp.runtime.master_weights import MasterWeightOptimizer
-from fxamp.runtime.scale_rule import LARGEST_SCALE, SMALLEST_SCALE, ScaleRule, checked_scale
+from fxamp.runtime.scale_rule import ANY_SCALE, checked_scale
 from fxamp.runtime.scaler import LossScaler
 
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
@@ -207,7 +207,7 @@ def scaler_of(chosen: Properties, min_scale: float | None, max_scale: float) -> 
     if chosen.loss_scale == "dynamic":
         floor = 2.0**-14 if min_scale is None else min_scale
         for name, bound in (("min_loss_scale", floor), ("max_loss_scale", max_scale)):
-            checked_scale(name, bound, ScaleRule(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE))
+            checked_scale(name, bound, ANY_SCALE)
         first = min(max_scale, FIRST_SCALE)
         if floor > first:
             limit = f"max_loss_scale={max_scale:g}" if max_scale < FIRST_SCALE else f"the first scale, {first:g}"

@@ -12,7 +12,7 @@ import torch
 from fxamp.errors import CheckpointError, OptionError
 from fxamp.runtime.apex_options import LEVELS, Properties
 from fxamp.runtime.fixed_scalers import StaticLossScaler
-from fxamp.runtime.scale_rule import LARGEST_SCALE, SMALLEST_SCALE, ScaleRule, checked_scale
+from fxamp.runtime.scale_rule import ANY_SCALE, checked_scale
 from fxamp.runtime.scaler import LossScaler
 
 logger = logging.getLogger("fxamp")
@@ -66,9 +66,7 @@ def _numbers_of(key: str, given: Any) -> tuple[float, int]:
         raise CheckpointError(f"{key} is {given!r}, not a dict of a loss_scale and an unskipped.")
     try:
         scale, unskipped = float(given["loss_scale"]), int(given["unskipped"])
-        return checked_scale(
-            "loss_scale", scale, ScaleRule(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
-        ), unskipped
+        return checked_scale("loss_scale", scale, ANY_SCALE), unskipped
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{key} is {given!r}, not a loss_scale and an unskipped: {error}") from error
 

@@ -7,7 +7,7 @@ import torch
 
 from fxamp.errors import CheckpointError
 from fxamp.runtime.arguments import check_names, is_finite
-from fxamp.runtime.scale_rule import LARGEST_SCALE, SMALLEST_SCALE, ScaleRule, checked_scale
+from fxamp.runtime.scale_rule import ANY_SCALE, checked_scale
 from fxamp.runtime.scaler import LossScaler
 from fxamp.runtime.scaler_base import needs_scaling
 
@@ -30,7 +30,7 @@ class StaticLossScaler(LossScaler):
 
     def __init__(self, scale: float, **options: Any) -> None:
         check_names("StaticLossScaler()", options, OF_A_STATIC_ONE, " Its scale has no bounds and does not grow.")
-        checked_scale("scale", scale, ScaleRule(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE))
+        checked_scale("scale", scale, ANY_SCALE)
         super().__init__(scale, min_scale=scale, max_scale=scale, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -195,3 +195,7 @@ def _is_count(value: object) -> bool:
 def _require(holds: bool, name: str, rule: ScaleRule, allowed: str) -> None:
     if not holds:
         raise OptionError(f"{name}={getattr(rule, name)!r} is not allowed: it must be {allowed}.")
+
+
+ANY_SCALE = ScaleRule(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE)
+"""For a scale that need only be one that float32 holds with its reciprocal."""

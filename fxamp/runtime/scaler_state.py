@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxamp.errors import CheckpointError, OptionError
-from fxamp.runtime.scale_rule import LARGEST_SCALE, SMALLEST_SCALE, ScaleRule, checked_scale
+from fxamp.runtime.scale_rule import ANY_SCALE, ScaleRule, checked_scale
 
 if TYPE_CHECKING:
     from fxamp.runtime.scaler_base import ScalerBase
@@ -121,7 +121,7 @@ def _checked_rule(scaler: "ScalerBase", state: dict[str, Any]) -> ScaleRule:
         state.get("max_scale", now.max_scale),
     )
     # torch's scale has no bounds: one outside ours is loaded, and clamped by the next update().
-    checked_scale("scale", state["scale"], ScaleRule(min_scale=SMALLEST_SCALE, max_scale=LARGEST_SCALE))
+    checked_scale("scale", state["scale"], ANY_SCALE)
     return rule
 
 
