@@ -104,7 +104,7 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
         PinNodes(pins_of(captured, options)),  # what a plan or measured ranges decided; the next passes must know it
         SettleWrites(policy, fit_of),  # a written storage must be able to have one precision
         ColourNodes(policy, fit_of),  # decides, changes nothing
-        InsertCasts(policy, options.output_dtype),  # does what was decided
+        InsertCasts(policy, options.output_dtype, captured.had_gradients),  # does what was decided
         Absorb(policy.low),  # kernels take casts inside; before padding hides what a cast feeds
         ReadLogitsLow(policy.low, policy.device),  # so does the loss; the padding must see that nothing needs its cast
         ConnectOutputs(policy.low),  # behind both, which would take its casts away again

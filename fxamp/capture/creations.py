@@ -2,12 +2,15 @@
 
 import contextlib
 import functools
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import grad_mode
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
 from fxamp.capture.locations import user_line
@@ -21,18 +24,30 @@ class Creations(TorchFunctionMode):
         super().__init__()
         self.tracer = tracer
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         recording = self.tracer._recording and not self.tracer.evaluating
         if recording and func is torch._C._set_grad_enabled:
-            return func(*map(bool, args), **kwargs)  # a traced flag must be decided now
-        if recording and not types and (func in _CREATORS or holds_proxy((args, kwargs))):
+            is_on = bool(*args)  # a traced flag must be decided now
+            if is_on and not _is_way_out(sys._getframe(1)):
+                self._switch_on()
+            return func(is_on)
+        if recording and not kinds and (func in _CREATORS or holds_proxy((args, kwargs))):
             return self.tracer.create_proxy("call_function", func, args, kwargs)
         if recording and func in _RANDOM and not holds_proxy((args, kwargs)):
             return self.tracer.create_proxy("call_function", func, args, kwargs)
         if recording and not holds_proxy((args, kwargs)) and holds_tensor((args, kwargs)):
             return self._on_tensors(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _switch_on(self) -> None:
+        """Gradients are on in a trace as it is, so that a region that switches them on leaves no node behind."""
+        self.tracer.grad_mode = self.tracer.gradients_outside
+        if not self.tracer.gradients_outside:
+            raise CaptureError(
+                f"{user_line()}: forward switches gradients on (torch.enable_grad) in a call without them, which a "
+                "graph cannot hold"
+            )
 
     def _on_tensors(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call on tensors of the model's own, reached around `getattr`: in a loop over parameters, in a list.
@@ -66,6 +81,15 @@ class Creations(TorchFunctionMode):
         args, kwargs = fx.node.map_aggregate((args, kwargs), self.tracer._fake)
         with self.tracer._evaluating():
             return func(*args, **kwargs)
+
+
+def _is_way_out(frame: types.FrameType | None) -> bool:
+    """Whether torch's own region switches gradients to what they were before it."""
+    while frame is not None and frame.f_code.co_filename == grad_mode.__file__:
+        if frame.f_code.co_name == "__exit__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 # What follows from dtypes; fields that are tensors; what is asked of a tensor but its numbers; and what reads those.

@@ -72,6 +72,7 @@ def grad_mode_reads(tracer: Any) -> Iterator[None]:
     (The trace itself runs with gradients on, so that the model's own no_grad regions can be seen.)
     """
     original, outside = torch.is_grad_enabled, torch.is_grad_enabled()
+    tracer.gradients_outside = outside
     original_inference = torch.is_inference_mode_enabled
 
     def is_asked_by_the_model() -> bool:

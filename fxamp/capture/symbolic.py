@@ -148,6 +148,7 @@ class SymbolicTracer(fx.Tracer):
         self.state: tuple[Cell, ...] = ()
         self.settings: Settings | None = None
         self.grad_mode: bool | None = None
+        self.gradients_outside = True
         self._is_evaluating = False
         self._thread = threading.get_ident()
         self._numbers = LiveNumbers(live, self._attribute)

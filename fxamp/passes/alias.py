@@ -144,6 +144,22 @@ def grad_regions(graph: fx.Graph) -> dict[fx.Node, int]:
     return regions
 
 
+def grad_modes(graph: fx.Graph, at_start: bool) -> list[bool]:
+    """Whether gradients are on in each of the `grad_regions`.
+
+    Args:
+        at_start: whether they are where the graph begins.
+    """
+    modes, asked = [at_start], {}
+    for node in graph.nodes:
+        if node.target is torch.is_grad_enabled:
+            asked[node] = modes[-1]
+        elif node.target is torch._C._set_grad_enabled:
+            (mode,) = node.args
+            modes.append(asked.get(mode, True) if isinstance(mode, fx.Node) else bool(mode))
+    return modes
+
+
 class UnionFind:
     """Disjoint sets of hashable things; a thing never seen is alone."""
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.ir import Reason
-from fxamp.passes.alias import Aliases, find_aliases, grad_regions
+from fxamp.passes.alias import Aliases, find_aliases, grad_modes, grad_regions
 from fxamp.passes.base import Pass
 from fxamp.passes.reads import Read, float_reads
 from fxamp.passes.rules import Policy
@@ -23,7 +23,8 @@ class InsertCasts(Pass):
         y = linear(x.to(low), w.to(low))            # after
 
     1. A value read by several nodes in the other precision is cast once, unless it was written between them.
-    2. A cast stands directly behind the value, or behind the write it must see; a weight's before its first use.
+    2. A cast stands directly behind the value, or behind the write it must see; a weight's before its first use, and so
+       does one whose reader has gradients where the value had none: forward may differentiate by an input.
     3. Only float32 tensors are cast; a mask with numbers beyond the low range is clamped to it first.
     4. Outputs come back in `output_dtype`.
     5. A value that was widened for this reader (see fxamp.capture.promotion) is read as it was before.
@@ -32,6 +33,7 @@ class InsertCasts(Pass):
     ensures: ClassVar = (operands_agree, casts_minimal, writes_land)
     policy: Policy
     output_dtype: torch.dtype | None = torch.float32
+    has_gradients: bool = True
 
     def apply(self, graph: fx.Graph) -> bool:
         aliases = find_aliases(graph)
@@ -40,16 +42,19 @@ class InsertCasts(Pass):
             precision = ir.mark(node).precision
             dtype = self.policy.low if precision == "low" else torch.float32
             ir.set_mark(node, type=ir.with_dtype(ir.mark(node).type, dtype))
-        regions = grad_regions(graph)
+        regions, modes = grad_regions(graph), grad_modes(graph, self.has_gradients)
         made: dict[tuple[object, ...], fx.Node] = {}
         for reader, read, dtype in wanted:
             if (narrow := _narrow_source(read.value, dtype)) is not None:
                 _replace_argument(reader, read, narrow)
                 continue
-            region = regions[reader] if _is_cast_at_reader(read.value, aliases) else 0
+            is_late = modes[regions[reader]] and not modes[regions[read.value]]
+            at_reader = is_late or ir.is_weight(read.value) or read.value in aliases.storage_of
+            region = regions[reader] if at_reader else 0
             key = (read.value, dtype, aliases.epoch(read.value, reader), region)
             if key not in made:
-                made[key] = _make_cast(graph, read.value, reader, dtype, aliases, self.policy.low)
+                place = reader if at_reader else _behind(read.value, reader)
+                made[key] = _make_cast(graph, read.value, reader, dtype, aliases, self.policy.low, place)
             _replace_argument(reader, read, made[key])
         for node in [node for node in graph.nodes if ir.PROMOTED in node.meta and not node.users]:
             graph.erase_node(node)
@@ -88,9 +93,15 @@ def _narrow_source(value: fx.Node, dtype: torch.dtype) -> fx.Node | None:
 
 
 def _make_cast(
-    graph: fx.Graph, value: fx.Node, reader: fx.Node, dtype: torch.dtype, aliases: Aliases, low: torch.dtype
+    graph: fx.Graph,
+    value: fx.Node,
+    reader: fx.Node,
+    dtype: torch.dtype,
+    aliases: Aliases,
+    low: torch.dtype,
+    place: fx.Node,
 ) -> fx.Node:
-    with graph.inserting_before(_place(value, reader, aliases)):
+    with graph.inserting_before(place):
         source = value
         writer = aliases.last_writer(value, reader)
         if dtype == low and (ir.mark(value).tainted or (writer is not None and ir.mark(writer).tainted)):
@@ -111,18 +122,12 @@ def _describe(node: fx.Node, value: fx.Node, kind: ir.ValueType, role: ir.Role) 
     ir.set_mark(node, type=kind, colour="clear", reason=reason, role=role, serves=value.name)
 
 
-def _place(value: fx.Node, reader: fx.Node, aliases: Aliases) -> fx.Node:
-    """The node a cast stands before: right behind its value, or before its reader for weights and written values."""
-    if _is_cast_at_reader(value, aliases):
-        return reader
+def _behind(value: fx.Node, reader: fx.Node) -> fx.Node:
+    """The node a cast stands before that stands right behind its value."""
     follower = value.next
     while follower.op in ("placeholder", "get_attr") and follower is not reader:
         follower = follower.next
     return follower
-
-
-def _is_cast_at_reader(value: fx.Node, aliases: Aliases) -> bool:
-    return ir.is_weight(value) or value in aliases.storage_of
 
 
 def _replace_argument(reader: fx.Node, read: Read, cast: fx.Node) -> None:

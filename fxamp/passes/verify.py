@@ -91,7 +91,7 @@ def casts_minimal(graph: fx.Graph) -> None:
         is_result = ir.RESULT in source.meta
         if ir.mark(source).role in ("cast", "weight cast") and source.target == "to" and not is_result:
             raise InvariantError(f"{node.name} casts the cast {source.name}")
-        at_reader = ir.is_weight(source) or source in aliases.storage_of
+        at_reader = ir.is_weight(source) or source in aliases.storage_of or regions[source] != regions[node]
         key = (source, to, aliases.epoch(source, node), regions[node] if at_reader else 0)
         if key in seen:
             raise InvariantError(f"{source.name} is cast twice to {to}: {seen[key].name} and {node.name}")
