@@ -26,7 +26,7 @@ from fxamp.passes.pin import follow_pin
 from fxamp.passes.policy import LEVELS, Level, Policy
 from fxamp.passes.reads import Read, asked_dtype, converts_to, is_conversion
 from fxamp.passes.ruling import Ruling, Verdict, start_ruling
-from fxamp.passes.spread import mark_born, protect_domains, spread_deny
+from fxamp.passes.spread import keep_last_sums, mark_born, protect_domains, spread_deny
 from fxamp.passes.streams import protect_streams
 from fxamp.passes.values import fix_destroyed_values, is_dot_product, is_sum_of_squares, mark_integers, spread_taint
 
@@ -51,6 +51,7 @@ def apply_rules(graph: fx.Graph, policy: Policy, fit_of: Callable[[fx.Node], Fit
         spread_deny(ruling)
         protect_domains(ruling)
         protect_streams(ruling)
+        keep_last_sums(ruling)
         mark_born(ruling)
     return ruling
 

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
-from fxamp.lists import DOMAIN_SENSITIVE
+from fxamp.lists import DOMAIN_SENSITIVE, TRAITS
 from fxamp.passes.ruling import Ruling, gives_exact, is_bounded
 from fxamp.passes.streams import TF32_EPS
 
@@ -79,6 +79,32 @@ _DIFFERENCES = frozenset({"sub", "rsub"})
 def _is_square(ruling: Ruling, node: fx.Node) -> bool:
     verdict = ruling.fixed.get(node)
     return ir.mark(node).op in ("pow", "square") or (verdict is not None and verdict.reason.kind == "square")
+
+
+def keep_last_sums(ruling: Ruling) -> None:
+    """Backward: what mixes a float32 weight into the model's output, and goes nowhere else, is high.
+
+    `conv(h) / 2 + self.mean` comes back in float32 as under autocast, which promotes it: the kernel reads the low value
+    beside the weight as it is, so that this costs no cast, and low would round the whole output.
+    """
+    if ruling.policy.level != "balanced" or ruling.policy.output_mode != "high":
+        return
+    returned: set[fx.Node] = set()
+    for node in reversed(ruling.graph.nodes):
+        is_mixed = ruling.colours[node] == "infer" and ir.mark(node).op in _MIXES
+        is_passed = ruling.colours[node] == "clear" and ir.mark(node).op in TRAITS["view"]
+        if node in ruling.fixed or not node.users or ir.mutated(node) or not (is_mixed or is_passed):
+            continue
+        if all(user.op == "output" or user in returned for user in node.users):
+            returned.add(node)
+            origins = [ruling.through_clear(source) for source in ruling.sources(node)] if is_mixed else []
+            weight = next((origin for origin in origins if ir.is_weight(origin)), None)
+            if weight is not None and len(origins) > 1:
+                text = f"{weight.name} is float32, and so is what the model returns (level 'balanced')"
+                ruling.fix(node, "high", "not low-born", text, weight)
+
+
+_MIXES = frozenset({"add", "sub", "rsub", "mul", "div"})
 
 
 def mark_born(ruling: Ruling) -> None:

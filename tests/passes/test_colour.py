@@ -252,7 +252,7 @@ def test_grappler_paints_the_example_of_its_own_comments():
         ("a=linear b=exp(a) c=add(a,b) linear(c)", "low high high low"),
         ("a=linear b=linear(x) add(a,b)", "low low low"),
         ("a=linear add(a,x)", "low high"),  # the input is float32 by origin
-        ("a=linear add(a,p)", "low low"),  # a parameter of ordinary numbers is not
+        ("a=linear b=add(a,p) linear(b)", "low low low"),  # a parameter of ordinary numbers is not
     ],
 )
 def test_small_programs(program, colours):

@@ -92,6 +92,35 @@ def test_a_parameter_beyond_range_is_not_low_born():
     assert_precision(scaled(torch.full((8,), 1e5)), {"mul": "low"})
 
 
+MEAN = torch.tensor([0.45, 0.44, 0.41, 0.4, 0.3, 0.2, 0.1, 0.6])
+
+
+@pytest.mark.parametrize(
+    ("ends_in", "precision"),
+    [
+        (lambda m, h, w: h * 0.1 + m.gamma, {"mul": "low", "add": "high not low-born"}),
+        (lambda m, h, w: (h / 2 - m.gamma).view(-1), {"div": "low", "sub": "high not low-born"}),
+        (lambda m, h, w: (h + m.gamma.view(1, -1)) * 255.0, {"add": "high not low-born", "mul": "high not low-born"}),
+        (lambda m, h, w: {"a": h * m.gamma, "b": h}, {"mul": "high not low-born"}),
+        (lambda m, h, w: F.linear(h + m.gamma, w), {"add": "low"}),  # somebody reads it low anyway
+        (lambda m, h, w: (y := h + m.gamma, F.linear(y, w)), {"add": "low"}),
+        (lambda m, h, w: h.relu() + h, {"add": "low"}),  # nothing in it is float32
+    ],
+)
+@pytest.mark.parametrize("low", [FP16, torch.bfloat16])
+def test_what_a_float32_parameter_adds_to_the_output_is_not_rounded(ends_in, precision, low):
+    """autocast promotes it, and so does the kernel: it costs no cast."""
+    model = Scaled(MEAN)
+    body = lambda m, x, w: ends_in(m, F.linear(x, w), w)  # noqa: E731
+    assert_precision(decided(body, X, W, module=model, chosen=policy(low)), precision)
+
+
+def test_outputs_as_computed_stay_low():
+    body = lambda m, x, w: F.linear(x, w) + m.gamma  # noqa: E731
+    setting = decided(body, X, W, module=Scaled(MEAN), chosen=policy(output_mode="any"))
+    assert_precision(setting, {"add": "low"})
+
+
 def test_exact_constants_are_low_born():
     assert_precision(decided(lambda x, w: F.linear(F.linear(x, w) + torch.ones(8), w), X, W), {"add": "low"})
     assert_precision(decided(lambda x, w: F.linear(F.linear(x, w) + torch.rand(8), w), X, W), {"add": "high"})
