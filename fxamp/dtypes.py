@@ -47,6 +47,8 @@ def resolve_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torc
     if dtype in LOW_DTYPES:
         assert isinstance(dtype, torch.dtype)
         return dtype
+    if isinstance(dtype, torch.Tensor | tuple | list | dict):
+        raise OptionError(f"dtype= was given a {type(dtype).__name__}. Inputs go into example_inputs=.")
     raise OptionError(
         f"dtype={dtype!r} is not a low precision. Allowed: torch.float16, torch.bfloat16, their names "
         f"({', '.join(map(repr, NAMES))}), 'auto' or None (the device's autocast default)."

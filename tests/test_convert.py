@@ -74,6 +74,8 @@ def test_a_ddp_wrapped_model_is_refused_with_the_order_to_use():
     [
         ({"dtype": torch.float64}, "torch.float64"),
         ({"dtype": "fp61"}, "'fp61' is not a low precision.*Did you mean 'fp16'"),
+        ({"dtype": (torch.zeros(64),)}, r"^dtype= was given a tuple\. Inputs go into example_inputs=\.$"),
+        ({"dtype": torch.zeros(64)}, r"^dtype= was given a Tensor\. Inputs go into example_inputs=\.$"),
         ({"dtype": "float32"}, "'float32' is not a low precision"),
         ({"opt_level": "o2"}, "'o2' is not allowed.*Did you mean 'O2'"),
         ({"opt_level": 2}, "opt_level=2 is not allowed"),
@@ -92,7 +94,7 @@ def test_a_ddp_wrapped_model_is_refused_with_the_order_to_use():
         ({"overrides": {"head": "fp32"}}, r"overrides\['head'\]='fp32'"),
         ({"overrides": {"haed": "deny"}}, "'haed' matches no module and no node. Did you mean 'head'"),
         ({"output_dtype": torch.int64}, "torch.int64"),
-        ({"example_inputs": 3}, "example_inputs=int"),
+        ({"example_inputs": 3}, r"^example_inputs is a int\. Give a tensor"),
         ({"example_inputs": ()}, r"do not fit Net.forward.*missing a required argument: 'x'"),
         ({"example_inputs": (torch.zeros(2, 4), 1.0, 2)}, "do not fit Net.forward.*too many positional"),
         ({"example_inputs": ((torch.zeros(2, 4),), {"scael": 1.0})}, "unexpected keyword argument 'scael'"),

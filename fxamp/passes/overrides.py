@@ -62,9 +62,13 @@ def protected_part(node: fx.Node, policy: Policy) -> str | None:
 def names_kept(model: Any, low: torch.dtype) -> tuple[str, ...]:
     """The names of modules and parameters that a model, or a class of models, wants in float32.
 
-    Of transformers: `_keep_in_fp32_modules` speaks of float16 alone, `_keep_in_fp32_modules_strict` of both dtypes.
+    Of transformers: `_keep_in_fp32_modules` speaks of float16 alone, `_keep_in_fp32_modules_strict` of both dtypes. Of
+    diffusers the first one speaks of both too.
     """
-    attributes = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if low == torch.float16 else [])]
+    owner = model if isinstance(model, type) else type(model)
+    of_both = any(base.__module__.partition(".")[0] == "diffusers" for base in owner.__mro__)
+    attributes = ["_keep_in_fp32_modules_strict"]
+    attributes += ["_keep_in_fp32_modules"] if low == torch.float16 or of_both else []
     given = [getattr(model, attribute, None) for attribute in attributes]
     listed = [(names,) if isinstance(names, str) else names for names in given]
     return tuple(str(name) for names in listed if isinstance(names, Collection) for name in names)

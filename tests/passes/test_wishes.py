@@ -9,7 +9,7 @@ import fxamp
 from fxamp import ir
 from fxamp.errors import OptionError
 from fxamp.lists import OpLists
-from fxamp.passes.overrides import check_overrides
+from fxamp.passes.overrides import check_overrides, names_kept
 from tests.language import (
     BF16,
     FP16,
@@ -381,6 +381,13 @@ class Keeps(nn.Module):
 
     def forward(self, x):
         return self.head(self.body(x)) + self.shift
+
+
+def test_what_a_model_of_diffusers_keeps_holds_for_both_dtypes():
+    base = type("ModelMixin", (nn.Module,), {"__module__": "diffusers.models.modeling_utils"})
+    model = type("Keeps", (base,), {"_keep_in_fp32_modules": ["head"]})
+    assert names_kept(model, BF16) == names_kept(model(), BF16) == names_kept(model, FP16) == ("head",)
+    assert names_kept(Keeps, BF16) == ("shift",)
 
 
 class Wraps(nn.Module):
