@@ -19,8 +19,8 @@ from fxamp.review.op_table import compare_ops, differences, op_table
 from fxamp.review.report import Report, report
 from fxamp.review.rows import Row
 from fxamp.review.table import node_table, overview
-from fxamp.review.words import plural
 from fxamp.targets import load_target
+from fxamp.words import plural
 
 
 def run_inspect(chosen: argparse.Namespace) -> int:

@@ -69,7 +69,8 @@ def convert(
             (O1). A converted model is given back as it is, or with other options converted anew from its plain forward.
         dtype: torch.float16, torch.bfloat16, "auto" (bfloat16 where the device has it natively), or None:
             torch.autocast's default for the device (CUDA float16, CPU bfloat16).
-        example_inputs: the arguments of one call, a tuple of args or (args, kwargs); only shapes and dtypes are used.
+        example_inputs: those of one call: a tensor, a tuple or list of args, (args, kwargs), or a dict of keywords;
+            only shapes and dtypes are used.
         opt_level: "O0" fp32, unchanged; "O1" casts, fp32 parameters; "O2" low-precision parameters, with fp32
             masters in fxamp.MasterWeightOptimizer; "O3" all low.
         level: how far low precision spreads: "strict" (as autocast), "balanced", "aggressive" (as grappler).
@@ -86,6 +87,10 @@ def convert(
         capture: "symbolic" (fxamp's own tracer), "dynamo" (torch.compile's front end, which follows Python control
             flow), or "auto": symbolic where it can follow, else dynamo, and one INFO line says why.
         output_dtype: float32 outputs come back in this dtype; None: as computed.
+
+    Returns:
+        A model of the same class, which shares its parameters and buffers with `model` (O2 and O3 change their dtype);
+        with "O0" or FXAMP_DISABLE the model as it is.
 
     Raises:
         OptionError: an argument has a value that is not allowed.

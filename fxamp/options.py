@@ -19,6 +19,7 @@ from fxamp.lists import OpLists
 from fxamp.passes.rules import LEVELS, Level
 from fxamp.runtime.masters import MASTER
 from fxamp.storage import is_stored_low
+from fxamp.views import device_of as device_of
 from fxamp.views import nested
 
 log = logging.getLogger("fxamp")
@@ -120,11 +121,6 @@ def check_whole(path: str, module: nn.Module) -> None:
                 f"has stored its {name} in {dtype_name(tensor.dtype)}. Put hooks on submodules before convert(), which "
                 "then leaves its parameters in float32, or convert with opt_level='O1'."
             )
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter or buffer."""
-    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 @functools.cache

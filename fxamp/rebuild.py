@@ -11,7 +11,7 @@ from torch import nn
 from fxamp.capture.unseen import no_inference_mode
 from fxamp.engine import Engine
 from fxamp.variant import Variant
-from fxamp.views import plain_tree
+from fxamp.views import device_of, plain_tree
 
 
 def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **changes: Any) -> Variant:
@@ -54,8 +54,7 @@ def with_data(value: Any, plain: nn.Module) -> Any:
     """A tensor of an example input's type; its numbers are never read."""
     if not isinstance(value, torch.Tensor):
         return value
-    device = next((tensor.device for tensor in (*plain.parameters(), *plain.buffers())), torch.device("cpu"))
-    return torch.empty_like(value, device=device)
+    return torch.empty_like(value, device=device_of(plain))
 
 
 @contextlib.contextmanager

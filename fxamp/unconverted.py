@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fxamp.errors import OptionError
+from fxamp.ir import ENGINE
 from fxamp.lists.environment import disabled_by
 
 log = logging.getLogger("fxamp")
@@ -41,7 +42,7 @@ def not_converted(model: Any) -> OptionError:
     """The error for a model without graphs; of a wrapper (DDP, torch.compile) it names the converted model inside."""
     kind = type(model).__qualname__
     inside = model.named_modules() if isinstance(model, nn.Module) else ()
-    path = next((path for path, module in inside if "_fxamp_engine" in module.__dict__), None)
+    path = next((path for path, module in inside if ENGINE in module.__dict__), None)
     if path is None:
         return OptionError(f"this {kind} was not converted: fxamp.convert(model) returns the converted model.")
     return OptionError(f"this {kind} was not converted, the model inside it was: give it, as model.{path}.")

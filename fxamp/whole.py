@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fxamp.errors import OptionError
+from fxamp.errors import FxampError, OptionError
 
 
 def write_whole(path: Path, content: str | bytes, what: str) -> Path:
@@ -27,7 +27,7 @@ def write_whole(path: Path, content: str | bytes, what: str) -> Path:
     return path
 
 
-def checked_path(path: Any, problem: str, argument: str = "path") -> Path:
+def checked_path(path: Any, problem: str, argument: str = "path", error: type[FxampError] = OptionError) -> Path:
     """The path, unless nothing can have it.
 
         checked_path("a\\0b", "the plan cannot be written")
@@ -35,9 +35,10 @@ def checked_path(path: Any, problem: str, argument: str = "path") -> Path:
 
     Args:
         argument: of the public function, by which it came.
+        error: what is raised.
 
     Raises:
-        OptionError: it is neither str nor os.PathLike of str, is empty, or holds what no file's name can.
+        FxampError: `error`: it is neither str nor os.PathLike of str, is empty, or holds what no file's name can.
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     wrong = ""
@@ -52,7 +53,7 @@ def checked_path(path: Any, problem: str, argument: str = "path") -> Path:
     if not wrong:
         return Path(path)
     given = path if text is None else text
-    raise OptionError(f"{problem}: {argument}={given!r} {wrong}. Give a str or a pathlib.Path.")
+    raise error(f"{problem}: {argument}={given!r} {wrong}. Give a str or a pathlib.Path.")
 
 
 def _is_encodable(text: str) -> bool:

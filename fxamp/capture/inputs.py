@@ -152,26 +152,32 @@ def unflatten_call(spec: CallSpec, inputs: list[Any]) -> tuple[tuple[Any, ...], 
 
 
 def normalise_example(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """`example_inputs` of convert() as (args, kwargs): a tuple of args, or (args, kwargs).
+    """`example_inputs` of convert() as `call_arguments` gives them; None where there are none."""
+    return None if example_inputs is None else call_arguments(example_inputs, "example_inputs")
+
+
+def call_arguments(given: Any, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs of one call as (args, kwargs).
+
+        call_arguments(x, "inputs") == call_arguments([x], "inputs") == ((x,), {})
+
+    Args:
+        given: a tensor, a tuple or list of arguments, (args, kwargs), or a dict of keywords.
+        name: of the public function's argument, by which they came.
 
     Raises:
         OptionError: anything else.
     """
-    if example_inputs is None:
-        return None
-    if isinstance(example_inputs, torch.Tensor):
-        return (example_inputs,), {}
-    if isinstance(example_inputs, dict):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        given = tuple(example_inputs)
+    if isinstance(given, torch.Tensor):
+        return (given,), {}
+    if isinstance(given, dict):
+        return (), dict(given)
+    if isinstance(given, (tuple, list)):
         if len(given) == 2 and isinstance(given[0], (tuple, list)) and isinstance(given[1], dict):
             return tuple(given[0]), dict(given[1])
-        return given, {}
-    raise OptionError(
-        f"example_inputs={type(example_inputs).__qualname__} is not allowed. "
-        "Give a tuple of positional arguments, or (args, kwargs)."
-    )
+        return tuple(given), {}
+    kind = "None" if given is None else f"a {type(given).__qualname__}"
+    raise OptionError(f"{name} is {kind}. Give a tensor, a tuple of arguments, (args, kwargs), or a dict of keywords.")
 
 
 def check_call_fits(

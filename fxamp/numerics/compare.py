@@ -16,11 +16,12 @@ from fxamp.errors import OptionError
 from fxamp.numerics.extent import check_not_empty
 from fxamp.numerics.modes import usable
 from fxamp.numerics.recording import Recorded, record
-from fxamp.numerics.run import arguments, call_of, check_given, check_module, floats_in, in_float32, loss_of, state_kept
+from fxamp.numerics.run import arguments, call_of, check_module, floats_in, in_float32, loss_of, state_kept
 from fxamp.numerics.runner import Part
 from fxamp.numerics.underflow import Underflow, underflows
 from fxamp.rebuild import training_flags
 from fxamp.unconverted import check_left
+from fxamp.words import listed
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -100,9 +101,8 @@ class Comparison:
         if self.not_finite:
             head += f"; {self.not_finite:.1%} of the outputs is finite in neither run and not compared: fxamp.find_nan"
         if self.other_flags:
-            names = ", ".join(name or "the model itself" for name in self.other_flags[:3])
-            more = f" and {len(self.other_flags) - 3} more" if len(self.other_flags) > 3 else ""
-            head += f"; train() or eval() differs in {names}{more}: both ran as the converted model has it"
+            names = listed([name or "the model itself" for name in self.other_flags], 3)
+            head += f"; train() or eval() differs in {names}: both ran as the converted model has it"
         head = "\n".join([head, *map(str, self.underflows)])
         if not lines:
             return head
@@ -135,6 +135,10 @@ def compare(
         inputs: of one call, as `example_inputs` of convert().
         loss_fn: gives a scalar of the output; with it gradients are compared too.
         scale: loss scale of the mixed run; its gradients are divided by it again.
+
+    Returns:
+        The relative error of every node, the largest first; `str()` is a table. Of a model that convert() was asked to
+        leave as it is, the outputs' error alone.
 
     Raises:
         OptionError: `converted` is not converted, or not from such a model; no inputs, or a scale that is not positive.
@@ -196,7 +200,6 @@ def check_pair(model: nn.Module, converted: nn.Module) -> None:
 
 def _compare_whole(model: nn.Module, other: nn.Module, inputs: Any, loss_fn: Loss | None) -> Comparison:
     """Two models without graphs: what they give, and no row."""
-    check_given(inputs)
     args, kwargs = arguments(usable(inputs))
     check_not_empty((args, kwargs), "the inputs are")
     given, losses = [], []

@@ -92,6 +92,10 @@ def kernels(converted: nn.Module, inputs: Any, repeats: int = 3) -> Kernels:
         inputs: of one call, on the model's CUDA device.
         repeats: forwards that are averaged, after one that is not.
 
+    Returns:
+        Each kernel with its node and microseconds a forward, the longest first, and the Tensor Cores' share of the
+        GEMMs' time; `str()` tells both.
+
     Raises:
         OptionError: there is no GPU, or the model is not on it; the message says what it would need.
     """

@@ -143,8 +143,11 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
         inputs: of one call, as `example_inputs` of convert().
         loss_fn: gives a scalar of the output, scaled as in training; without it only the forward is looked at.
 
+    Returns:
+        The node, what it read, whether float32 is finite there, and the deny entries that mend it; `str()` tells it.
+
     Raises:
-        OptionError: the model was not converted, or the loss is no scalar.
+        OptionError: the model was not converted, no inputs, or a loss that is no scalar.
     """
     check_module(converted, "model")
     if engine_of(converted) is None:

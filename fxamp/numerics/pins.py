@@ -13,6 +13,7 @@ from fxamp.errors import OptionError
 from fxamp.ir import Reason
 from fxamp.numerics.ranges import Ranges
 from fxamp.numerics.ranges_file import load_ranges
+from fxamp.words import listed
 
 _NAMED = 5
 """Nodes that a message names."""
@@ -27,7 +28,7 @@ def as_ranges(given: Any) -> Ranges | None:
     if given is None or isinstance(given, Ranges):
         return given
     if isinstance(given, (str, os.PathLike)):
-        return load_ranges(os.fspath(given))
+        return load_ranges(given)
     raise OptionError(f"ranges is a {type(given).__qualname__}. Give what fxamp.profile gave, or its file.")
 
 
@@ -74,12 +75,13 @@ def misfit_of(ranges: Ranges, graph: fx.Graph, low: torch.dtype, is_preview: boo
     lost = [node.name for node in ranges.nodes.values() if node.place not in here]
     unfit = ranges.deny(low)
     denied = [name for name in lost if name in unfit]
+    names = [f"{name} of {module}" if module else name for name, module in new]
     return (
         f"the ranges do not fit this model: {len(new)} of {len(here)} nodes were not measured "
-        f"({_listed([f'{name} of {module}' if module else name for name, module in new])}), and {len(lost)} of the "
-        f"{len(ranges.nodes)} that were measured have no place among them"
-        + (f": {_listed(lost)}" if lost else "")
-        + (f" ({dtype_name(low)} does not hold {_listed(denied)})" if denied else "")
+        f"({listed(names, _NAMED)}), and {len(lost)} of the {len(ranges.nodes)} that were measured have no place among "
+        "them"
+        + (f": {listed(lost, _NAMED)}" if lost else "")
+        + (f" ({dtype_name(low)} does not hold {listed(denied, _NAMED)})" if denied else "")
         + ". What was not measured is decided as without ranges. Measure this model, captured as here: "
         "fxamp.profile(converted, batches)."
     )
@@ -89,8 +91,3 @@ def _is_measured(node: fx.Node) -> bool:
     """Whether `profile` looks at such nodes: they compute float32 values."""
     computes = node.op not in ("placeholder", "get_attr", "output")
     return computes and any(found.dtype == torch.float32 for found in ir.tensors_in(ir.mark(node).type))
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

@@ -2,7 +2,7 @@
 
 import json
 import math
-from pathlib import Path
+import os
 from typing import Any
 
 import torch
@@ -11,19 +11,21 @@ from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import OptionError
 from fxamp.numerics.histogram import HIGHEST, LOWEST, Histogram, no_counts
 from fxamp.numerics.ranges import NodeRange, Ranges
+from fxamp.whole import checked_path
 
 _LOW = {dtype_name(low): low for low in LOW_DTYPES}
 
 
-def load_ranges(path: str | Path) -> Ranges:
+def load_ranges(path: "str | os.PathLike[str]") -> Ranges:
     """Read what `Ranges.save` wrote.
 
     Raises:
         OptionError: it is not there, or something else; the message names the entry.
     """
+    found = checked_path(path, "the ranges cannot be read")
     try:
-        return _ranges(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        return _ranges(json.loads(found.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
         text = f"{str(path)!r} holds no ranges ({error}). Write them with fxamp.profile(...).save(path)."
         raise OptionError(text) from error
 

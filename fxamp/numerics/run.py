@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from fxamp.capture.inputs import call_arguments
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.engine import Engine, engine_of
 from fxamp.errors import CaptureError, OptionError
@@ -72,16 +73,15 @@ def call_of(converted: nn.Module, inputs: Any) -> Call:
 
     Args:
         converted: a converted model.
-        inputs: one tensor, a tuple of arguments, (args, kwargs), or a dict of keywords.
+        inputs: as `call_arguments` takes them.
 
     Raises:
-        OptionError: not converted, or the inputs are None or hold no sample.
+        OptionError: not converted, or the inputs are none of a call or hold no sample.
     """
     engine = engine_of(converted)
     check_module(converted, "model")
     if engine is None:
         raise not_converted(converted)
-    check_given(inputs)
     args, kwargs = arguments(usable(inputs))
     check_not_empty((args, kwargs), "the inputs are")
     variant = _symbolic(converted, engine, args, kwargs)
@@ -96,12 +96,6 @@ def check_module(given: Any, name: str) -> None:
     """Raise an OptionError for what is no module."""
     if not isinstance(given, nn.Module):
         raise OptionError(f"{name} is a {type(given).__qualname__}, not an nn.Module. Pass the module itself.")
-
-
-def check_given(inputs: Any) -> None:
-    """Raise an OptionError for no inputs at all; a call without arguments has ()."""
-    if inputs is None:
-        raise OptionError("inputs is None. Give those of one call, as example_inputs of convert().")
 
 
 def looking_dynamo(engine: Engine) -> Any:
@@ -155,14 +149,8 @@ def in_float32(call: Call) -> Rewriter:
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs as (args, kwargs), in any of the forms that `example_inputs` of convert() may have."""
-    if isinstance(inputs, dict):
-        return (), dict(inputs)
-    if isinstance(inputs, (tuple, list)):
-        if len(inputs) == 2 and isinstance(inputs[0], (tuple, list)) and isinstance(inputs[1], dict):
-            return tuple(inputs[0]), dict(inputs[1])
-        return tuple(inputs), {}
-    return (inputs,), {}
+    """The `inputs` of a public function as (args, kwargs); see `call_arguments`."""
+    return call_arguments(inputs, "inputs")
 
 
 def run(

@@ -94,6 +94,10 @@ def watch_nan(converted: nn.Module, raises: bool = True) -> Iterator[NanWatch]:
     Args:
         raises: raise on leaving the block, or in the place of the error that a bad value led to; else look at `.found`.
 
+    Returns:
+        What the `with` statement gives: its `.found` is the first bad node of all calls so far, as of `find_nan`, and
+        None for as long as all is finite.
+
     Raises:
         FloatingPointError: on leaving, where an output, or the gradient of a parameter or an input, was not finite, in
             float32 either or not. An infinity that the model means to give, as masked scores, is none if float32 gives

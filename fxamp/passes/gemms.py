@@ -149,7 +149,8 @@ def _macs(node: fx.Node, op: str, dims: tuple[GemmDim, ...]) -> int:
     if op == "einsum":
         sizes = _label_sizes(node)
         return math.prod(sizes.values()) if isinstance(sizes, dict) else 0
-    return count_of(node) * math.prod(dim.size for dim in dims if dim.name == "K")
+    added = (shape_of(ir.argument_of(node, 1, "batch1")) or (1,))[0] if op == "addbmm" else 1
+    return count_of(node) * added * math.prod(dim.size for dim in dims if dim.name == "K")
 
 
 # ------------------------------------------------------------------------------------------------- einsum

@@ -13,9 +13,9 @@ from fxamp.engine import engine_of
 from fxamp.review.gemms import ALIGNMENT, Gemm
 from fxamp.review.regions import Region
 from fxamp.review.rows import Row
-from fxamp.review.words import bytes_in_words, plural
 from fxamp.storage import is_stored_low
 from fxamp.variant import Variant
+from fxamp.words import bytes_in_words, listed, plural
 
 _MANY = 3
 """Entries of one kind of advice that are named; the rest is counted."""
@@ -29,7 +29,7 @@ def outside_of(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         if row.reason_kind == "unlisted" or (row.reason_kind == "type" and "inside the module" in row.reason):
             found.setdefault(f"{row.op}: {row.reason}", []).append(row.name)
-    return [f"{text} ({plural(len(names), 'node')}: {_listed(names)})" for text, names in found.items()]
+    return [f"{text} ({plural(len(names), 'node')}: {listed(names, _MANY)})" for text, names in found.items()]
 
 
 def unread_parameters(model: nn.Module, variants: Sequence[Variant]) -> list[str]:
@@ -55,7 +55,7 @@ def unread_parameters(model: nn.Module, variants: Sequence[Variant]) -> list[str
         return []
     size = bytes_in_words(sum(weight.numel() * weight.element_size() for weight in left.values()))
     count = plural(len(left), "parameter")
-    return [f"{count} ({size}) that no graph reads: {_listed(list(left))}. What uses them runs as it is written"]
+    return [f"{count} ({size}) that no graph reads: {listed(left, _MANY)}. What uses them runs as it is written"]
 
 
 def low_already(model: nn.Module) -> str:
@@ -87,7 +87,7 @@ def advice_of(
     yield from (region_advice(region) for region in regions[:_MANY] if region.nbytes >= _WORTH)
     unlisted = Counter(row.op for row in rows if row.reason_kind == "unlisted")
     if unlisted:
-        ops, remedy = _listed(list(unlisted)), f"FXAMP_INFERLIST_ADD={','.join(unlisted)}"
+        ops, remedy = listed(unlisted, _MANY), f"FXAMP_INFERLIST_ADD={','.join(unlisted)}"
         yield f"unlisted ops run in float32: {ops}. {remedy} lets them run low."
     if not gemms and any(row.colour == "allow" for row in rows) and not any(row.shape for row in rows):
         yield "sizes are not known: pass example_inputs to fxamp.convert, or call the model once."
@@ -102,7 +102,7 @@ def _high_gemms(gemms: Sequence[Gemm]) -> Iterator[str]:
     high = [gemm for gemm in gemms if gemm.precision != "low"]
     if high:
         share = sum(gemm.work for gemm in high) / max(1, sum(gemm.work for gemm in gemms))
-        names = _listed([gemm.node for gemm in sorted(high, key=lambda gemm: -gemm.work)])
+        names = listed([gemm.node for gemm in sorted(high, key=lambda gemm: -gemm.work)], _MANY)
         count = plural(sum(gemm.runs for gemm in high), "GEMM")
         yield f"{count} ({share:.0%} of GEMM work) in float32: {names}; ask fxamp.explain why."
 
@@ -118,7 +118,7 @@ def _unaligned(gemms: Sequence[Gemm], alignment: int) -> Iterator[str]:
     for text, nodes in lines[: 2 * _MANY]:
         size = int(text.split("=")[1].split("(")[0])
         better = -(-size // alignment) * alignment
-        where = f"{text} is no multiple of {alignment} in {_listed(list(dict.fromkeys(nodes)))}"
+        where = f"{text} is no multiple of {alignment} in {listed(dict.fromkeys(nodes), _MANY)}"
         yield f"{where}: {better} lets Tensor Cores run full."
 
 
@@ -128,8 +128,3 @@ def region_advice(region: Region) -> str:
         f"{bytes_in_words(region.nbytes)} of float32 values in {plural(len(region.nodes), 'node')} around "
         f"{region.cause}: {region.reason}."
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MANY])
-    return shown if len(names) <= _MANY else f"{shown} and {len(names) - _MANY} more"

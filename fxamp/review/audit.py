@@ -19,7 +19,7 @@ from fxamp.review.regions import regions_of
 from fxamp.review.report import Report, build_report
 from fxamp.review.rows import Row
 from fxamp.review.sarif import sarif_log
-from fxamp.review.words import bytes_in_words, plural
+from fxamp.words import bytes_in_words, plural
 
 REGION_BYTES = 1 << 20
 """Float32 regions below this are not worth a finding."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from fxamp.review.chain import Rows
 from fxamp.review.rows import Row, rows_of
-from fxamp.review.words import plural
 from fxamp.variant import Variant
+from fxamp.words import plural
 
 _FREED = re.compile(r";  (?:\w+ = )+None\b")
 """`;  x = None` at the end of a line: when a value is dropped, which a reader need not know."""

@@ -10,7 +10,7 @@ _Line = tuple[str, str]
 """(" " | "-" | "+", text)"""
 
 
-def unified_diff(before: str, after: str, from_file: str = "before.txt", to_file: str = "after.txt") -> str:
+def unified_diff(before: str, after: str) -> str:
     """A diff that `patch` applies to the one text, giving the other; "" where they are equal.
 
     Lines are matched by what stands left of their `=`: a node that changed shows as one `-` and one `+` line.
@@ -18,7 +18,7 @@ def unified_diff(before: str, after: str, from_file: str = "before.txt", to_file
     lines = list(_aligned(before.splitlines(), after.splitlines()))
     if all(sign == " " for sign, _ in lines):
         return ""
-    return "".join([f"--- {from_file}\n+++ {to_file}\n", *_hunks(lines)])
+    return "".join(["--- before.txt\n+++ after.txt\n", *_hunks(lines)])
 
 
 def _aligned(old: Sequence[str], new: Sequence[str]) -> Iterator[_Line]:

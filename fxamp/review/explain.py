@@ -13,7 +13,7 @@ from fxamp.review.remedies import Remedy, gives_no_float, remedies_for
 from fxamp.review.report import Report, report, require_engine
 from fxamp.review.rows import Row
 from fxamp.review.sharing import run_as
-from fxamp.review.words import bytes_in_words, plural
+from fxamp.words import bytes_in_words, listed, plural
 
 _FULL = 3
 """Nodes of a module, a line or an op that are explained in full; the rest is counted."""
@@ -151,9 +151,7 @@ def _list_row(root: Row, lists: OpLists) -> Iterator[str]:
 
 def _who_reads(row: Row, rows: Rows) -> Iterator[str]:
     readers = readers_of(row, rows)
-    names = ", ".join(map(_called, readers[:_NAMED]))
-    more = f" and {len(readers) - _NAMED} more" if len(readers) > _NAMED else ""
-    yield f"  read by {names}{more}"
+    yield f"  read by {listed(map(_called, readers), _NAMED)}"
     for reader in readers[:1]:
         if reader.op == "output":
             yield "  outputs come back in convert(..., output_dtype=torch.float32)"

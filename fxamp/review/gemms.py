@@ -91,8 +91,8 @@ def _sizes(node: fx.Node, op: str, root: nn.Module | None) -> list[Sizes]:
     if node.op == "call_module":
         is_worth = root is not None and ir.mark(node).colour == "allow"
         return inside_module(node, ir.submodule(root, str(node.target))) if is_worth else []
-    if op in COMPOSED:
-        return COMPOSED[op](node)
+    if op in _SEVERAL:
+        return _SEVERAL[op](node)
     sizes = _MEASURES[op](node) if op in _MEASURES else None
     return [] if sizes is None else [sizes]
 
@@ -162,9 +162,15 @@ def _conv_transpose(node: fx.Node) -> Sizes | None:
     return 1, x[0] * math.prod(x[2:]), math.prod(weight[1:]), weight[0]
 
 
-def _attention(node: fx.Node) -> Sizes | None:
-    q, k = argument_shape(node, 0, "query"), argument_shape(node, 1, "key")
-    return None if q is None or k is None or len(q) < 2 else attention(q, k)
+def _attention(node: fx.Node) -> list[Sizes]:
+    """As one product of double size; as two where the values are not as wide as the keys."""
+    q, k, v = (argument_shape(node, place, name) for place, name in enumerate(("query", "key", "value")))
+    if q is None or k is None or v is None or len(q) < 2:
+        return []
+    if v[-1] == q[-1]:
+        return [attention(q, k)]
+    batch = math.prod(q[:-2])
+    return [(batch, q[-2], k[-2], q[-1]), (batch, q[-2], v[-1], k[-2])]
 
 
 _MEASURES: Mapping[str, Callable[[fx.Node], Sizes | None]] = {
@@ -185,5 +191,5 @@ _MEASURES: Mapping[str, Callable[[fx.Node], Sizes | None]] = {
     "conv_transpose1d": _conv_transpose,
     "conv_transpose2d": _conv_transpose,
     "conv_transpose3d": _conv_transpose,
-    "scaled_dot_product_attention": _attention,
 }
+_SEVERAL: Mapping[str, Callable[[fx.Node], list[Sizes]]] = {**COMPOSED, "scaled_dot_product_attention": _attention}

@@ -13,8 +13,8 @@ from fxamp.review.counted import is_cast
 from fxamp.review.regions import Region
 from fxamp.review.report import Report
 from fxamp.review.rows import Row
-from fxamp.review.words import bytes_in_words
 from fxamp.variant import Variant
+from fxamp.words import bytes_in_words
 
 HERE = Path(__file__).parent
 _OPEN_ALL = 250

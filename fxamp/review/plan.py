@@ -1,7 +1,7 @@
 """A plan: every node's precision in a file, to review in a pull request, hold in CI, and convert by.
 
     {
-     "fxamp_plan": 1, "model": "Net", "low_dtype": "float16", ...
+     "fxamp_plan": 2, "model": "Net", "low_dtype": "float16", ...
      "graphs": {"symbolic, forward(float32 tensor of 2 dimensions)": {
       "encoder.fc:linear#0": "low | y = self.fc(x) | layer_norm@norm, parameter, parameter | 8x64",
       ...
@@ -29,8 +29,8 @@ from fxamp.ir import Reason
 from fxamp.review.match import Item, Place, fit, is_widening, match, place_of, place_of_key
 from fxamp.review.plan_file import line_of, read_plan, text_of
 from fxamp.review.rows import Row, rows_of
-from fxamp.review.words import plural
 from fxamp.whole import checked_path, write_whole
+from fxamp.words import listed, plural
 
 if TYPE_CHECKING:
     from fxamp.review.report import Report
@@ -243,9 +243,8 @@ def load_plan(path: "str | os.PathLike[str]") -> Plan:
 
 def mismatch_text(plan: Plan, found: Sequence[str]) -> str:
     """One sentence on what a plan does not say, or says of what is gone."""
-    more = f" ... and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     return (
         f"the plan of {plan.model} does not fit this model in {plural(len(found), 'place')}: "
-        + "; ".join(found[:_NAMED])
-        + f"{more}. Nodes that are not in it are decided as without a plan; save it again when that is right."
+        + listed(found, _NAMED, "; ")
+        + ". Nodes that are not in it are decided as without a plan; save it again when that is right."
     )

@@ -55,13 +55,13 @@ def gives_no_float(row: Row) -> bool:
 
 
 def _towards_low(row: Row, root: Row, lists: OpLists, outcomes: Outcomes) -> list[Remedy]:
-    found = list(_HIGH.get(root.reason_kind, _override_only)(root, lists))
+    found = list(_HIGH.get(root.reason_kind, _LOW)(root, lists))
     if (_is_by_level(row) or _is_by_level(root)) and (level := outcomes.mildest_low(row)) is not None:
         found.insert(0, Remedy(f'convert(..., level="{level}") lets it run low', options={"level": level}))
     if row is not root and root.reason_kind not in _FINAL:
         found.append(_override(row, "allow", "runs this node low whatever it reads"))
     it = "this one" if row is root else f"{root.name}, and with it {row.name},"
-    tried = (_tried(dataclasses.replace(each, text=each.text.replace(_IT, it)), row, outcomes) for each in found)
+    tried = (_tried(dataclasses.replace(each, text=each.text.replace("{it}", it)), row, outcomes) for each in found)
     return [remedy for remedy in tried if remedy is not None]
 
 
@@ -82,6 +82,7 @@ def _tried(remedy: Remedy, row: Row, outcomes: Outcomes) -> Remedy | None:
 
 
 def _override(row: Row, colour: str, effect: str) -> Remedy:
+    """In `effect`, "{it}" stands for the node, and for the one that was asked for, where that is another."""
     return Remedy(f"convert(..., overrides={_dict(row.name, colour)}) {effect}", overrides={row.name: colour})
 
 
@@ -107,7 +108,7 @@ def _towards_float32(row: Row, root: Row) -> Iterator[Remedy]:
         yield Remedy(text, environment={"FXAMP_DENYLIST_ADD": row.op})
 
 
-def _listed(root: Row, lists: OpLists) -> Iterator[Remedy]:
+def _by_list(root: Row, lists: OpLists) -> Iterator[Remedy]:
     row = lists.row(root.op)
     origin = row.origin if row is not None else "default"
     if origin.startswith("FXAMP_"):
@@ -137,9 +138,9 @@ def _unlisted(root: Row, lists: OpLists) -> Iterator[Remedy]:
     yield _override(root, "allow", "runs {it} low")
 
 
-def _risky(danger: str) -> Callable[[Row, OpLists], Iterator[Remedy]]:
+def _allowing(effect: str) -> Callable[[Row, OpLists], Iterator[Remedy]]:
     def remedy(root: Row, lists: OpLists) -> Iterator[Remedy]:
-        yield _override(root, "allow", f"runs {_IT} low all the same; {danger}")
+        yield _override(root, "allow", effect)
 
     return remedy
 
@@ -149,11 +150,7 @@ def _literal(root: Row, lists: OpLists) -> Iterator[Remedy]:
     if "largest number" in root.reason:
         danger = "torch refuses such a number there, or makes it infinite"
         yield Remedy(f"change the number at {root.line or root.name}: a mask is filled with torch.finfo(x.dtype).min")
-    yield _override(root, "allow", f"runs {_IT} low all the same; {danger}")
-
-
-def _override_only(root: Row, lists: OpLists) -> Iterator[Remedy]:
-    yield _override(root, "allow", "runs {it} low")
+    yield _override(root, "allow", _ANYWAY + danger)
 
 
 def _user_cast(root: Row, lists: OpLists) -> Iterator[Remedy]:
@@ -163,10 +160,6 @@ def _user_cast(root: Row, lists: OpLists) -> Iterator[Remedy]:
 
 def _user_dtype(root: Row, lists: OpLists) -> Iterator[Remedy]:
     yield Remedy(f"take dtype=torch.float32 out of {root.line or root.name}: it asks for a float32 result")
-
-
-def _measured(root: Row, lists: OpLists) -> Iterator[Remedy]:
-    yield _override(root, "allow", "runs {it} low although values that were measured do not fit")
 
 
 def _planned(root: Row, lists: OpLists) -> Iterator[Remedy]:
@@ -237,33 +230,31 @@ def _integers(root: Row, lists: OpLists) -> Iterator[Remedy]:
     if root.op in ("float", "to", "type"):
         yield Remedy(f"nothing at {root.line or root.name} itself, which makes float32; where it is read low, {danger}")
     else:
-        yield _override(root, "allow", f"runs {_IT} low all the same; {danger}")
-
-
-def _rows(root: Row, lists: OpLists) -> Iterator[Remedy]:
-    yield _override(root, "allow", "picks low rows; the gradients of equal rows are then added in low precision")
+        yield _override(root, "allow", _ANYWAY + danger)
 
 
 def _boundary(root: Row, lists: OpLists) -> Iterator[Remedy]:
     yield Remedy(f"leave {root.name} out of boundaries=: its forward is then a part of this graph")
 
 
+_ANYWAY = "runs {it} low all the same; "
+_LOW = _allowing("runs {it} low")
 _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
-    "list": _listed,
+    "list": _by_list,
     "unlisted": _unlisted,
     "literal": _literal,
-    "taint": _risky("numbers beyond the range become inf"),
+    "taint": _allowing(_ANYWAY + "numbers beyond the range become inf"),
     "integers": _integers,
-    "rows": _rows,
-    "square": _risky("scale the operand down first, or the square overflows float16 from 256"),
-    "upstream": _risky("rounding may take the argument out of the domain: -inf or NaN"),
+    "rows": _allowing("picks low rows; the gradients of equal rows are then added in low precision"),
+    "square": _allowing(_ANYWAY + "scale the operand down first, or the square overflows float16 from 256"),
+    "upstream": _allowing(_ANYWAY + "rounding may take the argument out of the domain: -inf or NaN"),
     "user cast": _user_cast,
     "user operand": _user_cast,
     "user region": _user_region,
     "override": _overridden,
-    "not low-born": _override_only,
-    "stream": _override_only,
-    "not between": _override_only,
+    "not low-born": _LOW,
+    "stream": _LOW,
+    "not between": _LOW,
     "input": _input,
     "parameter": _read_parameter,
     "type": _type,
@@ -271,13 +262,11 @@ _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
     "conversion": _conversion,
     "creation": _conversion,
     "user dtype": _user_dtype,
-    "ranges": _measured,
+    "ranges": _allowing("runs {it} low although values that were measured do not fit"),
     "plan": _planned,
     "boundary": _boundary,
 }
 _DECISIVE = frozenset(("upstream", "aliasing"))
 """Kinds that decide by themselves: what their reason names is not what to change."""
-_IT = "{it}"
-"""Stands for the node whose override is told of, and the one that was asked for, where that is another."""
 _FINAL = frozenset(("type", "boundary"))
 """Roots that no override can get past."""

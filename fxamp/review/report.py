@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from fxamp.dtypes import dtype_name
@@ -24,6 +23,7 @@ from fxamp.review.table import report_table
 from fxamp.review.uncaptured import is_nothing_captured, uncaptured
 from fxamp.unconverted import not_converted, why_left
 from fxamp.variant import Variant
+from fxamp.views import device_of
 
 if TYPE_CHECKING:
     from fxamp.review.what_if import Suggestion
@@ -248,7 +248,6 @@ def build_report(
     graphs = [variant.graph for variant in variants]
     runs = (1,) * len(graphs) if runs is None else runs
     rows = [row for number, graph in enumerate(graphs) for row in rows_of(graph, number, runs[number])]
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     alignment = options.pad_to or ALIGNMENT
     gemms = [
         dataclasses.replace(gemm, runs=runs[number])
@@ -270,7 +269,7 @@ def build_report(
         casts_to_high=count(row for row in casts if row.precision == "high"),
         weight_casts=count(weight_casts),
         user_casts=count(made for _, made in written),
-        casts_inside=casts_inside(rows, device.type),
+        casts_inside=casts_inside(rows, device_of(model).type),
         cast_bytes=_moved(casts),
         weight_cast_bytes=_moved(weight_casts),
         user_cast_bytes=_moved_by_user(written),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxamp.engine import Engine
+from fxamp.words import listed
 
 _NAMED = 3
 """Modules that are named; the rest is counted."""
@@ -29,15 +30,10 @@ def sharing(engine: Engine) -> list[str]:
     for other, own in shared_modules(engine).items():
         others.setdefault(own, []).append(other)
     return [
-        f"Dynamo runs the graph of {own} for {_listed(names)} too: what is shown and decided for {own} holds for them. "
-        f"Convert with boundaries= to decide for each by itself."
+        f"Dynamo runs the graph of {own} for {listed(names, _NAMED)} too: what is shown and decided for {own} holds "
+        f"for them. Convert with boundaries= to decide for each by itself."
         for own, names in others.items()
     ]
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def overrides_without_effect(engine: Engine) -> list[str]:

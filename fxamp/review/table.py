@@ -7,7 +7,7 @@ from tabulate import tabulate
 
 from fxamp.review.advice import region_advice
 from fxamp.review.rows import Row
-from fxamp.review.words import bytes_in_words, plural, size_in_words
+from fxamp.words import bytes_in_words, plural, size_in_words
 
 if TYPE_CHECKING:
     from fxamp.review.report import Report

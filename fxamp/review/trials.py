@@ -109,11 +109,7 @@ class _Capture:
 
     def copy(self) -> Captured:
         """The same with nodes and metadata of its own, for passes to rewrite."""
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        output = graph.output(graph.graph_copy(self.captured.graph, copies))
-        copies[next(node for node in reversed(self.captured.graph.nodes) if node.op == "output")] = output
-        for node, twin in copies.items():
-            twin.meta = dict(node.meta)
+        graph = copy.deepcopy(self.captured.graph)
         return dataclasses.replace(self.captured, graph=graph, constants=dict(self.captured.constants))
 
 

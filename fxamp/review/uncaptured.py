@@ -7,6 +7,7 @@ from torch import nn
 from fxamp import ir
 from fxamp.engine import Engine
 from fxamp.variant import Variant
+from fxamp.words import listed
 
 _NAMED = 3
 """Weights that are named."""
@@ -35,7 +36,8 @@ def uncaptured(engine: Engine, model: nn.Module) -> tuple[float, str]:
         return 0.0, ""
     given_up = [f"Dynamo gave up {function}: {why}" for function, why in engine.dynamo.given_up.items()]
     why = "; ".join(given_up) or _WHY
-    return share, f"{share:.0%} of the weights are read by no graph and run as they are ({_named(left)}): {why}."
+    names = listed(left, _NAMED)
+    return share, f"{share:.0%} of the weights are read by no graph and run as they are ({names}): {why}."
 
 
 def _around_blocks(engine: Engine, model: nn.Module) -> tuple[float, str]:
@@ -46,13 +48,9 @@ def _around_blocks(engine: Engine, model: nn.Module) -> tuple[float, str]:
     share = sum(sizes[name] for name in left) / max(1, sum(sizes.values()))
     return (
         share,
-        f"{share:.0%} of the weights are outside of every block ({_named(left)}), in a forward that runs as "
+        f"{share:.0%} of the weights are outside of every block ({listed(left, _NAMED)}), in a forward that runs as "
         + (f"it is written: {next(iter(engine.fallbacks))}"),
     )
-
-
-def _named(left: list[str]) -> str:
-    return ", ".join(left[:_NAMED]) + (f" and {len(left) - _NAMED} more" if len(left) > _NAMED else "")
 
 
 def is_nothing_captured(engine: Engine) -> bool:

@@ -15,7 +15,7 @@ from fxamp.review.find import find_rows
 from fxamp.review.report import Report, build_report, report, require_engine
 from fxamp.review.rows import Row
 from fxamp.review.trials import Trials
-from fxamp.review.words import bytes_in_words
+from fxamp.words import bytes_in_words
 
 MAX_MOVES = 12
 """Moves that `suggest` tries."""

@@ -12,7 +12,7 @@ import torch
 
 from fxamp.errors import CheckpointError, nearest
 from fxamp.runtime.arguments import checked_flag
-from fxamp.whole import put_whole, remove_drafts
+from fxamp.whole import checked_path, put_whole, remove_drafts
 
 FORMAT = 1
 KINDS = {"model": torch.nn.Module, "optimizer": torch.optim.Optimizer, "scaler": torch.amp.GradScaler}
@@ -47,7 +47,7 @@ def save_checkpoint(
         CheckpointError: the directory does not exist, a part is none, the file cannot be written, or something cannot
             be pickled or could not be read back (named). What was at `path` is there still.
     """
-    path = _checked_path(path)
+    path = checked_path(path, "the checkpoint cannot be written", error=CheckpointError)
     parts = _checked_parts(model, optimizer, scaler)
     if not path.parent.is_dir():
         raise CheckpointError(f"{path.parent} is not a directory; create it before saving {path.name}.")
@@ -90,7 +90,7 @@ def load_checkpoint(
         OptionError: `restores_random` is no flag.
     """
     restores_random = checked_flag("restores_random", restores_random)
-    path = _checked_path(path)
+    path = checked_path(path, "the checkpoint cannot be read", error=CheckpointError)
     wanted = _checked_parts(model, optimizer, scaler)
     content = _read(path, map_location)
     if "fxamp_checkpoint" not in content:
@@ -110,12 +110,6 @@ def load_checkpoint(
         put_back.pop_all()
     extra: dict[str, Any] = content.get("extra", {})
     return extra
-
-
-def _checked_path(path: Any) -> Path:
-    if not isinstance(path, str | os.PathLike):
-        raise CheckpointError(f"path={path!r} is no file's name: give a str or a pathlib.Path.")
-    return Path(path)
 
 
 def _checked_parts(*parts: Any) -> dict[str, Any]:

@@ -71,6 +71,9 @@ def scaler_for(dtype: torch.dtype | str, **options: Any) -> LossScaler:
         dtype: torch.float16, torch.bfloat16, torch.float32 or torch.float64, or a name of one ("fp16", "bfloat16").
         options: LossScaler's arguments; not used where nothing is scaled.
 
+    Returns:
+        A scaler of the same methods either way, so that the training loop asks nothing.
+
     Raises:
         OptionError: another dtype or name ("auto" is one that convert() resolves), or an option of another name.
     """

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fxamp import words
 from fxamp.errors import OptionError
 from fxamp.runtime import distributed
 
@@ -38,9 +39,7 @@ def names(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]
 
 def listed(found: Iterable[str]) -> str:
     """The first names of a list, for a message: listed(["a", "b"]) == "a, b"."""
-    every = list(found)
-    more = f" and {len(every) - NAMED} more" if len(every) > NAMED else ""
-    return ", ".join(every[:NAMED]) + more
+    return words.listed(found, NAMED)
 
 
 def check_optimizer(optimizer: object, called: str) -> None:

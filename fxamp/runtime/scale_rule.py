@@ -127,6 +127,9 @@ def choose_scale(max_abs_grad: float | torch.Tensor) -> float:
         max_abs_grad: largest magnitude among the unscaled gradients, > 0; a number or a tensor of gradients
             (its largest magnitude is taken).
 
+    Returns:
+        The scale, for StaticLossScaler or as the `init_scale` of a LossScaler.
+
     Raises:
         OptionError: zero, negative or not finite, or a tensor without elements or of bools.
 

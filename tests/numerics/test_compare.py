@@ -479,9 +479,10 @@ WRONG = {
     "scale=nan": lambda m, c: compare(m, c, (X,), scale=math.nan),
     "scale=-1": lambda m, c: compare(m, c, (X,), scale=-1),
     "scale=inf": lambda m, c: compare(m, c, (X,), scale=math.inf),
-    r"inputs is None\. Give those of one call": lambda m, c: compare(m, c, None),
-    r"inputs is None\. Give": lambda m, c: fxamp.find_nan(c, None),
+    r"^inputs is None\. Give a tensor": lambda m, c: compare(m, c, None),
+    r"^inputs is None\. Give": lambda m, c: fxamp.find_nan(c, None),
     "inputs is None": lambda m, c: find_deny(m, c, None, 1e-3, progress=False),
+    "example_inputs is a str": lambda m, c: fxamp.convert(m, FP16, "x"),
     "model is a NoneType, not an nn.Module": lambda m, c: compare(None, c, (X,)),
     "converted is a NoneType, not an nn.Module": lambda m, c: compare(m, None, (X,)),
     "model is a NoneType": lambda m, c: fxamp.find_nan(None, (X,)),
@@ -493,6 +494,24 @@ WRONG = {
 def test_wrong_arguments_are_named(said, ask):
     with pytest.raises(OptionError, match=said):
         ask(*pair())
+
+
+TAKE_INPUTS = {
+    "compare": lambda m, c, given: compare(m, c, given),
+    "find_deny": lambda m, c, given: find_deny(m, c, given, 1e-3, progress=False),
+    "find_nan": lambda m, c, given: fxamp.find_nan(c, given),
+    "audit": lambda m, c, given: fxamp.audit(m, given),
+    "audit of a converted model": lambda m, c, given: fxamp.audit(c, given),
+    "profile": lambda m, c, given: fxamp.profile(m, [given], progress=False),
+    "profile of a converted model": lambda m, c, given: fxamp.profile(c, [X, given], progress=False),
+}
+
+
+@pytest.mark.parametrize("tool", TAKE_INPUTS)
+@pytest.mark.parametrize(("given", "kind"), [("x", "a str"), (3.0, "a float"), ({1}, "a set")], ids=str)
+def test_what_no_call_can_have_is_named(tool, given, kind):
+    with pytest.raises(OptionError, match=rf"^inputs is {kind}\. Give a tensor, a tuple of arguments, .* keywords\.$"):
+        TAKE_INPUTS[tool](*pair(), given)
 
 
 class Moody(nn.Module):

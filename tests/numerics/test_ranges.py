@@ -417,3 +417,9 @@ def test_a_file_that_is_a_list_is_named(tmp_path):
     (tmp_path / "ranges.json").write_text("[1]")
     with pytest.raises(OptionError, match=r"the file is \[1\], not an object"):
         load_ranges(tmp_path / "ranges.json")
+
+
+def test_a_file_nested_too_deep_is_named(tmp_path):
+    (tmp_path / "ranges.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(OptionError, match=r"ranges\.json' holds no ranges"):
+        load_ranges(tmp_path / "ranges.json")

@@ -15,9 +15,10 @@ from review_cases import FP16, Two
 
 import fxamp
 from fxamp import whole
-from fxamp.errors import OptionError
+from fxamp.errors import CheckpointError, OptionError
 from fxamp.numerics.histogram import Histogram
 from fxamp.numerics.ranges import NodeRange, Ranges
+from fxamp.numerics.ranges_file import load_ranges
 from fxamp.review.dump import dump
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -73,6 +74,9 @@ PUBLIC = {
     "the ranges cannot be written: path": lambda path: some_ranges().save(path),
     "the picture cannot be written: path": lambda path: some_ranges().plot(path),
     "the dump cannot be written: directory": lambda path: dump(model(), path),
+    "the ranges cannot be read: path": load_ranges,
+    "the checkpoint cannot be written: path": lambda path: fxamp.save_checkpoint(path, step=1),
+    "the checkpoint cannot be read: path": fxamp.load_checkpoint,
 }
 
 
@@ -80,7 +84,8 @@ PUBLIC = {
 @pytest.mark.parametrize(("path", "said"), IMPOSSIBLE, ids=lambda value: repr(value)[:12])
 def test_what_no_path_can_be_is_said(what, path, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OptionError, match=rf"^{what}={said}.* Give a str or a pathlib\.Path"):
+    error = CheckpointError if "checkpoint" in what else OptionError
+    with pytest.raises(error, match=rf"^{what}={said}.* Give a str or a pathlib\.Path"):
         PUBLIC[what](path)
     assert not contents(tmp_path)
 

@@ -1,4 +1,6 @@
-"""Numbers in words."""
+"""Numbers and lists in words."""
+
+from collections.abc import Iterable
 
 
 def bytes_in_words(nbytes: int) -> str:
@@ -19,3 +21,10 @@ def size_in_words(nbytes: int) -> str:
 def plural(count: int, noun: str) -> str:
     """plural(1, "cast") == "1 cast", plural(2, "cast") == "2 casts"."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def listed(names: Iterable[str], most: int, between: str = ", ") -> str:
+    """listed(["a", "b"], 2) == "a, b", listed(["a", "b", "c", "d"], 2) == "a, b and 2 more"."""
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return between.join(every[:most]) + more
