@@ -1,5 +1,6 @@
 """One of Dynamo's graphs through the passes, and again under other options."""
 
+import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,7 +12,9 @@ from torch import fx, nn
 from fxamp import ir
 from fxamp.capture.captured import Captured
 from fxamp.capture.dynamo import adopt, fake_mode_of, is_dynamic
+from fxamp.capture.memory import groups_of, note_memory
 from fxamp.capture.promotion import promote
+from fxamp.capture.unseen import no_inference_mode, no_saved_tensor_hooks
 from fxamp.codegen import CompiledForward
 from fxamp.fakes import Fakes
 from fxamp.options import Options
@@ -63,7 +66,40 @@ def _rewritten(
     runnable = fx.GraphModule(module, fold_checkpoints(captured.graph, run_checkpoints(module)))
     forward = CompiledForward(lambda _, *inputs: runnable.forward(*inputs), runnable.code)
     again = lambda changed: _rewritten(_copy_of(untouched), module, changed, rewrite, fuses_casts)  # noqa: E731
-    return Variant(captured, before, forward, total, again=again)
+    variant = Variant(captured, before, forward, total, again=again)
+
+    def sharing_as(inputs: list[Any]) -> Variant:
+        other = dataclasses.replace(_copy_of(untouched), example=inputs)
+        note_memory(other.graph.find_nodes(op="placeholder"), inputs)
+        return _rewritten(other, module, options, rewrite, fuses_casts)
+
+    return _for_every_sharing(variant, module, sharing_as)
+
+
+def _for_every_sharing(variant: Variant, module: nn.Module, sharing_as: Callable[[list[Any]], Variant]) -> Variant:
+    """The variant, which runs another for inputs that share memory as its own did not: Dynamo has no guard for that.
+
+    Args:
+        module: holds the constants of the graph.
+        sharing_as: makes the same graph for inputs that share memory as the given ones.
+    """
+    memory, forward = variant.memory, variant.compiled
+    others: dict[tuple[int, ...], Callable[..., Any]] = {}
+
+    def run(root: Any, *inputs: Any) -> Any:
+        if memory is None or memory.holds(module, inputs):
+            return forward.run(root, *inputs)
+        groups = groups_of(inputs)
+        if groups not in others:
+            with no_inference_mode(), no_saved_tensor_hooks():
+                other = sharing_as(list(inputs))
+            other.captured.forget_values()
+            others[groups] = other.compiled.run
+        return others[groups](root, *inputs)
+
+    if memory is not None:
+        variant.compiled = dataclasses.replace(forward, run=run)
+    return variant
 
 
 def run_checkpoints(module: fx.GraphModule) -> Call:
@@ -78,17 +114,13 @@ def run_checkpoints(module: fx.GraphModule) -> Call:
 
 def _copy_of(captured: Captured) -> Captured:
     """A captured graph with nodes and metadata of its own; its example is fake tensors, which hold no data."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(captured.graph, copies))
-    for node, twin in copies.items():
-        twin.meta = dict(node.meta)
     inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
     example = captured.example or []
     fakes = [
         node.meta.get("val") if isinstance(value, torch.Tensor) else value
         for node, value in zip(inputs, example, strict=False)
     ]
-    return dataclasses.replace(captured, graph=graph, example=fakes)
+    return dataclasses.replace(captured, graph=copy.deepcopy(captured.graph), example=fakes)
 
 
 def _name_from_root(captured: Captured, model: nn.Module) -> None:

@@ -13,8 +13,16 @@ from torch.utils import _pytree as pytree
 
 from fxamp.errors import CaptureError
 from fxamp.ir import ENGINE
+from fxamp.references import repointed
 
 UNKNOWN = object()
+
+# Note on inputs and weights of a graph, or on fakes of them that do not share memory as the real tensors do: equal for
+# those that lie in the same memory.
+MEMORY = "fxamp_memory"
+
+# Attribute of a copy that runs in a module's place: the module.
+TWIN_OF = "_fxamp_twin_of"
 
 # Modules that may write into their input and say so: `inplace=True`.
 _WRITERS = (nn.modules.dropout._DropoutNd,)
@@ -45,7 +53,6 @@ class Fakes:
         self._logical_dtype = logical_dtype
         self._mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[int, Any] = {}
-        self._modules: dict[str, dict[str, torch.Tensor]] = {}
 
     def of(self, value: Any) -> Any:
         """The fake twin of a real tensor; anything else as it is."""
@@ -75,7 +82,9 @@ class Fakes:
             with temporarily_clear_interpreter_stack():  # a tensor of a transform's level stands for one of its sizes
                 return self._twin(value)
         if value.is_inference():
-            return self._twin(value)
+            twin = self._twin(value)
+            setattr(twin, MEMORY, memory_of(value))
+            return twin
         owner = value if value._base is None else value._base
         if owner.is_leaf and owner.grad is not None:
             return self._without_gradient(value)
@@ -120,21 +129,54 @@ class Fakes:
             return self._call_module(str(node.target), args, kwargs)
 
     def _call_module(self, path: str, args: Any, kwargs: Any) -> Any:
-        """Call a leaf module with fakes in the place of its state, through its plain forward (no hooks)."""
+        """Call a leaf module's plain forward (no hooks) on a copy of it whose state is fake.
+
+        Raises:
+            CaptureError: it writes into an argument, or fails without its hooks.
+        """
         module = self.root.get_submodule(path)
-        if path not in self._modules:
-            state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            self._modules[path] = {name: self.of(value) for name, value in state.items()}
         given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         before = [value._version for value in given]
-        with _swapped(module, self._modules[path]), as_written(module):
-            result = module.forward(*args, **kwargs)
+        try:
+            result = twin_of(module, self.of).forward(*args, **kwargs)
+        except Exception as error:
+            if is_a_limit(error) or not _needs_hooks(module, given):
+                raise
+            raise CaptureError(
+                f"{path!r} has hooks, and without them it fails ({error}), as a graph is made without running them. "
+                "Mark the hooks with @torch.compiler.disable, and use capture='auto' or 'dynamo', which runs them."
+            ) from error
         if [value._version for value in given] != before and not isinstance(module, _WRITERS):
             raise CaptureError(
                 f"{path!r} stays whole (hooks on it, or boundaries=) and writes into an argument, which the graph "
                 "around it cannot see. Return the new value from it instead."
             )
         return result
+
+
+def _needs_hooks(module: nn.Module, given: list[torch.Tensor]) -> bool:
+    """Whether hooks may be what a call lacks; arguments of several dtypes are a reason to fail of their own."""
+    dtypes = {value.dtype for value in given if value.is_floating_point()}
+    return len(dtypes) < 2 and bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def twin_of(module: nn.Module, state_of: Callable[[Any], Any]) -> nn.Module:
+    """A copy of a module and of those inside it, with other tensors in the places of its parameters and buffers.
+
+    What forward sets is set on the copy, so that other threads can run the module meanwhile. Converted models in it
+    run the forwards that the user wrote. Hooks are the same ones; those that are methods of the module become the
+    copy's.
+
+    Args:
+        state_of: gives the tensor to put in the place of a parameter or buffer.
+    """
+    twins: dict[int, nn.Module] = {id(part): object.__new__(type(part)) for part in module.modules()}
+    for part in module.modules():
+        own = {name: repointed(value, twins) for name, value in part.__dict__.items() if name != ENGINE}
+        for name in ("_parameters", "_buffers"):
+            own[name] = {key: state_of(value) for key, value in part.__dict__[name].items()}
+        twins[id(part)].__dict__.update(own, **{TWIN_OF: part})
+    return twins[id(module)]
 
 
 def _with_bool_condition(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> tuple[Any, dict[str, Any]]:
@@ -147,22 +189,19 @@ def _with_bool_condition(args: tuple[Any, ...], kwargs: dict[str, Any], place: i
     return positional, {name: read(value) if name == "condition" else value for name, value in kwargs.items()}
 
 
+def memory_of(value: Any) -> object:
+    """A key that views of one tensor have in common; fakes of them have one in common too."""
+    if isinstance(value, torch.Tensor):
+        try:
+            return value.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # sparse, or of a torch.func transform
+            pass
+    return "itself", id(value)
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one rank's part of a DTensor."""
     return type(tensor).__name__ == "DTensor"
-
-
-@contextlib.contextmanager
-def as_written(model: nn.Module) -> Iterator[None]:
-    """Converted models in a model, itself too, run the forwards that the user wrote."""
-    engines = [(module, module.__dict__[ENGINE]) for module in model.modules() if ENGINE in module.__dict__]
-    for module, _ in engines:
-        del module.__dict__[ENGINE]
-    try:
-        yield
-    finally:
-        for module, engine in engines:
-            module.__dict__[ENGINE] = engine
 
 
 def size_of(extent: int | torch.SymInt) -> int:
@@ -171,27 +210,6 @@ def size_of(extent: int | torch.SymInt) -> int:
         return extent
     hint = extent.node.hint
     return int(hint) if isinstance(hint, int) else 1
-
-
-@contextlib.contextmanager
-def _swapped(module: nn.Module, state: dict[str, torch.Tensor]) -> Iterator[None]:
-    """`state` in the place of the module's parameters and buffers; attributes that forward sets are put back."""
-    attributes = [(part, dict(part.__dict__)) for part in module.modules()]
-    saved: list[tuple[dict[str, Any], str, Any]] = []
-    for name, fake in state.items():
-        owner_path, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(owner_path)
-        entries = owner._parameters if leaf in owner._parameters else owner._buffers
-        saved.append((entries, leaf, entries[leaf]))
-        entries[leaf] = fake  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for entries, leaf, value in saved:
-            entries[leaf] = value
-        for part, before in attributes:
-            part.__dict__.clear()
-            part.__dict__.update(before)
 
 
 @contextlib.contextmanager

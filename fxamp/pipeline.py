@@ -40,6 +40,7 @@ from fxamp.runtime.apex_casts import casts_into
 from fxamp.storage import is_stored_low, logical_dtype
 from fxamp.switches import kept_switches
 from fxamp.variant import Variant
+from fxamp.views import device_of
 from fxamp.weight_fits import WeightFits
 
 
@@ -175,7 +176,7 @@ def policy_of(root: nn.Module, options: Options) -> Policy:
         protected=names_kept(root, options.low),
         output_mode=output_mode,  # type: ignore[arg-type]
         everything_low=options.opt_level == "O3",
-        device=next((t.device.type for t in (*root.parameters(), *root.buffers())), "cpu"),
+        device=device_of(root).type,
     )
 
 

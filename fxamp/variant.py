@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from fxamp import ir
 from fxamp.capture.captured import Captured
+from fxamp.capture.memory import memory_between
 from fxamp.capture.state import Cell, StateCheck, flag_cell
 from fxamp.codegen import CompiledForward
 
@@ -69,6 +70,7 @@ class Variant:
     def __post_init__(self) -> None:
         cells = [cell for cell in self.captured.state if cell.is_plain]
         self.plain = [(cell.path or "", cell.name, cell.frozen[1]) for cell in cells]  # tuples, for Dynamo
+        self.memory = memory_between(self.captured)
 
     @property
     def graph(self) -> fx.Graph:
@@ -82,6 +84,8 @@ class Variant:
             )
             return is_as_before and (self.numbers is None or self.numbers.holds(module, inputs))
         if not self._is_for(inputs) or not self._state(module).holds():
+            return False
+        if self.memory is not None and not self.memory.holds(module, inputs):
             return False
         if self.is_for_transforms is not None and self.is_for_transforms is not takes_apart():
             return False
@@ -114,6 +118,8 @@ class Variant:
     def forget(self, module: nn.Module) -> None:
         """Ask again from the start: the model's parts are other objects than they were."""
         self.checks.pop(module, None)
+        if self.memory is not None:
+            self.memory.forget(module)
         if self.weights is not None:
             self.weights.forget(module)
 

@@ -8,11 +8,13 @@ import pytest
 ROOT = Path(__file__).parent.parent / "fxamp"
 
 # What each room may import, besides itself. A file of its own line comes before its folder's.
-GROUND = {"errors", "dtypes"}
+GROUND = {"errors", "dtypes", "references", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
 GRAPH = NAMES | {"ir", "lists", "fakes", "switches"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "words": set(),
+    "references": set(),
     "dtypes": {"errors"},
     "spellings": set(),
     "opnames": GROUND | {"spellings"},
@@ -30,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recompute": GRAPH,
     "storage": GROUND | {"runtime"},
     "structure": GROUND | {"capture"},
-    "unconverted": GROUND | {"lists"},
+    "unconverted": GROUND | {"ir", "lists"},
     "views": GRAPH | {"capture"},
     "variant": GRAPH | {"capture", "codegen"},
     "workshop": {"variant"},

@@ -17,6 +17,7 @@ from fxamp.capture.checkpoints import open_checkpoints
 from fxamp.capture.inference_regions import as_no_grad
 from fxamp.capture.inputs import flatten_call
 from fxamp.capture.locations import is_foreign
+from fxamp.capture.memory import note_memory
 from fxamp.capture.recurrent import name_first_states
 from fxamp.capture.source_names import names_of_dtypes
 from fxamp.errors import CaptureError
@@ -43,10 +44,7 @@ def adopt(
         CaptureError: an autocast region that is entered and not left in the same graph.
     """
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(module.graph, copies))
-    for node, copy in copies.items():
-        copy.meta = dict(node.meta)
+    graph.output(graph.graph_copy(module.graph, {}))
     open_checkpoints(graph, module)
     for node in graph.nodes:
         node.type = None
@@ -60,6 +58,7 @@ def adopt(
             node.meta["autocast"] = "off"
     name_first_states(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    note_memory(inputs, example_inputs)
     for node, value in zip(inputs, example_inputs, strict=True):
         kind = _weight_kind(node, value)
         if kind:

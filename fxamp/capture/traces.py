@@ -77,8 +77,18 @@ def _is_written_in_place(new: Any, path: str) -> bool:
 def _restore(module: nn.Module, saved: dict[str, dict[str, Any]]) -> None:
     for owner in TABLES:
         if owner in saved:
-            contents = saved["__dict__"][owner]
-            contents.clear()
-            contents.update(saved[owner])
-    module.__dict__.clear()
-    module.__dict__.update(saved["__dict__"])
+            _put_back(saved["__dict__"][owner], saved[owner])
+    _put_back(module.__dict__, saved["__dict__"])
+
+
+def _put_back(entries: dict[str, Any], before: dict[str, Any]) -> None:
+    """Entries as they were; what is as it was is left alone, for other threads may be running the module."""
+    for name in [name for name in entries if name not in before]:
+        del entries[name]
+    for name, value in before.items():
+        if entries.get(name, MISSING) is not value:
+            entries[name] = value
+    if list(entries) != list(before):  # one was taken away and is back at the end
+        for name, value in before.items():
+            del entries[name]
+            entries[name] = value

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
+from fxamp.fakes import MEMORY, memory_of
 from fxamp.lists import TRAITS
 
 
@@ -61,15 +62,26 @@ def find_aliases(graph: fx.Graph) -> Aliases:
     if not writes and not own:
         return Aliases({}, order)
     sets = UnionFind()
-    first_read: dict[str, fx.Node] = {}
+    first: dict[object, fx.Node] = {}
     for node in graph.nodes:
-        if node.op == "get_attr":
-            sets.join(node, first_read.setdefault(str(node.target), node))
+        for key in _memory_keys(node):
+            sets.join(node, first.setdefault(key, node))
         for source in may_share(node, writes.get(node, [])):
             sets.join(node, source)
     for node, state in own.items():
         writes[node] = [*writes.get(node, ()), *state]
     return Aliases(_storages(graph, sets, writes), order)
+
+
+def _memory_keys(node: fx.Node) -> list[object]:
+    """What an input or a weight has in common with those that lie in the same memory: its path, a note, or a fake."""
+    if node.op not in ("placeholder", "get_attr"):
+        return []
+    path: list[object] = [str(node.target)] if node.op == "get_attr" else []
+    if MEMORY in node.meta:
+        return [*path, (MEMORY, node.meta[MEMORY])]
+    value = node.meta.get("val")
+    return [*path, getattr(value, MEMORY, memory_of(value))] if isinstance(value, torch.Tensor) else path
 
 
 def _written_by_modules(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

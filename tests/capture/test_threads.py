@@ -5,10 +5,13 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import fxamp
 from fxamp.capture.symbolic import SymbolicTracer
 from fxamp.engine import engine_of
+from fxamp.errors import InvariantError
+from fxamp.passes.verify import keeps_state
 
 X = torch.linspace(-1, 1, 16).reshape(2, 8)
 
@@ -85,3 +88,70 @@ def test_previews_are_made_one_after_the_other():
     assert [rows for rows, _ in found] == [alone] * 4
     assert len({rows for _, rows in found}) == 1
     assert (torch.nn.functional.linear, nn.Module.__call__, nn.Module.__getattr__) == before
+
+
+class Flagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(4)))
+
+    def forward(self, x, flag=""):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_threads_that_run_a_model_while_it_is_captured(train):
+    """Each flag is another call structure: the model is captured once more, while others run it."""
+    torch.manual_seed(0)
+    model = Flagged().train(train)
+    converted, found, calls, done = fxamp.convert(model, dtype="bfloat16"), [], [], threading.Event()
+    x = torch.randn(16, 8)
+    expected = converted(x).detach()
+
+    def run(each):
+        while not done.is_set():
+            try:
+                with torch.no_grad():
+                    result = each(x)
+                calls.append(each)
+                if isinstance(result, FakeTensor) or not torch.allclose(result, expected, rtol=0, atol=2**-3):
+                    found.append(result)
+            except Exception as error:
+                found.append(error)
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in [converted, model] * 2]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(8):
+            converted(x, flag=str(number))
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert found == []
+    assert len(calls) > len(threads)
+    assert int(model.layers[0][1].num_batches_tracked) == ((len(calls) + 9) if train else 0)
+
+
+def test_a_write_while_another_thread_runs_is_not_blamed_on_the_passes():
+    norm, written, done = nn.BatchNorm1d(8), threading.Event(), threading.Event()
+    check = keeps_state(norm)
+
+    def train():
+        norm(X)
+        written.set()
+        while not done.is_set():
+            X.sum()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    written.wait()
+    try:
+        check(torch.fx.Graph())
+        norm.running_mean = torch.ones(8)
+        with pytest.raises(InvariantError, match="own 'running_mean'"):
+            check(torch.fx.Graph())
+    finally:
+        done.set()
+        thread.join()
