@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.leaves import TABLES
 from fxamp.converted import make_sibling
 from fxamp.engine import Engine
 from fxamp.errors import OptionError, nearest
 from fxamp.ir import Colour
 from fxamp.options import Options
+from fxamp.references import repointed
 from fxamp.structure import Structure
 from fxamp.variant import Variant
 from fxamp.views import own_state
@@ -138,6 +140,9 @@ def make_tree(
         for part in above:
             owner = _replaced(owner, part, copies, _shallow_copy)
         _replaced(owner, name, copies, lambda block, path=path: _converted(block, path, engine, shared, build, nodes))  # type: ignore[misc]
+    for copy in {id(model): sibling, **copies}.values():
+        own = {name: value for name, value in copy.__dict__.items() if name not in TABLES}
+        copy.__dict__.update({name: repointed(value, {id(model): sibling, **copies}) for name, value in own.items()})
     return sibling
 
 
@@ -156,7 +161,7 @@ def _replaced(
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
     twin: nn.Module = object.__new__(type(module))
-    twin.__dict__.update(own_state(module))
+    twin.__dict__.update(own_state(module, twin))
     return twin
 
 

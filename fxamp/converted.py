@@ -35,7 +35,7 @@ def make_sibling(model: nn.Module, engine: Engine) -> nn.Module:
             "Convert the model before that is done, or give the class that forward."
         )
     sibling: Any = object.__new__(_sibling_class(type(model)))
-    sibling.__dict__.update(own_state(model))
+    sibling.__dict__.update(own_state(model, sibling))
     sibling.__dict__[ENGINE] = engine
     return sibling  # type: ignore[no-any-return]
 

@@ -30,6 +30,7 @@ class Structure:
             tuple(map(_kind, model.parameters())),
         )
         self._children = [module._modules for module in modules.values() if module._modules]
+        self._childless = [module._modules for module in modules.values() if not module._modules]
         self._values = [tuple(children.values()) for children in self._children]
         self._traced = traced
         self._classes = [type(module) for module in traced]
@@ -41,6 +42,7 @@ class Structure:
         """Whether nothing that a graph takes for granted has changed since."""
         return (
             not any(self._hooks)
+            and not any(self._childless)
             and all(
                 (weight := weights.get(name)) is None
                 or (weight.dtype is dtype and (weight.device == device or weight.device.type == device.type))

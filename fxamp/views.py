@@ -1,20 +1,22 @@
-"""A converted model without its engine: an instance of the user's own class on the same state."""
+"""A converted model without its engine: an instance of the user's own class on the same state; and its device."""
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxamp.capture.leaves import TABLES, is_boundary
 from fxamp.ir import ENGINE
+from fxamp.references import repointed
 
 
 def plain_view(model: nn.Module) -> nn.Module:
     """The model without its engine: an instance of the user's own class on the same state."""
     base = getattr(type(model), "_fxamp_base", type(model))
     plain = object.__new__(base)
-    plain.__dict__.update(own_state(model))
+    plain.__dict__.update(own_state(model, plain, functions=False))
     if plain.__dict__.pop(ENGINE, None) is not None:
         plain.__dict__.pop("forward", None)  # set since (Accelerate does): it wraps the converted forward
     return plain  # type: ignore[no-any-return]
@@ -55,8 +57,22 @@ def plain_inside(model: nn.Module, paths: list[str]) -> Iterator[None]:
             module.__dict__[ENGINE] = engine
 
 
-def own_state(model: nn.Module) -> dict[str, Any]:
-    """A copy of `__dict__`: own children and hooks, all else the same objects, parameters and buffers included."""
-    state = dict(model.__dict__)
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the model's first parameter or buffer; the CPU where it has none."""
+    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+
+def own_state(model: nn.Module, twin: nn.Module, functions: bool = True) -> dict[str, Any]:
+    """A copy of `__dict__` for a twin: own children and hooks, all else the same objects, parameters and buffers too.
+
+    What leads to the model from its own attributes (a bound method, say) leads to the twin.
+
+    Args:
+        functions: whether that holds for functions that close over it, too, which are then other objects.
+    """
+    twins = {id(model): twin}
+    state = {
+        name: value if name in TABLES else repointed(value, twins, functions) for name, value in model.__dict__.items()
+    }
     own = {name: state[name].copy() for name in TABLES if name in state and name not in ("_parameters", "_buffers")}
     return state | own

@@ -44,10 +44,24 @@ class Scope:
     Attributes:
         names: attributes that the model's functions name.
         paths: id of each module of the model -> its path.
+        root: the model.
     """
 
     names: frozenset[str]
     paths: dict[int, str]
+    root: nn.Module | None = None
+
+    def path_of(self, value: Any) -> str | None:
+        """The path of a module of the model, None for anything else."""
+        if not isinstance(value, nn.Module):
+            return None
+        is_root = self.root is not None and is_other_self(value, self.root)
+        return self.paths.get(id(value), "" if is_root else None)
+
+
+def is_other_self(module: nn.Module, root: nn.Module) -> bool:
+    """Whether a module stands for the same model as the root: converted ones share the dictionary of parameters."""
+    return module is not root and module.__dict__.get("_parameters", MISSING) is root.__dict__["_parameters"]
 
 
 def frozen(value: Any, scope: Scope, depth: int = DEPTH) -> tuple[Any, ...]:
@@ -57,8 +71,8 @@ def frozen(value: Any, scope: Scope, depth: int = DEPTH) -> tuple[Any, ...]:
     """
     if isinstance(value, SCALARS):
         return (type(value), _plain_scalar(value))
-    if isinstance(value, nn.Module) and id(value) in scope.paths:
-        return (nn.Module, scope.paths[id(value)])
+    if (path := scope.path_of(value)) is not None:
+        return (nn.Module, path)
     parts = parts_of(value, scope) if depth else None
     if parts is None:
         return (type(value), _Same(value))

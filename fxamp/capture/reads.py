@@ -23,15 +23,18 @@ from fxamp.capture.objects import (
     is_library,
     is_library_module,
     is_of_a_tool,
+    is_other_self,
     method_parts,
     walk,
 )
+from fxamp.capture.selves import check_agrees
 from fxamp.capture.settings import Settings
 from fxamp.capture.state import LIFTED, Cell, paths_of, read
 from fxamp.errors import CaptureError, FxampError, OptionError
+from fxamp.ir import ENGINE
 
 # What nn.Module itself keeps in an instance; Structure looks after parameters, modules and hooks.
-_OWN = frozenset({*nn.Module().__dict__, "__dict__", "__class__", "_fxamp_engine"})
+_OWN = frozenset({*nn.Module().__dict__, "__dict__", "__class__", ENGINE})
 _INHERITED = frozenset(dir(nn.Module)) - {"forward"}
 # Methods that are called without being named.
 _PROTOCOL = frozenset(
@@ -80,13 +83,13 @@ class Reads:
                 value = object.__getattribute__(module, name)
             except AttributeError:
                 if name not in _OWN and not self._is_paused():
-                    self._keep_registered(module, name)
+                    self._keep_registered(self._own(module, name), name)
                 raise
             if name == "training" and id(module) not in self._paths and not self._is_paused():
-                self._keep(module, name, value)  # a module outside of the model's tree
+                self._keep(self._own(module, name), name, value)  # a module outside of the model's tree
             if name in _OWN or self._is_paused() or (name in _INHERITED and name not in module.__dict__):
                 return value
-            return self._note(module, name, value)
+            return self._note(self._own(module, name), name, value)
 
         if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self._root.modules())):
             raise CaptureError("the call is made inside parametrize.cached(), and a graph computes its weights itself")
@@ -129,16 +132,16 @@ class Reads:
             decided: places whose number Python's control flow used, though it is a value of the graph.
         """
         names = frozenset(self._names)
-        scope = Scope(names, self._paths)
-        found = []
+        scope = Scope(names, self._paths, self._root)
+        found, ties = [], _ties(self._root)
         for (_, name), (owner, value) in self._found.items():
             path, title = self._path(owner), self._title(owner, name)
-            cell = Cell(name, (), path, None if path is not None else owner, title, names)
+            tie = ties.get((path, name)) if path is not None else None
+            cell = Cell(name, (), path, None if path is not None else owner, title, names, tie=tie)
             if path is not None and (path, name) in self._lifted - decided:
                 found.append(cell.with_frozen((type(value), LIFTED)))
             else:
                 found.append(cell.with_frozen(cell.standing_for(value, scope)))
-        ties = _ties(self._root)
         for (_, name), (owner, kind, value) in self._registered.items():
             path, title = self._path(owner), self._title(owner, name)
             holder = None if path is not None else owner
@@ -190,6 +193,13 @@ class Reads:
             return value
         self._lifted.add(place)
         return instead
+
+    def _own(self, module: nn.Module, name: str) -> nn.Module:
+        """The module; the root for another self of it, which must agree with it."""
+        if id(module) in self._paths or not is_other_self(module, self._root):
+            return module
+        check_agrees(module, self._root, name)
+        return self._root
 
     def _keep_registered(self, module: nn.Module, name: str) -> None:
         """A parameter or buffer, whose shape the graph may hold, or a name that there is not."""
@@ -269,9 +279,10 @@ def _ties(root: nn.Module) -> dict[Place, tuple[str, str, str]]:
     first: dict[int, tuple[str, str, str]] = {}
     found: dict[Place, tuple[str, str, str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
-        for kind in ("_parameters", "_buffers"):
-            for name, tensor in module.__dict__[kind].items():
-                if tensor is not None and first.setdefault(id(tensor), (path, kind, name)) != (path, kind, name):
+        for kind in ("_parameters", "_buffers", ""):
+            for name, tensor in (module.__dict__[kind] if kind else module.__dict__).items():
+                place = (path, kind, name)
+                if isinstance(tensor, torch.Tensor) and first.setdefault(id(tensor), place) != place:
                     found[path, name] = first[id(tensor)]
     return found
 

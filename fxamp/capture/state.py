@@ -9,6 +9,7 @@ compared (`frozen`), so that an equal value written again, or the state of a cop
 import collections
 import dataclasses
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable
@@ -24,7 +25,6 @@ from fxamp.capture.objects import (
     SCALARS,
     Scope,
     attributes_of,
-    base_of,
     frozen,
     parts_of,
     plain_copy,
@@ -46,7 +46,7 @@ class Cell:
         title: how a message names it ("self.encoder.beta").
         names: the attributes that the model's functions read of objects.
         kind: "_parameters" or "_buffers" for what is registered there: only its shape matters.
-        tie: path, kind and name of another place that must hold the same tensor.
+        tie: path, kind and name of another place that must hold the same tensor; kind "" is a plain attribute.
     """
 
     name: str
@@ -153,7 +153,7 @@ class StateCheck:
         """The cells that hold something else now."""
         root = self._root()
         assert root is not None
-        scope = Scope(self._names, paths_of(root))
+        scope = Scope(self._names, paths_of(root), root)
         return [cell for cell in self._cells if not self._is_unchanged(cell, root, scope)]
 
     def _is_unchanged(self, cell: Cell, root: nn.Module, scope: Scope) -> bool:
@@ -174,7 +174,7 @@ class StateCheck:
         """A function that compares what the cells hold with what they hold now, object by object."""
         root = self._root()
         assert root is not None
-        space: dict[str, Any] = {"shape_of": shape_of, "type_of_kept": type_of_kept}
+        space: dict[str, Any] = {"shape_of": shape_of, "type_of_kept": type_of_kept, "holds_the_same": holds_the_same}
         terms: list[str] = []
         numbers: dict[int, str] = {}
         watched: dict[int, int] = {}  # id -> how deep it was looked into
@@ -192,9 +192,10 @@ class StateCheck:
             parts = parts_of(value, Scope(names, {}))
             if parts is None:
                 return
-            if isinstance(value, (dict, list, set, collections.deque, types.MappingProxyType)):
-                is_equal = base_of(value).__eq__  # not that of its own class, which may not look at the elements
-                terms.append(f"{named(is_equal)}({named(value)}, {named(plain_copy(value))})")
+            if isinstance(value, set):
+                terms.append(f"{named(set.__eq__)}({named(value)}, {named(plain_copy(value))})")
+            elif isinstance(value, (dict, list, collections.deque, types.MappingProxyType)):
+                terms.append(f"holds_the_same({named(value)}, {named(elements_of(value))})")
             elif not isinstance(value, (tuple, frozenset, functools.partial, *METHODS)):
                 for name, part in parts:
                     is_absent = f"not hasattr({named(value)}, {name!r})"
@@ -210,15 +211,17 @@ class StateCheck:
             holder = cell.holder(root)
             value = read(holder, cell.name)
             if cell.tie is not None:
-                path, kind, name = cell.tie
-                other = root.get_submodule(path).__dict__[kind]
+                other, name = _place_of(root, cell.tie), cell.tie[2]
                 terms.append(f"{named(holder)}[{cell.name!r}] is {named(other)}[{name!r}]")
             if cell.frozen[-1] is LIFTED:
                 terms.append(f"type({named(holder)}[{cell.name!r}]) is {named(type(value))}")
             elif cell.path is not None and isinstance(value, torch.Tensor):
                 now = f"{named(holder)}[{cell.name!r}]"
                 about = "shape_of" if cell.kind else "type_of_kept"
-                terms.append(f"{now} is {named(value)} or {about}({now}) == {named(cell.frozen)}")
+                is_same = f"{now} is {named(value)}"
+                if cell.kind:  # an object may get data of another type: `p.data = ...`, `module.half()`
+                    is_same += f" and {now}.dtype is {named(value.dtype)} and {now}.shape == {named(value.shape)}"
+                terms.append(f"{is_same} or {about}({now}) == {named(cell.frozen)}")
             elif value is MISSING:
                 terms.append(f"{cell.name!r} not in {named(holder)}")
             elif isinstance(holder, types.CellType):
@@ -240,8 +243,32 @@ def _are_equal(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
 
 
 def _tied(root: nn.Module, tie: tuple[str, str, str]) -> Any:
-    path, kind, name = tie
-    return root.get_submodule(path).__dict__[kind].get(name, MISSING)
+    return _place_of(root, tie).get(tie[2], MISSING)
+
+
+def _place_of(root: nn.Module, tie: tuple[str, str, str]) -> dict[str, Any]:
+    """The dictionary in which a tied tensor stands."""
+    path, kind, _ = tie
+    entries: dict[str, Any] = root.get_submodule(path).__dict__
+    return entries[kind] if kind else entries
+
+
+def elements_of(value: Any) -> list[Any]:
+    """What a container holds, in its order, by the methods of Python's own class; of a mapping, keys and values."""
+    plain = plain_copy(value)
+    return [*plain, *plain.values()] if isinstance(plain, dict) else list(plain)
+
+
+def holds_the_same(value: Any, elements: list[Any]) -> bool:
+    """Whether a container holds these objects; numbers, strings and the like may be equal ones of the same type."""
+    now = elements_of(value)
+    return len(now) == len(elements) and (
+        all(map(operator.is_, now, elements))
+        or all(
+            new is old or (type(new) is type(old) and isinstance(new, SCALARS) and new == old)
+            for new, old in zip(now, elements, strict=True)
+        )
+    )
 
 
 def paths_of(root: nn.Module) -> dict[int, str]:

@@ -14,9 +14,11 @@ from torch.fx import _symbolic_trace
 from torch.nn.utils import rnn
 
 from fxamp.capture.locations import is_foreign, user_line
+from fxamp.capture.objects import is_other_self
 from fxamp.capture.proxies import is_value
+from fxamp.capture.selves import check_agrees
 from fxamp.errors import CaptureError
-from fxamp.fakes import UNKNOWN
+from fxamp.fakes import TWIN_OF, UNKNOWN
 from fxamp.opnames import canonical_name
 
 
@@ -51,8 +53,11 @@ def training_reads(root: nn.Module, reads: dict[str, bool]) -> Iterator[None]:
 
     def read(module: nn.Module) -> bool:
         flag = bool(module.__dict__["training"])
-        if id(module) in paths:
-            reads[paths[id(module)]] = flag
+        if (path := paths.get(id(module.__dict__.get(TWIN_OF, module)))) is not None:
+            reads[path] = flag
+        elif is_other_self(module, root):
+            check_agrees(module, root, "training")
+            reads[""] = flag
         return flag
 
     def write(module: nn.Module, flag: bool) -> None:
