@@ -252,7 +252,7 @@ def is_foreign(target: Any) -> bool:
     if isinstance(getattr(target, "__self__", None), type):  # `apply` of a custom autograd.Function
         return is_foreign(target.__self__)
     module = str(getattr(target, "__module__", "torch") or "torch")
-    return not module.startswith(("torch", "_operator", "builtins"))
+    return module.partition(".")[0] not in ("torch", "_operator", "builtins")
 
 
 def _is_raised_by_meta(error: Exception) -> bool:

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import sysconfig
 import textwrap
@@ -105,7 +106,7 @@ def failure(error: BaseException) -> str:
     return f"fails at {where}: {said}. FXAMP_LOG_LEVEL=DEBUG shows the traceback."
 
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = os.path.join(Path(__file__).parent, "")
 _FOREIGN = ("<", _PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 """How the paths of files begin that are not the user's: made code, fxamp, Python's own and what was installed."""
 

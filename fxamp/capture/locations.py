@@ -1,5 +1,6 @@
 """Where in the user's code something happened."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,18 @@ from torch import nn
 from fxamp.errors import CaptureError
 
 _PACKAGE = Path(__file__).parent.parent
-_TORCH = str(Path(torch.__file__).parent)
+# Folders, each with its separator: torchvision's path begins as torch's does.
+_OURS = os.path.join(_PACKAGE, "")
+_TORCHS = os.path.join(Path(torch.__file__).parent, "")
 # Models that ship with the package are user code like any other.
-_MODELS = (str(_PACKAGE / "demo"), str(_PACKAGE / "counting"))
+_MODELS = (os.path.join(_PACKAGE, "demo", ""), os.path.join(_PACKAGE, "counting", ""))
 
 
 def is_foreign(filename: str) -> bool:
     """Whether a file is torch's, this package's, or generated."""
     if filename.startswith("<"):
         return True
-    return filename.startswith((_TORCH, str(_PACKAGE))) and not filename.startswith(_MODELS)
+    return filename.startswith((_TORCHS, _OURS)) and not filename.startswith(_MODELS)
 
 
 def user_line() -> str:
@@ -27,7 +30,7 @@ def user_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if frame.f_code.co_name == "trace" and filename.startswith(str(_PACKAGE)):
+        if frame.f_code.co_name == "trace" and filename.startswith(_OURS):
             return ""  # what lies outside of the trace called convert(), and made no node
         if not is_foreign(filename):
             return f"{filename}:{frame.f_lineno}"

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from fxamp.capture.effects import Effects
 from fxamp.capture.functions_of import codes_of, functions_in, globals_of
 from fxamp.capture.hooks import hook_writes
-from fxamp.capture.leaves import recomputed_weights
+from fxamp.capture.leaves import HOOKS, recomputed_weights
 from fxamp.capture.locations import is_foreign
 from fxamp.capture.objects import (
     MISSING,
@@ -60,6 +60,7 @@ class Reads:
         self._lift = lift
         self._found: dict[tuple[int, str], tuple[Any, Any]] = {}  # (id of owner, name) -> owner, value
         self._registered: dict[tuple[int, str], tuple[nn.Module, str, torch.Tensor | None]] = {}  # -> kind, value
+        self._known: dict[int, nn.Module] = {id(module): module for module in root.modules()}
         self._lifted: set[Place] = set()
         self._functions: dict[int, types.FunctionType] = {}
         self._names: set[str] = set()  # what these functions name
@@ -79,6 +80,8 @@ class Reads:
         """
 
         def getattribute(module: nn.Module, name: str) -> Any:
+            if id(module) not in self._known and not self._is_paused():
+                self._meet(module)
             try:
                 value = object.__getattribute__(module, name)
             except AttributeError:
@@ -193,6 +196,14 @@ class Reads:
             return value
         self._lifted.add(place)
         return instead
+
+    def _meet(self, module: nn.Module) -> None:
+        """A module outside of the model's tree, in a list say: Structure does not look after its parts and hooks."""
+        self._known[id(module)] = module
+        if not is_other_self(module, self._root):
+            for table in ("_modules", *HOOKS):
+                if table in module.__dict__:  # a module that a table makes on demand may have none yet
+                    self._keep(module, table, module.__dict__[table])
 
     def _own(self, module: nn.Module, name: str) -> nn.Module:
         """The module; the root for another self of it, which must agree with it."""

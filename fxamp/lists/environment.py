@@ -18,7 +18,7 @@ KNOWN = (*ADD, *REMOVE, "FXAMP_DISABLE", "FXAMP_LOG_LEVEL", "FXAMP_LOG_PATH")
 _ON = ("1", "true", "yes", "on")
 _OFF = ("", "0", "false", "no", "off")
 
-_PACKAGE = str(Path(__file__).parent.parent)
+_PACKAGE = os.path.join(Path(__file__).parent.parent, "")
 
 _warned: set[str] = set()
 

@@ -194,3 +194,40 @@ def test_equal_values_written_anew_at_each_call_make_no_new_graph():
         converted.held.update(scale=float(f"{1.5}"), name="".join(["a"] * 3))
         converted(X)
     assert len(converted._fxamp_engine.all_variants()) == 1
+
+
+class Hidden(nn.Module):
+    """Keeps a module out of its tree, in a list, as students keep their teachers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.student = nn.Linear(8, 8)
+        self.teacher = [nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh()))]
+
+    def forward(self, x):
+        return self.student(x) + self.teacher[0](x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda teacher: teacher[1].__setitem__(0, nn.ReLU()),
+        lambda teacher: teacher.append(nn.Linear(8, 8)),
+        lambda teacher: teacher[1].__delitem__(0),
+        lambda teacher: teacher[0].register_forward_hook(lambda module, given, result: result * 5),
+        lambda teacher: teacher[1].register_forward_pre_hook(lambda module, given: given[0] + 1),
+    ],
+    ids=["exchanged", "appended", "deleted", "hook", "pre hook"],
+)
+@CALLS
+def test_a_module_in_a_list_changes_its_parts_and_hooks(change, calls):
+    model = Hidden()
+    converted = fxamp.convert(model, dtype=LOW)
+    for _ in range(calls):
+        converted(X)
+    assert len(converted._fxamp_engine.all_variants()) == 1
+    change(model.teacher[0])  # which both hold
+    for _ in range(2):
+        exact = model(X)
+        assert (converted(X) - exact).norm() <= 2e-2 * exact.norm()

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import fxamp
+from fxamp.capture.locations import is_foreign
 
 SOURCE = """
 from torch import nn
@@ -18,6 +19,15 @@ class Net(nn.Module):
     def forward(self, x):
         return self.fc(x).relu()
 """
+
+
+def test_a_package_beside_torch_whose_name_begins_with_its_name_is_not_torchs():
+    """torchvision, torchaudio, torch_geometric."""
+    for package in (torch, fxamp):
+        (folder,) = package.__path__
+        assert is_foreign(f"{folder}/part.py") and not is_foreign(f"{folder}vision/part.py")
+        assert not is_foreign(f"{folder}_geometric/nn/part.py")
+    assert not is_foreign(f"{fxamp.__path__[0]}/demo/models.py") and is_foreign("<string>")
 
 
 def test_a_project_in_a_folder_named_like_a_library_keeps_its_lines(tmp_path):
