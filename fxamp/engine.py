@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxamp.capture.inputs import CallSpec, call_key, flatten_call
 from fxamp.capture.reads import Place
 from fxamp.capture.refusals import Refusals
+from fxamp.capture.selves import OtherSelves
 from fxamp.capture.symbolic import one_at_a_time
 from fxamp.capture.unseen import no_inference_mode, no_jit_trace, no_saved_tensor_hooks
 from fxamp.errors import CaptureError, InvariantError, OpListError, OptionError
@@ -61,6 +62,7 @@ class Engine:
         self.announced = -1  # so that a call which made no graph is told of too
         self.fallbacks: dict[str, None] = {}
         self.refusals = Refusals()
+        self.others = OtherSelves()
         self.is_frozen = is_frozen
         self.live: frozenset[Place] = frozenset()  # numbers of modules that have changed between calls
         self.changes: collections.Counter[str] = collections.Counter()
@@ -149,6 +151,7 @@ class Engine:
 
     def _call_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base: Any = type(module)._fxamp_base  # type: ignore[attr-defined]
+        self.others.check(module)
         result = _outside_autocast(self.dynamo, base, module, args, kwargs)
         self.tell(module)
         return result

@@ -42,10 +42,14 @@ def repointed(value: Any, twins: Mapping[int, Any], functions: bool = True, dept
         return functools.partial(function, *rest[:count], **dict(zip(value.keywords, rest[count:], strict=True)))
     if type(value) is types.FunctionType:
         return _function(value, again) if functions else value
-    if type(value) in (dict, collections.OrderedDict):
+    if type(value) in (dict, collections.OrderedDict, collections.defaultdict):
         items = {key: again(item) for key, item in value.items()}
-        return type(value)(items) if any(items[key] is not item for key, item in value.items()) else value
-    if type(value) in (list, tuple, collections.deque):
+        if all(items[key] is item for key, item in value.items()):
+            return value
+        made = collections.defaultdict(value.default_factory) if hasattr(value, "default_factory") else type(value)()
+        made.update(items)
+        return made
+    if type(value) in (list, tuple, set, frozenset, collections.deque):
         found = [again(item) for item in value]
         is_same = all(new is old for new, old in zip(found, value, strict=True))
         return value if is_same else type(value)(found)

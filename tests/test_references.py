@@ -1,5 +1,6 @@
 """A model that keeps references to itself: after conversion they lead to the converted model."""
 
+import collections
 import copy
 import functools
 import pickle
@@ -60,6 +61,14 @@ class Default(Base):
         self.run = lambda x, model=self: model.way(x)
 
 
+class Collected(Base):
+    def keep(self):
+        self.ways, self.by_name = {self.way}, collections.defaultdict(list, a=[self.way])
+
+    def forward(self, x):
+        return self.by_name["a"][0](x) + sum(way(x) for way in self.ways)
+
+
 class Itself(Base):
     def keep(self):
         self.__dict__["me"] = self
@@ -68,7 +77,7 @@ class Itself(Base):
         return self.me.way(x)
 
 
-KINDS = pytest.mark.parametrize("kind", [Method, Table, Partial, Closure, Default, Itself])
+KINDS = pytest.mark.parametrize("kind", [Method, Table, Partial, Closure, Default, Collected, Itself])
 
 
 def agree(model, converted):
@@ -157,14 +166,31 @@ class Parent(Base):
     ],
 )
 @pytest.mark.parametrize("calls", [0, 2])
-def test_a_part_that_holds_the_model_is_refused_where_the_two_differ(change, said, calls):
+@pytest.mark.parametrize("hold", [lambda parent: parent, lambda parent: [parent]], ids=["itself", "list"])
+def test_a_part_that_holds_the_model_is_refused_where_the_two_differ(change, said, calls, hold):
     model = Parent()
+    model.child.__dict__["more"] = hold(model)
     converted = fxamp.convert(model, dtype=LOW)
     for _ in range(calls):
         converted(X).sum().backward()
     change(converted)
     with pytest.raises(OptionError, match=said):
         converted(X)
+
+
+@pytest.mark.parametrize("hold", [lambda parent: parent, lambda parent: [parent.way]], ids=["itself", "method"])
+def test_where_dynamo_captures_it_is_a_warning_once(hold, caplog):
+    model = Parent()
+    model.child.__dict__["more"] = hold(model)
+    converted = fxamp.convert(model, dtype=LOW, capture="dynamo")
+    converted(X)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    converted.eval()
+    converted.scale = 3.0
+    for _ in range(2):
+        converted(X)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 2 and "if forward reads 'scale' of Parent" in said[0] and "'training'" in said[1]
 
 
 def test_a_part_that_holds_the_model_finds_a_part_that_was_exchanged_or_is_refused():
@@ -183,9 +209,10 @@ def test_a_part_that_holds_the_model_finds_a_part_that_was_exchanged_or_is_refus
     agree(model, converted)
 
 
-def test_a_part_that_holds_the_model_may_read_what_both_have():
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_a_part_that_holds_the_model_may_read_what_both_have(capture):
     model = Parent()
-    converted = fxamp.convert(model, dtype=LOW)
+    converted = fxamp.convert(model, dtype=LOW, capture=capture)
     converted(X)
     for each in (model, converted):
         each.eval()

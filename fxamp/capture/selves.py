@@ -4,12 +4,44 @@ Both share parameters, buffers and parts, so what is read there is right while i
 the converted model, and refused where the two differ.
 """
 
+import logging
+import weakref
 from typing import Any
 
 from torch import nn
 
-from fxamp.capture.objects import MISSING, SCALARS, is_other_self
+from fxamp.capture.leaves import TABLES
+from fxamp.capture.objects import MISSING, SCALARS, is_other_self, walk
 from fxamp.errors import OptionError
+
+log = logging.getLogger("fxamp")
+
+
+class OtherSelves:
+    """The other selves of models that Dynamo captures, which does not say what forward reads of them."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[nn.Module, nn.Module | None] = weakref.WeakKeyDictionary()
+        self._said: set[str] = set()
+
+    def check(self, root: nn.Module) -> None:
+        """Warn, once for each name, where a model and what its parts hold of it differ in a number, flag or part."""
+        if root not in self._known:
+            self._known[root] = _other_self_of(root)  # once: it looks through the whole model
+        other = self._known[root]
+        if other is None:
+            return
+        for name in sorted((other.__dict__.keys() & root.__dict__.keys()) | other._modules.keys()):
+            if name in TABLES or name in self._said or not _differ(_held(other, name), _held(root, name)):
+                continue
+            self._said.add(name)
+            log.warning("if %s", _told(other, root, name))
+
+
+def _other_self_of(root: nn.Module) -> nn.Module | None:
+    held = (value for part in root.modules() for name, value in part.__dict__.items() if name not in TABLES)
+    found = (each for value in held for each in walk(value) if isinstance(each, nn.Module))
+    return next((each for each in found if is_other_self(each, root)), None)
 
 
 def check_agrees(module: nn.Module, root: nn.Module, name: str) -> None:
@@ -18,13 +50,16 @@ def check_agrees(module: nn.Module, root: nn.Module, name: str) -> None:
     Raises:
         OptionError: it is not.
     """
-    there, here = _held(module, name), _held(root, name)
-    if not _differ(there, here):
-        return
-    raise OptionError(
-        f"forward reads {name!r} of {type(root).__qualname__} through a reference that one of its parts keeps to it. "
-        f"That leads to the model before conversion, where it is {_words(there)}; of the converted model it is "
-        f"{_words(here)}. Set it on both (eval() and train() too), or let the part keep what it needs, not the model."
+    if _differ(_held(module, name), _held(root, name)):
+        raise OptionError(_told(module, root, name))
+
+
+def _told(module: nn.Module, root: nn.Module, name: str) -> str:
+    return (
+        f"forward reads {name!r} of {type(root).__qualname__} through a reference to it that a part of it keeps: that "
+        f"leads to the model before conversion, where it is {_words(_held(module, name))}; of the converted model it "
+        f"is {_words(_held(root, name))}. Set it on both (eval() and train() too), or let the part keep what it needs, "
+        "not the model."
     )
 
 
