@@ -127,20 +127,25 @@ def outputs_have(dtype: torch.dtype | None) -> Invariant:
 def keeps_state(root: nn.Module) -> Invariant:
     """An invariant: the model's parameters and buffers, their names, dtypes and numbers of writes are as now.
 
-    Writes are not counted while there are other threads, which may train the model.
+    Writes are not counted while there are other threads, which may train the model. (A daemon is taken for one that
+    watches something, as tqdm's does.)
     """
 
     def state_untouched(graph: fx.Graph) -> None:
         now = _state_of(root)
-        compared = 2 if is_accompanied or threading.active_count() > 1 else 3
+        compared = 2 if is_accompanied or _are_others_at_work() else 3
         for name in (*before, *now):
             if before.get(name, ())[:compared] != now.get(name, ())[:compared]:
                 raise InvariantError(
                     f"the pass changed the model's own {name!r}: {before.get(name)} -> {now.get(name)}"
                 )
 
-    before, is_accompanied = _state_of(root), threading.active_count() > 1
+    before, is_accompanied = _state_of(root), _are_others_at_work()
     return state_untouched
+
+
+def _are_others_at_work() -> bool:
+    return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.current_thread())
 
 
 def _state_of(root: nn.Module) -> dict[str, tuple[int, torch.dtype, int]]:
