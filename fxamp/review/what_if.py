@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from fxamp.review.report import Report, build_report, report, require_engine
 from fxamp.review.rows import Row
 from fxamp.review.trials import Trials
 from fxamp.words import bytes_in_words
+
+log = logging.getLogger("fxamp")
 
 MAX_MOVES = 12
 """Moves that `suggest` tries."""
@@ -38,7 +41,7 @@ def what_if(
         after = fxamp.what_if(model, infer=["exp"], deny=["encoder.layer.3"])
         print(after.casts - fxamp.report(model).casts)
 
-    A name is an op of the lists (`exp`), or else what `fxamp.explain` takes: a module path, a glob, a node, a source
+    A name is an op of the model (`exp`), or else what `fxamp.explain` takes: a module path, a glob, a node, a source
     line or a module class of the model. At O2 which parameters are stored low is decided anew, as a conversion of the
     float32 model with the change would; where the model has several graphs, by the first.
 
@@ -84,7 +87,13 @@ def _changes(today: Report, engine: Engine, moves: Mapping[str, Iterable[Op] | O
 
 def _meant(name: Op, lists: OpLists, rows: Sequence[Row], graphs: int) -> tuple[Op | None, list[str]]:
     """The op that a name means, or else the keys of `overrides=`, which reach the first `graphs` graphs."""
-    if not isinstance(name, str) or name in lists or any(row.op == name for row in rows):
+    if not isinstance(name, str):
+        return name, []
+    is_op = any(row.op == name for row in rows)
+    is_part = any(name == row.name or f"{row.module}.".startswith(f"{name}.") for row in rows)
+    if is_op and is_part:
+        log.warning("what_if: %r is taken for the op; a glob ('*%s') names the module or node.", name, name)
+    if is_op or (name in lists and not is_part):
         return name, []
     try:
         kind, found = find_rows(rows, name)

@@ -328,3 +328,40 @@ def test_a_model_that_asks_for_the_grad_mode_gets_the_answer_of_the_capture():
         model(X)
     after = what_if(model, deny=["linear"])
     assert [row.op for row in after.rows if row.op in ("linear", "tanh")] == ["linear", "tanh"]
+
+
+class Named(torch.nn.Module):
+    """Parts with the names of ops."""
+
+    def __init__(self, name):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.add_module(name, torch.nn.LayerNorm(64))
+        self.name = name
+
+    def forward(self, x):
+        return self.last(getattr(self, self.name)(self.first(x)))
+
+
+@pytest.mark.parametrize("name", ["norm", "dropout", "softmax"])
+def test_a_module_with_the_name_of_an_op_that_the_model_has_not_is_the_module(name):
+    x = torch.randn(8, 64)
+    asked = fxamp.what_if(fxamp.convert(Named(name), torch.float16, (x,)), deny=[name])
+    made = fxamp.report(fxamp.convert(Named(name), torch.float16, (x,), overrides={name: "deny"}))
+    assert asked.summary() == made.summary()
+    assert [row.precision for row in asked.rows if row.op == "layer_norm"] == ["high"]
+
+
+def test_a_name_that_is_an_op_and_a_module_is_the_op_and_that_is_said(caplog):
+    converted = fxamp.convert(Named("linear"), torch.float16, (torch.randn(8, 64),))
+    found = fxamp.what_if(converted, deny=["linear"])
+    assert {row.precision for row in found.rows if row.op == "linear"} == {"high"}
+    assert "'linear' is taken for the op; a glob ('*linear') names the module" in caplog.text
+    found = fxamp.what_if(converted, deny=["*linear"])
+    assert {row.op for row in found.rows if row.precision == "high" and not row.is_source} >= {"layer_norm"}
+
+
+def test_an_op_that_nothing_of_the_model_is_called_changes_nothing():
+    converted = fxamp.convert(Named("part"), torch.float16, (torch.randn(8, 64),))
+    assert fxamp.what_if(converted, deny=["softmax"]).summary() == fxamp.report(converted).summary()
