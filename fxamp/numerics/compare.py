@@ -74,6 +74,9 @@ class Comparison:
     not_finite: float = 0.0
     other_flags: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"<Comparison of {len(self.rows)} nodes; print() gives the table>"
+
     def __str__(self) -> str:
         many = any(row.graph for row in self.rows)
         lines = [

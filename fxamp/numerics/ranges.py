@@ -138,6 +138,9 @@ class Ranges:
     def __str__(self) -> str:
         return ranges_table(self)
 
+    def __repr__(self) -> str:
+        return f"<Ranges of {len(self.nodes)} nodes; print() gives the table>"
+
 
 def _evidence(values: Histogram, low: torch.dtype) -> str:
     name = dtype_name(low)

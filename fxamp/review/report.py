@@ -180,6 +180,9 @@ class Report:
     def __str__(self) -> str:
         return report_table(self)
 
+    def __repr__(self) -> str:
+        return f"<Report of {self.model}: {self.summary()}>"  # a shell shows it; print() gives the table
+
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -407,3 +407,15 @@ def test_a_copy_of_a_converted_model_reads_its_own_batch_norm(order):
     for position in order:
         both[position](X)
     assert [report(each).outside for each in both] == [(), ()]
+
+
+def test_what_a_shell_shows_is_one_line():
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), torch.randn(4, 8)
+    converted = fxamp.convert(model, torch.bfloat16, (x,))
+    shown = [
+        repr(fxamp.report(converted)),
+        repr(fxamp.compare(model, converted, (x,))),
+        repr(fxamp.profile(model, [(x,)])),
+    ]
+    assert all("\n" not in text and len(text) < 200 for text in shown), shown
+    assert shown[0] == f"<Report of Sequential: {fxamp.report(converted).summary()}>"
