@@ -16,7 +16,6 @@ from torch.nn.utils import rnn
 from fxamp.capture.locations import is_foreign, user_line
 from fxamp.capture.objects import is_other_self
 from fxamp.capture.proxies import is_value
-from fxamp.capture.selves import check_agrees
 from fxamp.errors import CaptureError
 from fxamp.fakes import TWIN_OF, UNKNOWN
 from fxamp.opnames import canonical_name
@@ -56,7 +55,6 @@ def training_reads(root: nn.Module, reads: dict[str, bool]) -> Iterator[None]:
         if (path := paths.get(id(module.__dict__.get(TWIN_OF, module)))) is not None:
             reads[path] = flag
         elif is_other_self(module, root):
-            check_agrees(module, root, "training")
             reads[""] = flag
         return flag
 
