@@ -7,7 +7,6 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.lists import TRAITS
-from fxamp.passes.reads import is_mask_in_float32
 
 # What a kernel launch is worth in bytes moved: about 2 microseconds of the shortest kernel at 2 TB/s of memory
 # bandwidth (A100 80 GB data sheet; measured shortest kernels are 2 to 3 microseconds).
@@ -63,8 +62,6 @@ class Costs:
                 return LAUNCH_BYTES
             return LAUNCH_BYTES + 1 if any(ir.mark(user).op in _GATHERS for user in value.users) else 1
         is_packed = is_weight and any(ir.mark(user).op not in _GATHERS for user in value.users)
-        if is_mask_in_float32(value) and len(value.users) == 1:
-            return 1  # it is made low at once
         types = list(ir.tensors_in(ir.mark(value).type))
         elements = sum(math.prod(found.shape) for found in types if found.shape is not None)
         backward = 2 if any(found.requires_grad for found in types) else 1

@@ -151,6 +151,10 @@ def test_a_mask_that_is_read_in_float32_too_stays():
     assert casts_of(lambda m, x, mask: (m[1](m[0](x) * (h := mask.float())), h), X, X > 0) == ["low", "low", "high"]
 
 
+def test_a_mask_at_the_end_is_read_beside_the_low_value():
+    assert casts_of(lambda m, x, mask: m[0](x) * mask.float(), X, X > 0) == ["low"]
+
+
 def test_a_mask_that_the_user_keeps_in_float32_stays():
     body = lambda m, x, mask: m[1](mask.float())  # noqa: E731
     assert casts_of(body, X, X > 0) == ["high"]
