@@ -16,6 +16,7 @@ from fxamp.numerics.modes import plain_modes
 from fxamp.numerics.progress import Progress
 from fxamp.numerics.recording import record
 from fxamp.numerics.run import Call, Rewriter, call_of, in_float32
+from fxamp.numerics.subset import SubsetSearch
 from fxamp.unconverted import check_left
 
 MAX_RUNS = 64
@@ -134,56 +135,24 @@ class _Search:
         max_runs: int,
         step: Callable[[], None],
     ) -> None:
-        self.call, self.loss_fn, self.tolerance, self.max_runs, self.step = call, loss_fn, tolerance, max_runs, step
+        self.call, self.loss_fn = call, loss_fn
+        self.sets = SubsetSearch(self._run, tolerance, max_runs, step)
         with flags_of(call.model, model):
             self.exact = record(dataclasses.replace(call, weights=model), in_float32(call), None, as_float32=True)
         self.gemms: Collection[str] = ()
         self.graphs = graphs = [part.variant.graph for part in self.exact.parts.values()]
         self.blocks = {node.name: path for graph in graphs for node in graph.nodes if (path := boundary_of(call, node))}
-        self.known: dict[frozenset[str], float] = {}
 
     def smallest(self, candidates: Sequence[str]) -> DenySet:
-        if self.passes(()):
+        if self.sets.passes(()):
             return self.result((), True)
-        if not self.passes(candidates):
+        if not self.sets.passes(candidates):
             return self.result(tuple(candidates), False)
-        chosen = self.shortest_prefix(candidates)
-        chosen, is_minimal = self.reduced(chosen)
+        chosen, is_minimal = self.sets.reduced(self.sets.shortest_prefix(candidates))
         cheaper = self.with_fewer_gemms(chosen, candidates)
         if cheaper != chosen:
-            chosen, is_minimal = self.reduced(cheaper)
+            chosen, is_minimal = self.sets.reduced(cheaper)
         return self.result(tuple(chosen), is_minimal)
-
-    def shortest_prefix(self, candidates: Sequence[str]) -> Sequence[str]:
-        short, enough = 0, len(candidates)
-        while enough - short > 1 and not self.is_used_up:
-            middle = (short + enough) // 2
-            if self.passes(candidates[:middle]):
-                enough = middle
-            else:
-                short = middle
-        return candidates[:enough]
-
-    def reduced(self, chosen: Sequence[str]) -> tuple[Sequence[str], bool]:
-        """Delta debugging (Zeller, Hildebrandt 2002): take out ever smaller parts for as long as the rest passes."""
-        parts = 2
-        while len(chosen) > 1:
-            size = -(-len(chosen) // parts)
-            smaller = None
-            for start in range(0, len(chosen), size):
-                if self.is_used_up:
-                    return chosen, False
-                rest = [*chosen[:start], *chosen[start + size :]]
-                if self.passes(rest):
-                    smaller = rest
-                    break
-            if smaller is not None:
-                chosen, parts = smaller, max(parts - 1, 2)
-            elif size == 1:
-                break
-            else:
-                parts = min(2 * parts, len(chosen))
-        return chosen, True
 
     def with_fewer_gemms(self, chosen: Sequence[str], candidates: Sequence[str]) -> Sequence[str]:
         """The set with GEMMs exchanged for neighbours that bring the error down as well, for as long as runs are left.
@@ -194,9 +163,9 @@ class _Search:
             near = self.neighbours(gemm)
             for other in (name for name in candidates if name in near and name not in chosen):
                 exchanged = [other if name == gemm else name for name in chosen]
-                if self.is_used_up and frozenset(exchanged) not in self.known:
+                if self.sets.is_used_up and frozenset(exchanged) not in self.sets.known:
                     return chosen
-                if self.passes(exchanged):
+                if self.sets.passes(exchanged):
                     chosen = exchanged
                     break
         return chosen
@@ -213,20 +182,6 @@ class _Search:
                     frontier += near.users if ir.mark(near).op in TRAITS["view"] else ()
         return found.difference(self.gemms)
 
-    @property
-    def is_used_up(self) -> bool:
-        return len(self.known) >= self.max_runs
-
-    def passes(self, denied: Sequence[str]) -> bool:
-        return self.error(denied) <= self.tolerance
-
-    def error(self, denied: Sequence[str]) -> float:
-        key = frozenset(denied)
-        if key not in self.known:
-            self.known[key] = self._run(denied)
-            self.step()
-        return self.known[key]
-
     def _run(self, denied: Sequence[str]) -> float:
         call = self.call
         overrides = {**call.engine.options.overrides, **dict.fromkeys(denied, "deny")}
@@ -240,7 +195,7 @@ class _Search:
         return max(errors, default=0.0)
 
     def result(self, nodes: tuple[str, ...], is_minimal: bool) -> DenySet:
-        return DenySet(nodes, self.error(nodes), self.tolerance, len(self.known), is_minimal)
+        return DenySet(nodes, self.sets.error(nodes), self.sets.tolerance, self.sets.runs, is_minimal)
 
 
 def _outputs(found: Sequence[Any]) -> Any:

@@ -1,5 +1,6 @@
 """The deny that mends a bad value: the node itself, then with its readers, then with theirs ..."""
 
+import collections
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,12 +16,15 @@ from fxamp.numerics.flow import CallFlow, watch_flow
 from fxamp.numerics.origin import Origin, origin_of, value_of_gradient
 from fxamp.numerics.reach import bad_values
 from fxamp.numerics.run import Call, Rewriter
+from fxamp.numerics.subset import SubsetSearch
 from fxamp.numerics.twin import root_of
 
 log = logging.getLogger("fxamp")
 
 MAX_TRIES = 6
 """Sets of nodes that are tried as the deny that mends it, each one ring of readers larger."""
+MAX_RUNS = 32
+"""Runs in all, with those that look for a small set of everything."""
 Loss = Callable[[Any], torch.Tensor]
 
 
@@ -31,20 +35,57 @@ def node_of(origin: Origin) -> fx.Node:
 
 
 def mending(call: Call, watched: CallFlow, origin: Origin, loss_fn: Loss | None) -> tuple[str, ...]:
-    """The smallest of a growing series of sets around the node whose denial makes the run finite."""
+    """The smallest of a growing series of sets around the node whose denial makes the run finite.
+
+    Where none mends a value, and the denial of everything does, a small set of that is found by bisection, in
+    `MAX_RUNS`: behind a value that overflows the next may, and its gradient. (A gradient alone has the loss scale.)
+    """
+    sets = SubsetSearch(lambda denied: float(not _mends(call, origin, loss_fn, denied)), 0.0, MAX_RUNS)
     graphs = [part.variant.graph for part in watched.parts if part.part.number >= origin.flow.part.number]
-    for nodes in _rings(node_of(origin), graphs, backward=origin.phase not in ("forward", "parameter")):
-        blocks = {node: path for node in nodes if (path := boundary_of(call, node))}
-        denied = tuple(dict.fromkeys(blocks.get(node, node.name) for node in nodes))
-        overrides = {**call.engine.options.overrides, **dict.fromkeys(denied, "deny")}
-        try:
-            flow = watch_flow(call, loss_fn, Rewriter(call, set(blocks.values()), overrides=overrides))
-        except FxampError as error:
-            log.debug("deny %s was tried and refused: %s", denied, error)
-            continue
-        if flow.has_finite_ends and _is_clean(flow, origin):
+    is_value = origin.phase in ("forward", "parameter")
+    for nodes in _rings(node_of(origin), graphs, backward=not is_value):
+        if sets.passes(denied := _denials(call, nodes)):
             return denied
-    return ()
+    if not is_value:
+        return ()
+    everything = _denials(call, _all_from(call, node_of(origin), watched))
+    return tuple(sets.reduced(sets.shortest_prefix(everything))[0]) if sets.passes(everything) else ()
+
+
+def _denials(call: Call, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """What `overrides` of convert() names them by."""
+    return tuple(dict.fromkeys(boundary_of(call, node) or node.name for node in nodes))
+
+
+def _mends(call: Call, origin: Origin, loss_fn: Loss | None, denied: Sequence[str]) -> bool:
+    """Whether the call is finite with these denied."""
+    overrides = {**call.engine.options.overrides, **dict.fromkeys(denied, "deny")}
+    blocks = set(denied).intersection(call.engine.blocks)
+    try:
+        flow = watch_flow(call, loss_fn, Rewriter(call, blocks, overrides=overrides))
+    except FxampError as error:
+        log.debug("deny %s was tried and refused: %s", denied, error)
+        return False
+    return flow.has_finite_ends and _is_clean(flow, origin)
+
+
+def _all_from(call: Call, node: fx.Node, watched: CallFlow) -> list[fx.Node]:
+    """What runs low in the call, by its distance from the node; what is in other graphs comes last."""
+    distances: dict[fx.Node, int] = {node: 0}
+    frontier = collections.deque([node])
+    while frontier:
+        here = frontier.popleft()
+        for near in (*here.users, *here.all_input_nodes):
+            if near not in distances:
+                distances[near] = distances[here] + 1
+                frontier.append(near)
+    nodes: list[fx.Node] = [found for part in watched.parts for found in part.variant.graph.nodes]
+    low = [found for found in nodes if _is_operation(found) and (_is_low(found) or boundary_of(call, found))]
+    return sorted(low, key=lambda found: distances.get(found, len(nodes)))
+
+
+def _is_low(node: fx.Node) -> bool:
+    return ir.mark(node).precision == "low"
 
 
 def _is_clean(flow: CallFlow, origin: Origin) -> bool:
@@ -57,10 +98,11 @@ def _is_clean(flow: CallFlow, origin: Origin) -> bool:
 
 
 def _rings(node: fx.Node, graphs: Sequence[fx.Graph], backward: bool) -> Iterator[tuple[fx.Node, ...]]:
-    """The node; with its readers; with their readers ... For a gradient also towards its inputs.
+    """The node; with its readers; with their readers ...
 
     Args:
         graphs: the node's own and those that run after it: what one returns the next may read.
+        backward: also towards its inputs, as a gradient flows.
     """
     after = dict(itertools.pairwise(graphs))
     chosen = dict.fromkeys(_models_own(node))
@@ -72,7 +114,7 @@ def _rings(node: fx.Node, graphs: Sequence[fx.Graph], backward: bool) -> Iterato
         ends = dict.fromkeys(found.graph for found in here if _is_returned(found))
         following += [reader for graph in ends if graph in after for reader in _first_readers(after[graph])]
         if backward:
-            following += [given for found in list(chosen) for given in found.all_input_nodes if _is_operation(given)]
+            following += [given for found in list(chosen) for given in _models_inputs(found)]
         grown = {**chosen, **dict.fromkeys(following)}
         if len(grown) == len(chosen):
             return
@@ -101,6 +143,14 @@ def _models_readers(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     for reader in node.users or _readers_of_written(node):
         found += [reader] if _is_operation(reader) else _models_readers(reader) if reader.op != "output" else []
+    return found
+
+
+def _models_inputs(node: fx.Node) -> list[fx.Node]:
+    """What the node reads, behind casts and pads."""
+    found: list[fx.Node] = []
+    for given in node.all_input_nodes:
+        found += [given] if _is_operation(given) else _models_inputs(given)
     return found
 
 
