@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
@@ -35,6 +36,8 @@ class Flow:
         earlier: in-place op -> the one that wrote the same memory before it.
         counts: of values that are counted, how many elements of each tensor are not zero; `edge_counts`: of the
             gradients over each edge, `sum_counts`: of whole values.
+        held: of a module that the graph calls whole, and that gave what is not finite, the first of its own parameters
+            and buffers that is not: (path in the model, extent).
         takes_masks: whether infinities among its inputs may be a mask's: they were there before.
     """
 
@@ -45,6 +48,7 @@ class Flow:
     reads: dict[Edge, Extent] = dataclasses.field(default_factory=dict)
     writers: dict[Edge, str] = dataclasses.field(default_factory=dict)
     earlier: dict[str, str] = dataclasses.field(default_factory=dict)
+    held: dict[str, tuple[str, Extent]] = dataclasses.field(default_factory=dict)
     takes_masks: bool = True
     counts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     edge_counts: dict[Edge, int] = dataclasses.field(default_factory=dict)
@@ -101,7 +105,7 @@ def watch_flow(
     counting: bool = False,
 ) -> CallFlow:
     """Run a call once, with its backward where there is a loss function, and note every extent."""
-    watcher = CallWatcher(with_gradients=loss_fn is not None, counting=counting)
+    watcher = CallWatcher(call.weights, with_gradients=loss_fn is not None, counting=counting)
     flow = watcher.flow
     flow.inputs = [extent_of(tensor) for tensor in floats_in((call.args, call.kwargs))]
     with state_kept(call.model), torch.set_grad_enabled(loss_fn is not None or call.takes_derivatives):
@@ -131,12 +135,14 @@ class CallWatcher:
     """What the runners of one call use: a watcher for each graph's turn.
 
     Args:
+        weights: the module whose parameters are read.
         with_gradients: a backward will run: put probes on the edges.
         counting: also count the elements that are not zero.
     """
 
-    def __init__(self, with_gradients: bool, counting: bool = False) -> None:
+    def __init__(self, weights: nn.Module, with_gradients: bool, counting: bool = False) -> None:
         self.flow = CallFlow()
+        self.weights = weights
         self.with_gradients = with_gradients
         self.counting = counting
         self.watchers: dict[int, Watcher] = {}
@@ -150,7 +156,8 @@ class CallWatcher:
     def _of(self, part: Part) -> "Watcher":
         if part.number not in self.watchers:
             self.flow.parts.append(Flow(part))
-            self.watchers[part.number] = Watcher(self.flow.parts[-1], self.with_gradients, self.counting)
+            root = part.root(self.weights)
+            self.watchers[part.number] = Watcher(self.flow.parts[-1], root, self.with_gradients, self.counting)
         return self.watchers[part.number]
 
 
@@ -163,8 +170,9 @@ class Watcher:
     returned has a plain view's hook instead: the caller may write it in place.
     """
 
-    def __init__(self, flow: Flow, with_gradients: bool, counting: bool = False) -> None:
+    def __init__(self, flow: Flow, root: nn.Module, with_gradients: bool, counting: bool = False) -> None:
         self.flow = flow
+        self.root = root
         self.counting = counting
         nodes = list(flow.variant.graph.nodes)
         written = [value for node in nodes for value in ir.mutated(node)]
@@ -183,10 +191,24 @@ class Watcher:
         if tensors and self.counting:
             self.flow.counts[node.name] = [nonzero(tensor) for tensor in tensors]
         if tensors or written:
-            self.flow.values[node.name] = extent_of_all([*tensors, *written])
+            self.flow.values[node.name] = found = extent_of_all([*tensors, *written])
+            if node.op == "call_module" and not found.is_finite:
+                self._note_held(node)
         if self.with_gradients and isinstance(value, torch.Tensor) and value.requires_grad:
             self._watch_sum(node, value)
         return value
+
+    def _note_held(self, node: fx.Node) -> None:
+        """Which number of a module's own is not finite; a boundary's are for its own graph to tell."""
+        module = self.root.get_submodule(str(node.target))
+        if any(ir.ENGINE in part.__dict__ for part in module.modules()):
+            return
+        for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if tensor.is_floating_point() and not _is_only_written(module, path):
+                found = extent_of(tensor)
+                if not found.is_finite:
+                    self.flow.held[node.name] = f"{node.target}.{path}", found
+                    return
 
     def _written_by(self, node: fx.Node, given: list[torch.Tensor]) -> list[torch.Tensor]:
         """What the node has written, each memory once, and what it gives; it is noted as their writer."""
@@ -300,6 +322,13 @@ def _may_be_view(node: fx.Node) -> bool:
     """Every view is on the clear list; the graph of the fp32 run, in which all is denied, does not say so."""
     mark = ir.mark(node)
     return mark.colour == "clear" or mark.op in TRAITS["view"]
+
+
+def _is_only_written(module: nn.Module, path: str) -> bool:
+    """Whether it is a running statistic of a norm that trains: its forward does not read those."""
+    parent, _, name = path.rpartition(".")
+    owner = module.get_submodule(parent)
+    return isinstance(owner, _NormBase) and owner.training and name in ("running_mean", "running_var")
 
 
 def nonzero(tensor: torch.Tensor) -> int:

@@ -49,6 +49,8 @@ class BadNode:
         has_infinite_inputs: whether the call was given infinities other than those of a mask.
         block: path of the module, converted by itself, that the node calls: what overflows is in there.
         master: of a parameter that is stored low (O2), its float32 value in words where that is finite; else "".
+        call, steps: of `watch_nan`: the number of the call in the block, from 1 on, and how many optimizer steps were
+            made in the block before it; 0 of `find_nan`. Two findings are equal whenever they were made.
         unknown: why it was not tried whether float32 is finite and `overrides` mend it; "" where it was.
     """
 
@@ -69,13 +71,17 @@ class BadNode:
     has_infinite_inputs: bool = False
     block: str = ""
     master: str = ""
+    call: int = dataclasses.field(default=0, compare=False)
+    steps: int = dataclasses.field(default=0, compare=False)
 
     def __str__(self) -> str:
-        where = _WHERE.get(self.phase, self.phase)
+        is_held = self.phase == "parameter" and self.op not in ("parameter", "buffer")
+        where = "what it holds" if is_held else _WHERE.get(self.phase, self.phase)
         name = f"{self.name} of graph {self.graph}" if self.graph else self.name
         lines = [
             f"{name} (`{self.op}`, {self.colour}, {self.precision}): {where} is the first that is not finite",
             f"  {self.value}",
+            *([f"  in call {self.call} of the block, {_after(self.steps)}"] if self.call else []),
             *([f"  at {self.source}" + (f", in module {self.module}" if self.module else "")] if self.source else []),
             *(f"  it reads {text}" for text in self.inputs),
             *([f"  then the run stops: {self.error}"] if self.error else []),
@@ -122,7 +128,11 @@ class BadNode:
             return f"convert(..., overrides={self.overrides}) makes the run finite"
         if self.phase not in ("forward", "parameter", "output"):
             return "no deny near it mends it: use a smaller loss scale (fxamp.LossScaler finds one), or bfloat16"
-        return "no deny near it mends it: try dtype=torch.bfloat16, whose range is float32's"
+        return "no deny mends it: try dtype=torch.bfloat16, whose range is float32's"
+
+
+def _after(steps: int) -> str:
+    return f"after {steps} optimizer step{'s' * (steps > 1)}" if steps else "before any optimizer step"
 
 
 _WHERE = {"forward": "its output", "backward": "the gradient it passes back", "loss": "the loss of it", "output": "it"}
@@ -171,7 +181,7 @@ def describe(call: Call, flow: CallFlow, origin: Origin, loss_fn: Loss | None, e
         exact: the same call in fp32.
     """
     from_outside = origin.phase in FROM_OUTSIDE and not _master_in_words(call, origin)
-    is_bad = not from_outside and _is_bad_too(origin, exact)
+    is_bad = _is_bad_too(origin, exact)
     mended = () if from_outside or is_bad else mending(call, flow, origin, loss_fn)
     return bad_node(call, origin, mended, is_bad, flow)
 
@@ -204,6 +214,7 @@ def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_floa
     mark = ir.mark(node)
     read = [given.name for given in node.all_input_nodes]
     words = f"{origin.edge[0]}'s gradient" if origin.edge else "loss" if origin.phase == "loss" else node.name
+    words = origin.weight or words
     return BadNode(
         name=node.name,
         op=mark.op,

@@ -24,6 +24,7 @@ class Origin:
         phase: "input" | "parameter" | "forward" | "backward" | "sum of gradients" | "between graphs" | "loss" |
             "output".
         extent: of the first bad value or gradient; `edge`: the edge it flowed over, for gradients.
+        weight: path of the parameter or buffer that is not finite in a module that the node calls whole, "" for others.
         reaches: whether it got to an output, a parameter or an input; else an op of the model took it back.
     """
 
@@ -32,6 +33,7 @@ class Origin:
     extent: Extent
     flow: Flow = dataclasses.field(repr=False)
     edge: Edge | None = None
+    weight: str = ""
     reaches: bool = True
 
 
@@ -187,6 +189,9 @@ def _is_expected(flow: Flow, node: fx.Node) -> bool:
 def _first_new(flow: Flow, among: list[fx.Node]) -> Origin | None:
     for node in among:
         if _is_bad(flow, node) and not _is_meant(flow, node) and _is_new(flow, node):
+            if node.name in flow.held:
+                weight, extent = flow.held[node.name]
+                return Origin(node.name, "parameter", extent, flow, weight=weight)
             phase = "parameter" if ir.is_weight(node) else "input" if node.op == "placeholder" else "forward"
             return Origin(node.name, phase, flow.values[node.name], flow)
     return None

@@ -47,7 +47,7 @@ def record(
     counting: bool = False,
 ) -> Recorded:
     """Run one call and keep what it computes; `counting` also what is not zero, on every edge."""
-    watcher = CallWatcher(with_gradients=loss_fn is not None, counting=True) if counting else None
+    watcher = CallWatcher(call.weights, with_gradients=loss_fn is not None, counting=True) if counting else None
     keeper = _Keeper(is_left_alone=call.dynamo is None)
     kept = Recorded({}, keeper.values, {}, [], None, keeper.writers, watcher.flow if watcher else None)
 

@@ -31,6 +31,10 @@ class Part:
     graph: int
     variant: Variant
 
+    def root(self, model: nn.Module) -> nn.Module:
+        """Where the paths in the graph lead from."""
+        return self.variant.captured.root if self.variant.again else model
+
 
 See = Callable[[Part, fx.Node, Any], Any]
 """(part, node, value) -> the value that goes on: what a watcher sees of every node, in order."""
@@ -64,7 +68,7 @@ class Runner(fx.Interpreter):
         plain_blocks: Collection[str] = (),
     ) -> None:
         captured = part.variant.captured
-        super().__init__(captured.root if part.variant.again else model, graph=part.variant.graph)
+        super().__init__(part.root(model), graph=part.variant.graph)
         self.extra_traceback = False
         self.captured = captured
         self.part = part

@@ -1,5 +1,7 @@
 """find_nan names the op that stopped being finite, forward or backward, and a deny that mends it."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -80,6 +82,30 @@ def test_the_op_that_overflows_is_named(name, finite_in_float32, function):
         assert bool(torch.isfinite(mended(X)).all())
     else:
         assert found.overrides == {} and "not a matter of precision" in str(found)
+
+
+def test_what_overflows_again_on_its_way_back_is_mended_too():
+    """The value behind the op is too large for the next layer, and its gradient for the layer before."""
+    torch.manual_seed(0)
+
+    def function(m, x):
+        return m.b(m.a(x * 100.0) * 30000.0)
+
+    model = Net(function)
+
+    def loss(output):
+        return output.mean()
+
+    converted = fxamp.convert(model, FP16, (X,))
+    found = find_nan(converted, (X,), loss)
+    assert found.phase == "forward" and found.overrides, str(found)
+    mended = fxamp.convert(model, FP16, (X,), overrides=found.overrides)
+    assert find_nan(mended, (X,), loss) is None
+    for name in found.overrides:
+        rest = {other: "deny" for other in found.overrides if other != name}
+        assert find_nan(fxamp.convert(model, FP16, (X,), overrides=rest), (X,), loss) is not None, (
+            f"{name} is not needed"
+        )
 
 
 def test_a_mask_that_fxamp_clamps_explains_no_overflow():
@@ -170,6 +196,50 @@ def test_a_nan_planted_in_any_parameter_is_named(position):
     found = find_nan(fxamp.convert(model, BF16, (X,)), (X,))
     assert (found.phase, found.name) == ("parameter", f"layers_{position}_0_weight")
     assert "an earlier step wrote it" in str(found)
+
+
+class Held(nn.Module):
+    def __init__(self, middle):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3)
+        self.middle = middle
+        self.last = nn.Conv2d(8, 8, 3)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)))
+
+
+HELD = [
+    ("weight", nn.BatchNorm2d(8)),
+    ("bias", nn.BatchNorm2d(8)),
+    ("running_var", nn.BatchNorm2d(8).eval()),
+    ("weight", nn.InstanceNorm2d(8, affine=True)),
+    ("running_mean", nn.InstanceNorm2d(8, track_running_stats=True).eval()),
+]
+
+
+@pytest.mark.parametrize(("name", "norm"), HELD, ids=[f"{type(norm).__name__}-{name}" for name, norm in HELD])
+def test_a_nan_that_a_module_holds_is_named_by_its_path(name, norm):
+    model = Held(copy.deepcopy(norm))
+    with torch.no_grad():
+        getattr(model.middle, name)[3] = float("nan")
+    images = torch.randn(2, 3, 8, 8)
+    found = find_nan(fxamp.convert(model, BF16, (images,)), (images,))
+    assert (found.phase, found.module, found.is_bad_in_float32) == ("parameter", "middle", True), str(found)
+    assert f"what it holds is the first that is not finite\n  middle.{name}: float32 [8]" in str(found)
+    assert "an earlier step wrote it" in found.remedy
+
+
+def test_a_running_statistic_that_is_only_written_is_not_blamed():
+    model = Held(nn.BatchNorm2d(8))
+    model.middle.running_var[3] = float("nan")
+    images = torch.randn(2, 3, 8, 8)
+    converted = fxamp.convert(model, FP16, (images,))
+    assert find_nan(converted, (images,)) is None
+    with torch.no_grad():
+        model.middle.weight[0] = 1e6
+    found = find_nan(converted, (images,))
+    assert (found.phase, found.op) == ("forward", "batch_norm"), str(found)
 
 
 def test_a_nan_in_the_input_is_named():
@@ -263,7 +333,7 @@ def test_a_value_in_the_memory_of_a_freed_one_was_not_written_by_its_writer():
     clone, written, add, sin = (
         next(node for node in call.variant.graph.nodes if node.name == name) for name in ("clone", "mul_", "add", "sin")
     )
-    watcher = Watcher(Flow(Part(0, 0, call.variant)), with_gradients=False)
+    watcher = Watcher(Flow(Part(0, 0, call.variant)), call.weights, with_gradients=False)
     memory = bytearray(128)
     first = torch.frombuffer(memory, dtype=torch.float32)
     watcher.see(clone, first)
