@@ -35,13 +35,16 @@ class Replay:
     Args:
         call: with its inputs; nothing has run yet.
         flow: what is watched of it.
+        number, steps: its number among the calls that are watched, and how many optimizer steps came before it.
     """
 
-    def __init__(self, call: Call, flow: CallFlow) -> None:
+    def __init__(self, call: Call, flow: CallFlow, number: int, steps: int) -> None:
         self.call = dataclasses.replace(
             call, args=_kept(call.args), kwargs=_kept(call.kwargs), inputs=_kept(call.inputs)
         )
         self.flow = flow
+        self.number = number
+        self.steps = steps
         self.gradients: dict[int, torch.Tensor] = {}
         self.has_no_gradient = False
         self.is_kept = True

@@ -29,6 +29,8 @@ class NanWatch:
 
     def __init__(self) -> None:
         self.calls: list[Replay] = []
+        self.begun = 0
+        self.steps = 0
         self.error: Exception | None = None
         self._found: BadNode | None = None
 
@@ -47,18 +49,19 @@ class NanWatch:
             origin = call.origin()
             found = call.told_of_output() if origin is None else call.told(origin)
             if found is not None:
-                return found
+                return dataclasses.replace(found, call=call.number, steps=call.steps)
         return None
 
     def begin(self, call: Call) -> "CallWatcher":
         """What watches a new call."""
-        watcher = CallWatcher(with_gradients=torch.is_grad_enabled())
+        self.begun += 1
+        watcher = CallWatcher(call.weights, with_gradients=torch.is_grad_enabled())
         if self.found is None:  # asked while the state of the last call is still there
             self.calls = [earlier for earlier in self.calls if not earlier.is_over]
             for earlier in self.calls[-KEPT : 1 - KEPT]:
                 earlier.release()
             watcher.flow.inputs = [extent_of(tensor) for tensor in floats_in((call.args, call.kwargs))]
-            self.calls.append(Replay(call, watcher.flow))
+            self.calls.append(Replay(call, watcher.flow, self.begun, self.steps))
         return watcher
 
     def end(self, watcher: CallWatcher, output: Any) -> None:
@@ -73,6 +76,7 @@ class NanWatch:
         if any(id(weight) in own for group in optimizer.param_groups for weight in group["params"]):
             _ = self.found
             self.calls.clear()
+            self.steps += 1
 
     def stop(self, watcher: CallWatcher, error: Exception) -> None:
         """A call was stopped, perhaps by what is not finite, such as an index made of it."""

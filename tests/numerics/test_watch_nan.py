@@ -101,6 +101,26 @@ def test_a_step_that_spoils_the_weights_is_told_of_before_it_does():
     assert watch.found.is_bad_in_float32 is False and watch.found.overrides and not watch.found.unknown
 
 
+def test_the_call_and_the_step_are_told():
+    model = converted(low_only)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with (
+        pytest.raises(FloatingPointError, match="in call 5 of the block, after 3 optimizer steps"),
+        fxamp.watch_nan(model),
+    ):
+        model(X * 1e-3)  # a call without a step
+        for number in range(5):
+            step_of(model, optimizer, X if number == 3 else X * 1e-3)
+
+
+def test_of_the_first_call_no_step_is_told():
+    model = converted(low_only)
+    with fxamp.watch_nan(model, raises=False) as watch:
+        model(X)
+    assert (watch.found.call, watch.found.steps) == (1, 0)
+    assert "in call 1 of the block, before any optimizer step" in str(watch.found)
+
+
 def test_with_masters_too():
     model = converted(low_only, opt_level="O2")
     with fxamp.watch_nan(model, raises=False) as watch:
