@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TextIO
 from fxamp import demo
 from fxamp.cli_measure import OK, run_audit, run_compare, run_diff, run_profile
 from fxamp.cli_review import DTYPES, converted, run_explain, run_inspect, run_lists
+from fxamp.cli_types import new_file, number, path
 from fxamp.errors import FxampError, OptionError, nearest
 from fxamp.lists import COLOURS
 from fxamp.review.announce import configure_logging
@@ -210,18 +211,18 @@ def _add_inspect(commands: Any) -> None:
     _add_model(parser)
     parser.add_argument("--nodes", action="store_true", help="a line for every node")
     parser.add_argument(
-        "--dump", type=_path, metavar="DIR", help="write before, after, diff, JSON, HTML and graph there"
+        "--dump", type=path, metavar="DIR", help="write before, after, diff, JSON, HTML and graph there"
     )
     parser.add_argument("--suggest", action="store_true", help="try moves of ops between lists, rank what they save")
-    parser.add_argument("--plan", type=_path, metavar="FILE", help="decide as this saved plan does")
+    parser.add_argument("--plan", type=path, metavar="FILE", help="decide as this saved plan does")
     parser.add_argument(
-        "--save-plan", type=_path, metavar="FILE", help="write the decisions, to review and to compare in CI"
+        "--save-plan", type=new_file, metavar="FILE", help="write the decisions, to review and to compare in CI"
     )
     parser.add_argument(
-        "--max-casts", type=_number(int, 0), metavar="N", help="exit with 1 if there are more activation casts"
+        "--max-casts", type=number(int, 0), metavar="N", help="exit with 1 if there are more activation casts"
     )
     parser.add_argument(
-        "--min-low", type=_number(float, 0, 1), metavar="SHARE", help="exit with 1 if fewer nodes (0 to 1) run low"
+        "--min-low", type=number(float, 0, 1), metavar="SHARE", help="exit with 1 if fewer nodes (0 to 1) run low"
     )
 
 
@@ -252,8 +253,8 @@ def _add_lists(commands: Any) -> None:
 def _add_diff(commands: Any) -> None:
     more = "fxamp inspect train.py:make_model --save-plan new.json; fxamp diff plans/model.json new.json"
     parser = _command(commands, "diff", run_diff, "compare two saved plans; exit code 1 where they differ", more)
-    parser.add_argument("old", type=_path, metavar="OLD.json")
-    parser.add_argument("new", type=_path, metavar="NEW.json")
+    parser.add_argument("old", type=path, metavar="OLD.json")
+    parser.add_argument("new", type=path, metavar="NEW.json")
 
 
 def _add_profile(commands: Any) -> None:
@@ -266,8 +267,8 @@ def _add_profile(commands: Any) -> None:
     parser.add_argument("target", metavar="TARGET", help=_TARGET_HELP)
     parser.add_argument("batches", metavar="BATCHES", help="pkg.module:name of batches or of what gives them")
     parser.add_argument("--loss", metavar="NAME", help="pkg.module:name of loss_fn(output) or loss_fn(output, targets)")
-    parser.add_argument("--save", type=_path, metavar="FILE", help="write them as JSON")
-    parser.add_argument("--plot", type=_path, metavar="FILE", help="draw them (needs matplotlib)")
+    parser.add_argument("--save", type=new_file, metavar="FILE", help="write them as JSON")
+    parser.add_argument("--plot", type=new_file, metavar="FILE", help="draw them (needs matplotlib)")
 
 
 def _add_compare(commands: Any) -> None:
@@ -282,30 +283,9 @@ def _add_compare(commands: Any) -> None:
     parser.add_argument("--loss", metavar="NAME", help="pkg.module:name of loss_fn(output): compare gradients too")
     parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="loss scale; float16 gradients need one")
     parser.add_argument(
-        "--tolerance", type=_number(float, 0), metavar="T", help="find the deny entries that bring outputs within it"
+        "--tolerance", type=number(float, 0), metavar="T", help="find the deny entries that bring outputs within it"
     )
-    parser.add_argument("--max-runs", type=_number(int, 1), default=64, metavar="N", help="bound of that search")
-
-
-def _path(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("the path is empty")
-    return text
-
-
-def _number(kind: type, least: float, most: float = math.inf) -> Callable[[str], Any]:
-    """An argument that is a finite number from `least` to `most`."""
-
-    def read(text: str) -> Any:
-        value = kind(text)
-        if not least <= value <= most or value == math.inf:
-            allowed = f"from {least} to {most}" if most < math.inf else f"{least} or more"
-            allowed += ", and finite" if value == math.inf else ""
-            raise argparse.ArgumentTypeError(f"{text} is not {allowed}")
-        return value
-
-    read.__name__ = kind.__name__  # argparse: "invalid int value"
-    return read
+    parser.add_argument("--max-runs", type=number(int, 1), default=64, metavar="N", help="bound of that search")
 
 
 def _compare(chosen: argparse.Namespace) -> int:
@@ -345,6 +325,6 @@ def _add_model(parser: Any) -> None:
     help_level = "how far low precision spreads; default balanced"
     parser.add_argument("--level", choices=("strict", "balanced", "aggressive"), default="balanced", help=help_level)
     help_ranges = "decide by measured ranges: the file of fxamp profile --save"
-    parser.add_argument("--ranges", type=_path, metavar="FILE", help=help_ranges)
+    parser.add_argument("--ranges", type=path, metavar="FILE", help=help_ranges)
     help_override = "as convert(overrides=): module path, glob or node = colour; may be repeated"
     parser.add_argument("--override", action="append", default=[], metavar="NAME=COLOUR", help=help_override)

@@ -321,10 +321,9 @@ def test_the_version_is_told(capsys):
         (("profile", "cli_models:Net", "cli_models:loss"), "cli_models:loss is called without arguments"),
         (("profile", "cli_models:Net", "cli_models:number"), "cli_models:number gives a int, not batches"),
         (("profile", "cli_models:Net", "cli_models:no_batches"), "profile got no batches"),
-        (("profile", "cli_models:Net", "cli_models:batches", "--save", "no/r.json"), "'no/r.json': No such file"),
-        (("profile", "cli_models:Net", "cli_models:batches", "--plot", "no/r.png"), "'no/r.png': No such file"),
+        (("profile", "cli_models:Net", "cli_models:batches", "--save", "/dev/full"), "'/dev/full': No space left"),
         (("profile", "cli_models:Net", "cli_models:batches", "--plot", "r.foo"), "Format 'foo' is not supported"),
-        (("inspect", "cli_models:with_inputs", "--save-plan", "no/plan.json"), "'no/plan.json': No such file"),
+        (("inspect", "cli_models:with_inputs", "--save-plan", "/dev/full"), "'/dev/full': No space left"),
         (("inspect", "cli_models:with_inputs", "--dump", "cli_models.py"), "the dump cannot be written"),
         (("compare", "cli_models:with_inputs", "--scale", "0"), "--scale 0: a loss scale is positive"),
         (("compare", "cli_models:with_inputs", "--scale", "nan"), "--scale nan: a loss scale is positive"),
@@ -360,8 +359,8 @@ def test_numbers_that_cannot_be_are_said_at_once(arguments, said, capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("inspect", "cli_models:with_inputs", "--save-plan", "no/plan.json"),
-        ("profile", "cli_models:Net", "cli_models:batches", "--save", "no/r.json"),
+        ("inspect", "cli_models:with_inputs", "--save-plan", "/dev/full"),
+        ("profile", "cli_models:Net", "cli_models:batches", "--save", "/dev/full"),
     ],
 )
 def test_what_was_found_is_printed_before_a_file_fails(arguments, capsys):

@@ -193,6 +193,18 @@ def test_an_empty_path_is_said_at_once(arguments, capsys, folder):
     assert sorted(folder.iterdir()) == before
 
 
+NEW_FILES = [arguments for arguments in EMPTY if arguments[-1] in ("--save-plan", "--save", "--plot")]
+
+
+@pytest.mark.parametrize("arguments", NEW_FILES, ids=" ".join)
+@pytest.mark.parametrize(("path", "said"), [("none/file", "there is no directory 'none'"), (".", "'.' is a directory")])
+def test_where_no_file_can_be_written_is_said_before_the_run(arguments, path, said, capsys, folder):
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, path])
+    out, told = capsys.readouterr()
+    assert said in told and told.count("\n") == 1 and not out, told
+
+
 @pytest.mark.parametrize(
     "command", [("profile", "user_models.py:make", "user_models.py:good"), ("compare", "user_models.py:make")]
 )

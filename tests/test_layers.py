@@ -61,6 +61,7 @@ ABOVE = {
     "cli",
     "cli_measure",
     "cli_review",
+    "cli_types",
     "targets",
     "demo",
     "counting",
