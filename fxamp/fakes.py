@@ -1,6 +1,7 @@
 """Run single graph nodes on fake tensors: types and shapes without data, time or side effects."""
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -165,13 +166,16 @@ def twin_of(module: nn.Module, state_of: Callable[[Any], Any]) -> nn.Module:
 
     What forward sets is set on the copy, so that other threads can run the module meanwhile. Converted models in it
     run the forwards that the user wrote. Hooks are the same ones; those that are methods of the module become the
-    copy's.
+    copy's. A module of torch.jit, whose tensors cannot be exchanged, is copied as it is.
 
     Args:
         state_of: gives the tensor to put in the place of a parameter or buffer.
     """
-    twins: dict[int, nn.Module] = {id(part): object.__new__(type(part)) for part in module.modules()}
-    for part in module.modules():
+    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    compiled = [part for part in module.modules() if isinstance(part, torch.jit.ScriptModule)]
+    twins: dict[int, nn.Module] = {id(part): object.__new__(type(part)) for part in parts}
+    twins.update((id(part), copy.deepcopy(part)) for part in compiled)
+    for part in parts:
         own = {name: repointed(value, twins) for name, value in part.__dict__.items() if name != ENGINE}
         for name in ("_parameters", "_buffers"):
             own[name] = {key: state_of(value) for key, value in part.__dict__[name].items()}

@@ -59,7 +59,7 @@ def explained(error: Exception, root: nn.Module, has_example: bool) -> CaptureEr
     )
     return CaptureError(
         f"{type(root).__qualname__} cannot be captured symbolically. {f'{where}: ' if where else ''}"
-        f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. {way_out}"
+        f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}. {way_out}"
     )
 
 

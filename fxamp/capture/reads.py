@@ -80,6 +80,8 @@ class Reads:
         """
 
         def getattribute(module: nn.Module, name: str) -> Any:
+            if issubclass(type(module), torch.jit.ScriptModule):  # torch.jit's own; what it does is compiled
+                return object.__getattribute__(module, name)
             if id(module) not in self._known and not self._is_paused():
                 self._meet(module)
             try:
@@ -291,7 +293,8 @@ def _ties(root: nn.Module) -> dict[Place, tuple[str, str, str]]:
     found: dict[Place, tuple[str, str, str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         for kind in ("_parameters", "_buffers", ""):
-            for name, tensor in (module.__dict__[kind] if kind else module.__dict__).items():
+            held = module.__dict__.get(kind, {}) if kind else module.__dict__  # a module of torch.jit keeps none there
+            for name, tensor in held.items():
                 place = (path, kind, name)
                 if isinstance(tensor, torch.Tensor) and first.setdefault(id(tensor), place) != place:
                     found[path, name] = first[id(tensor)]

@@ -51,6 +51,8 @@ def training_reads(root: nn.Module, reads: dict[str, bool]) -> Iterator[None]:
     paths = {id(module): path for path, module in root.named_modules()}
 
     def read(module: nn.Module) -> bool:
+        if "training" not in module.__dict__:
+            raise AttributeError("training")  # then torch.jit's __getattr__ is asked, which knows it of its modules
         flag = bool(module.__dict__["training"])
         if (path := paths.get(id(module.__dict__.get(TWIN_OF, module)))) is not None:
             reads[path] = flag
@@ -61,7 +63,10 @@ def training_reads(root: nn.Module, reads: dict[str, bool]) -> Iterator[None]:
     def write(module: nn.Module, flag: bool) -> None:
         module.__dict__["training"] = flag
 
-    nn.Module.training = property(read, write)  # type: ignore[assignment]
+    def delete(module: nn.Module) -> None:
+        del module.__dict__["training"]
+
+    nn.Module.training = property(read, write, delete)  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -263,6 +263,8 @@ class SymbolicTracer(fx.Tracer):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any] | None:
         """A forward in the place of one that proxies cannot enter, None for any other module."""
+        if isinstance(module, torch.jit.ScriptModule):  # its forward is no Python function
+            return None
         call = (module, args, kwargs, self.example is not None)
         return recurrent.as_node(*call) or attention.as_node(*call)
 
