@@ -19,7 +19,7 @@ from fxamp.capture.inputs import flatten_call
 from fxamp.capture.locations import is_foreign
 from fxamp.capture.memory import note_memory
 from fxamp.capture.recurrent import name_first_states
-from fxamp.capture.source_names import names_of_dtypes
+from fxamp.capture.source_names import converts_relatively, is_dtype_of_a_value, names_of_dtypes
 from fxamp.errors import CaptureError
 
 _STORED_AS = re.compile(r"\._(parameters|buffers)\['")
@@ -46,14 +46,17 @@ def adopt(
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     open_checkpoints(graph, module)
+    wide: set[fx.Node] = set()
     for node in graph.nodes:
         node.type = None
         if "example_value" in node.meta:
             node.meta["val"] = node.meta["example_value"]
         node.meta["source"] = _source_line(node)
         node.meta["nn_module_stack"] = _module_stack(node)
-        if _is_relative_conversion(node):
+        if _is_relative_conversion(node) or _is_converted_back(node, wide):
             node.meta[ir.RELATIVE] = True
+        elif _is_wide(node, wide):
+            wide.add(node)
         if node.meta["source"] in protected:
             node.meta["autocast"] = "off"
     name_first_states(graph)
@@ -107,7 +110,32 @@ def _is_relative_conversion(node: fx.Node) -> bool:
         for file, line, code in _FRAME.findall(node.meta.get("stack_trace") or "")
         for argument in _TO.findall(code)
     ]
-    return bool(given) and all(text.endswith("dtype") or text in names_of_dtypes(*place) for text, *place in given)
+    return bool(given) and all(is_dtype_of_a_value(text, names_of_dtypes(*place)) for text, *place in given)
+
+
+def _is_converted_back(node: fx.Node, wide: set[fx.Node]) -> bool:
+    """Whether it converts to float32 what is float32 by the user's word already, where the source names a dtype read.
+
+    Of two conversions in one line, `f(x.to(torch.float32)).to(x.dtype)`, that is the second.
+    """
+    if node.op != "call_method" or node.target != "to" or node.args[0] not in wide:
+        return False
+    file, _, line = node.meta["source"].rpartition(":")
+    return bool(file) and converts_relatively(file, int(line))
+
+
+def _is_wide(node: fx.Node, wide: set[fx.Node]) -> bool:
+    """Whether the user converted to float32 here, or before in all that it is computed of."""
+    asked = (*node.args, *node.kwargs.values())
+    if (node.op == "call_method" and node.target == "float") or torch.float32 in asked:
+        return True
+    floats = [given for given in node.all_input_nodes if given.op != "placeholder" and _is_floating(given)]
+    return bool(floats) and wide.issuperset(floats)
+
+
+def _is_floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _source_line(node: fx.Node) -> str:

@@ -26,6 +26,29 @@ def names_of_dtypes(file: str, line: int) -> frozenset[str]:
     return frozenset(name for name, is_dtype in bound.items() if is_dtype)
 
 
+def converts_relatively(file: str, line: int) -> bool:
+    """Whether a call around a line converts to the dtype of another value.
+
+    y = f(x.to(torch.float32)).to(
+        x.dtype
+    )
+    """
+    function = _innermost_function(file, line)
+    names = names_of_dtypes(file, line)
+    for node in ast.walk(function) if function is not None else ():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to":
+            asked = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "dtype")]
+            is_here = node.lineno <= line <= (node.end_lineno or 0)
+            if is_here and any(is_dtype_of_a_value(ast.unparse(value), names) for value in asked):
+                return True
+    return False
+
+
+def is_dtype_of_a_value(text: str, names: frozenset[str]) -> bool:
+    """Whether an argument of `.to` in the source is what a dtype was read into: `x.dtype`, `input_dtype`."""
+    return text.endswith("dtype") or text in names
+
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -278,10 +278,29 @@ def _inner(x, other):
     return function(x).to(kind)
 
 
+def _there_and_back(x, other):
+    kept_for_later_where_the_value_goes_back_to_it = x.dtype
+    return F.layer_norm(x.to(dtype=torch.float32), x.shape[-1:], None, None, eps=1e-5).to(
+        kept_for_later_where_the_value_goes_back_to_it
+    )
+
+
+def _there_twice(x, other):
+    return F.layer_norm(x.to(dtype=torch.float32), x.shape[-1:], None, None, eps=1e-5).to(torch.float32)
+
+
+def _beside_a_low_value(x, other):
+    """The second conversion is the user's own: the sum was low."""
+    return ((x.to(torch.float32) * 2).to(x.dtype) + x).to(other)
+
+
 @pytest.mark.parametrize(
     ("function", "precision"),
     [
         (_kept_name, "low"),
+        (_there_and_back, "low"),
+        (_there_twice, "high"),
+        (_beside_a_low_value, "high"),
         (_own_dtype, "high"),
         (_bound_twice, "high"),
         (_argument, "high"),
