@@ -98,12 +98,12 @@ def visit_graphs(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(value: Any) -> Any:
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
     try:
         with FakeCopyMode(mode):
             twin = copy.deepcopy(plain_tree(model))
-        fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
+            fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
         with mode, unseen(model), no_saved_tensor_hooks():
             run = compile_apart(base.forward, show)
             with captures_apart(), kept_switches():

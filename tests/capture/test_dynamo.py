@@ -348,6 +348,47 @@ def test_a_defect_of_the_passes_is_told_and_dynamo_takes_the_model(caplog):
         only(x)
 
 
+class Store:
+    """As a cache of keys and values, which forward writes into."""
+
+    def __init__(self):
+        self.kept = []
+        self.sizes = {}
+
+    def add(self, value):
+        self.kept.append(value)
+        self.sizes[len(self.kept)] = value.shape[0]
+        return torch.cat(self.kept)
+
+
+class Storing(nn.Module):
+    """It speaks of autocast, so that its protected lines are looked for: by a run on fake tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x, store):
+        with torch.autocast("cpu", enabled=False):
+            x = x * 2.0
+        return self.fc(store.add(x))
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+@pytest.mark.parametrize("with_example", [False, True])
+def test_an_object_that_forward_writes_into_is_written_once_and_with_real_values(capture, with_example):
+    torch._dynamo.reset()
+    model, x, store = Storing(), torch.randn(2, 8), Store()
+    example = {"example_inputs": (x, store)} if with_example else {}
+    converted = fxamp.convert(model, torch.bfloat16, capture=capture, **example)
+    assert store.kept == [], "conversion runs nothing on what it was given"
+    for calls in (1, 2):
+        result = converted(x, store)
+        assert len(store.kept) == calls and store.sizes == dict.fromkeys(range(1, calls + 1), 2)
+        assert all(type(value) is torch.Tensor and torch.equal(value, x * 2.0) for value in store.kept)
+        torch.testing.assert_close(result, model.fc(torch.cat([x * 2.0] * calls)), rtol=0.02, atol=0.02)
+
+
 class OwnRegion(nn.Module):
     """Opens an autocast region of its own, in another dtype than it is converted to."""
 
