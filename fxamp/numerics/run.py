@@ -13,11 +13,13 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from fxamp import ir
 from fxamp.capture.inputs import call_arguments
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.engine import Engine, engine_of
 from fxamp.errors import CaptureError, OptionError
 from fxamp.numerics.extent import check_not_empty
+from fxamp.numerics.given import copied
 from fxamp.numerics.modes import plain_modes, usable
 from fxamp.numerics.runner import Edge, Part, Runner, See, converted_again, run_part
 from fxamp.rebuild import rebuild_variant, reference
@@ -163,6 +165,8 @@ def run(
 ) -> Any:
     """What the call returns, each value shown to `see` on the way; stand in `state_kept`, backward included.
 
+    What forward writes into its arguments, it writes into copies.
+
     Args:
         rewritten: runs other graphs in the place of the call's.
 
@@ -181,11 +185,12 @@ def run(
         return run_part(running, [_widened(value) for value in inputs] if widens else inputs)
 
     if call.variant is not None:
-        return run_graph(call.variant, call.inputs)
+        return run_graph(call.variant, copied(call.inputs) if _writes_inputs(call.variant) else call.inputs)
     base: Any = type(call.model)._fxamp_base  # type: ignore[attr-defined]
     call.dynamo.watch = run_graph
     try:
-        result = call.dynamo(base, call.model, call.args, call.kwargs)
+        args, kwargs = copied((call.args, call.kwargs))
+        result = call.dynamo(base, call.model, args, kwargs)
     finally:
         call.dynamo.watch = None
     if next(numbers) == 0:
@@ -194,6 +199,11 @@ def run(
             "or a TorchDispatchMode): every op runs as it is written. Convert the submodules it consists of."
         )
     return result
+
+
+def _writes_inputs(variant: Variant) -> bool:
+    """Whether an op of the graph writes in place, as far as is known into what came in."""
+    return any(map(ir.mutated, variant.graph.nodes))
 
 
 def _is_low_by_itself(call: Call) -> bool:
