@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.graph import PythonCode
-from torch.utils import _pytree as pytree
 
 from fxamp.recompute import eager_call, fold_checkpoints
 from fxamp.switches import set_switches, switches_found
@@ -37,7 +36,7 @@ def compile_graph(
     graph: fx.Graph,
     root: nn.Module,
     constants: dict[str, torch.Tensor],
-    output_tree: pytree.TreeSpec | None = None,
+    build: Callable[[Any], Any] | None = None,
 ) -> CompiledForward:
     """Compile a graph.
 
@@ -48,7 +47,7 @@ def compile_graph(
         graph: not changed.
         root: tells what each path is (parameter, buffer, plain attribute, module).
         constants: tensors that belong to no module.
-        output_tree: what the flat outputs are made into; None: they are what forward returns.
+        build: makes the outputs into what forward returns; None: they are that.
     """
     graph = fold_checkpoints(graph, eager_call(lambda inner: compile_graph(inner, root, constants).run))
     places = {
@@ -65,7 +64,7 @@ def compile_graph(
     source = "\n".join(lines) + "\n"
     namespace = {**code.globals, **_RESTORERS, **{_constant(name): value for name, value in constants.items()}}
     exec(compile(source, _file_name(source), "exec"), namespace)
-    return CompiledForward(_unflattening(namespace["forward"], output_tree), source)
+    return CompiledForward(_building(namespace["forward"], build), source)
 
 
 _PLACE = f"_fxamp_{secrets.token_hex(8)}_"  # no text of the user's holds it
@@ -83,10 +82,10 @@ def _python_code(graph: fx.Graph, names: dict[fx.Node, str]) -> PythonCode:
             node.target = target
 
 
-def _unflattening(forward: Callable[..., Any], tree: pytree.TreeSpec | None) -> Callable[..., Any]:
-    if tree is None:
+def _building(forward: Callable[..., Any], build: Callable[[Any], Any] | None) -> Callable[..., Any]:
+    if build is None:
         return forward
-    return lambda module, *inputs: pytree.tree_unflatten(forward(module, *inputs), tree)
+    return lambda module, *inputs: build(forward(module, *inputs))
 
 
 def _access(root: nn.Module, path: str, op: str, constants: dict[str, torch.Tensor]) -> str:

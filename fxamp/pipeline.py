@@ -68,7 +68,7 @@ def build_variant(
     before = captured.text()
     total = len(captured.graph.nodes)
     fits = rewrite(captured, fakes if inputs is not None else None, options)
-    compiled = compile_graph(captured.graph, plain, captured.constants, captured.output_tree)
+    compiled = compile_graph(captured.graph, plain, captured.constants, captured.build)
     weights = WeightFits(fits, options.low)
     numbers = NumberFits(captured.graph, options.low) or None
     variant = Variant(captured, before, compiled, total, is_preview=inputs is None, weights=weights, numbers=numbers)
@@ -80,7 +80,7 @@ def keep_weights(variant: Variant, module: nn.Module) -> None:
     """Let a variant keep its low weights from call to call; a variant that does so makes them again."""
     if not KeepWeights().apply(variant.graph):
         forget_copies(variant.graph)
-    variant.compiled = compile_graph(variant.graph, module, variant.captured.constants, variant.captured.output_tree)
+    variant.compiled = compile_graph(variant.graph, module, variant.captured.constants, variant.captured.build)
 
 
 @kept_switches()

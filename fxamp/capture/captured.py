@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.capture.inputs import CallSpec
+from fxamp.capture.outputs import OutputForm
 from fxamp.capture.reads import Place
 from fxamp.capture.settings import Settings
 from fxamp.capture.state import Cell
@@ -35,7 +35,7 @@ class Captured:
         live: numbers of modules that the graph reads at each call.
         grad_mode: what torch.is_grad_enabled() was where the model asked, None where it did not.
         had_gradients: whether gradients were on when it was captured.
-        output_tree: how the graph's flat outputs become what forward returns; None: they are that already.
+        output_form: how the graph's flat outputs become what forward returns; None: they are that already.
         settings: what forward sets in a first call alone; `state` is as it is after that call.
     """
 
@@ -47,12 +47,17 @@ class Captured:
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
     example: list[Any] | None = None
     method: str = "symbolic"
-    output_tree: pytree.TreeSpec | None = None
+    output_form: OutputForm | None = None
     state: tuple[Cell, ...] = ()
     live: frozenset[Place] = frozenset()
     grad_mode: bool | None = None
     had_gradients: bool = dataclasses.field(default_factory=torch.is_grad_enabled)
     settings: Settings | None = None
+
+    @property
+    def build(self) -> Callable[[Any], Any] | None:
+        """Makes what the graph returns into what forward returns; None where it is that already."""
+        return None if self.output_form is None else self.output_form.build
 
     def text(self) -> str:
         """The graph as Python code."""
@@ -101,7 +106,7 @@ def settled(first: Captured, again: Callable[[], Captured]) -> Captured:
 
 def _are_equal(one: Captured, other: Captured) -> bool:
     """Whether two graphs compute the same from the same inputs."""
-    if ir.canonical_text(one.graph) != ir.canonical_text(other.graph) or one.output_tree != other.output_tree:
+    if ir.canonical_text(one.graph) != ir.canonical_text(other.graph) or one.output_form != other.output_form:
         return False
     pairs = [(value, other.constants.get(name)) for name, value in one.constants.items()]
     return len(pairs) == len(other.constants) and all(_are_same(*pair) for pair in pairs)

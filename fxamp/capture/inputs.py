@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import CaptureError, OptionError
 
-_CONSTANTS = (type(None), bool, str, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+CONSTANTS = (type(None), bool, str, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,35 +47,6 @@ def _words(kind: str, value: Any) -> str:
 _CONTAINERS = (tuple, list, dict, collections.OrderedDict, collections.defaultdict)
 
 
-def flatten_output(result: Any) -> tuple[Any, pytree.TreeSpec | None]:
-    """What forward returns as something a graph can return, and how to make it whole again.
-
-    Built-in containers stay as they are (None); others, such as named tuples and the output classes of Hugging
-    Face, are flattened by their pytree registration.
-
-    Raises:
-        CaptureError: a returned object is neither a tensor, a constant nor a registered container.
-    """
-    if _is_builtin(result):
-        return result, None
-    flat, tree = pytree.tree_flatten(result)
-    for value in flat:
-        if not _is_builtin(value):
-            raise CaptureError(
-                f"forward returns a {type(value).__qualname__}, which a graph cannot return. Return tensors in "
-                "built-in containers, or register the type with torch.utils._pytree.register_pytree_node."
-            )
-    return tuple(flat), tree
-
-
-def _is_builtin(value: Any) -> bool:
-    if type(value) in (list, tuple, torch.Size):
-        return all(map(_is_builtin, value))
-    if type(value) is dict:
-        return all(map(_is_builtin, value.values()))
-    return isinstance(value, (fx.Proxy, torch.Tensor, int, float, complex, *_CONSTANTS))
-
-
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallSpec, list[Any]]:
     """The spec of a call, and the values of its graph inputs in order.
 
@@ -101,7 +72,7 @@ def _check_containers(tree: pytree.TreeSpec) -> None:
 def _describe_leaf(value: Any) -> tuple[str, Any]:
     if isinstance(value, torch.Tensor):
         return "tensor", (value.dtype, value.dim())
-    if isinstance(value, _CONSTANTS):
+    if isinstance(value, CONSTANTS):
         return "constant", value
     if isinstance(value, (int, float, complex)):
         return "number", type(value)
@@ -130,7 +101,7 @@ def _structure(value: Any, inputs: list[Any]) -> Any:
     if isinstance(value, torch.Tensor):
         inputs.append(value)
         return value.dtype, value.dim()
-    if isinstance(value, _CONSTANTS):
+    if isinstance(value, CONSTANTS):
         return "constant", kind, value
     if isinstance(value, (int, float, complex)):
         inputs.append(value)

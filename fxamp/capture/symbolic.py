@@ -27,13 +27,14 @@ from fxamp.capture.captured import Captured, settled
 from fxamp.capture.creations import Creations, traced_sizes
 from fxamp.capture.functions import whole_functions
 from fxamp.capture.guesses import guess
-from fxamp.capture.inputs import CallSpec, flatten_output, misfit, unflatten_call
+from fxamp.capture.inputs import CallSpec, misfit, unflatten_call
 from fxamp.capture.leaves import has_hooks, hooks_on, is_leaf
 from fxamp.capture.lengths import hands_on_open_length, has_open_length
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import explained, unfollowable, user_line
 from fxamp.capture.mode_nodes import ModeNodes
 from fxamp.capture.numbers import plain_number
+from fxamp.capture.outputs import OutputForm, flatten_output
 from fxamp.capture.promotion import Promotion, low_operands, widen
 from fxamp.capture.proxies import ValueProxy, WeightProxy, asks_of_autograd, is_static
 from fxamp.capture.reads import Place, Reads
@@ -122,7 +123,7 @@ def _trace(
         training=tuple(tracer.training.items()),
         decisions=tuple(dict.fromkeys(tracer.decisions)),
         constants=tracer.constants,
-        output_tree=tracer.output_tree,
+        output_form=tracer.output_form,
         example=example,
         state=tracer.state,
         live=live,
@@ -144,7 +145,7 @@ class SymbolicTracer(fx.Tracer):
         self.training: dict[str, bool] = {}
         self.decisions: list[str] = []
         self.constants: dict[str, torch.Tensor] = {}
-        self.output_tree: pytree.TreeSpec | None = None
+        self.output_form: OutputForm | None = None
         self.state: tuple[Cell, ...] = ()
         self.settings: Settings | None = None
         self.grad_mode: bool | None = None
@@ -224,7 +225,7 @@ class SymbolicTracer(fx.Tracer):
                     "forward writes into a container among its arguments, and a graph holds no such writes"
                 )
             self._follow_modes()
-            flat, self.output_tree = flatten_output(result)
+            flat, self.output_form = flatten_output(result, root)
             for value in pytree.tree_leaves(flat):
                 if issubclass(type(value), fx.Proxy):
                     self.note_length(value.node)

@@ -41,5 +41,5 @@ class _Connected(TorchFunctionMode):
         tensor, memo = args
         if id(tensor) not in memo:
             with torch.enable_grad():
-                memo[id(tensor)] = tensor.clone() if tensor.requires_grad else func(*args)
+                memo[id(tensor)] = tensor.clone() if tensor.requires_grad else func(*args)  # type: ignore[no-untyped-call]
         return memo[id(tensor)]

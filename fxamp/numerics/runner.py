@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES
@@ -126,8 +125,8 @@ class Runner(fx.Interpreter):
 
 def run_part(runner: Runner, inputs: Any) -> Any:
     """What the model's forward, or Dynamo, gets from a graph."""
-    result, tree = runner.run(*inputs), runner.captured.output_tree
-    return result if tree is None else pytree.tree_unflatten(result, tree)
+    result, build = runner.run(*inputs), runner.captured.build
+    return result if build is None else build(result)
 
 
 _switched: contextvars.ContextVar[list[tuple[nn.Module, Engine]]] = contextvars.ContextVar("blocks as written")

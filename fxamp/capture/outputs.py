@@ -1,0 +1,193 @@
+"""What forward returns as something a graph can return, and how it is made whole again at each call.
+
+Built-in containers stay as they are, registered ones (named tuples, the output classes of Hugging Face) are taken apart
+by their pytree registration. An object of a plain class that forward makes, such as a cache of keys and values, is made
+anew at each call: an instance of its class with the same attributes, in which the call's tensors stand.
+"""
+
+import collections
+import dataclasses
+import enum
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxamp.capture.inputs import CONSTANTS
+from fxamp.errors import CaptureError
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputForm:
+    """How flat outputs become what forward returns.
+
+    Attributes:
+        tree: of containers that pytree knows.
+        leaves: how each of its leaves is made; none where they are the graph's outputs in order.
+    """
+
+    tree: pytree.TreeSpec
+    leaves: tuple["Part", ...]
+
+    def build(self, flat: Sequence[Any]) -> Any:
+        """What forward returns in a call whose graph returns `flat`."""
+        if not self.leaves:
+            return pytree.tree_unflatten(flat, self.tree)
+        made: dict[int, Any] = {}
+        return pytree.tree_unflatten([leaf.build(flat, made) for leaf in self.leaves], self.tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """One of the graph's outputs."""
+
+    place: int
+
+    def build(self, flat: Sequence[Any], made: dict[int, Any]) -> Any:
+        return flat[self.place]
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """What is the same object at each call."""
+
+    value: Any
+
+    def build(self, flat: Sequence[Any], made: dict[int, Any]) -> Any:
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A container or an object that is made at each call, once however often it is met.
+
+    Attributes:
+        number: in the result.
+        names: keys or names of attributes; none of a sequence.
+    """
+
+    kind: type
+    number: int
+    names: tuple[Any, ...]
+    parts: tuple["Part", ...]
+
+    def build(self, flat: Sequence[Any], made: dict[int, Any]) -> Any:
+        if self.number not in made:
+            made[self.number] = self._made([part.build(flat, made) for part in self.parts])
+        return made[self.number]
+
+    def _made(self, values: list[Any]) -> Any:
+        if self.kind in _SEQUENCES:
+            return self.kind(values)
+        if self.kind in _MAPPINGS:
+            return self.kind(zip(self.names, values, strict=True))
+        thing: Any = object.__new__(self.kind)
+        thing.__dict__.update(zip(self.names, values, strict=True))
+        return thing
+
+
+Part = Value | Constant | Whole
+_SEQUENCES = (list, tuple, set)
+_MAPPINGS = (dict, collections.OrderedDict)
+_PLAIN = (*CONSTANTS, int, float, complex, bytes, type, enum.Enum)
+
+
+def flatten_output(result: Any, root: nn.Module) -> tuple[Any, OutputForm | None]:
+    """What the graph returns for `result`, and how that becomes `result` again; None where it is that already.
+
+    Args:
+        root: the model; what it holds itself is returned as it is.
+
+    Raises:
+        CaptureError: a returned object is neither a tensor, a constant, a registered container nor of a plain class.
+    """
+    if _is_builtin(result):
+        return result, None
+    leaves, tree = pytree.tree_flatten(result)
+    if all(map(_is_builtin, leaves)):
+        return tuple(leaves), OutputForm(tree, ())
+    taken = _Taken({id(value) for module in root.modules() for value in vars(module).values()})
+    parts = tuple(map(taken.part, leaves))
+    taken.check()
+    return tuple(taken.flat), OutputForm(tree, parts)
+
+
+def _is_builtin(value: Any) -> bool:
+    if type(value) in (list, tuple, torch.Size):
+        return all(map(_is_builtin, value))
+    if type(value) is dict:
+        return all(map(_is_builtin, value.values()))
+    return isinstance(value, (fx.Proxy, torch.Tensor, int, float, complex, *CONSTANTS))
+
+
+class _Taken:
+    """Takes a result apart.
+
+    Args:
+        known: ids of objects that the model holds.
+
+    Attributes:
+        flat: what the graph returns.
+    """
+
+    def __init__(self, known: Container[int]) -> None:
+        self.flat: list[Any] = []
+        self._known = known
+        self._wholes: dict[int, Whole | None] = {}  # by id; None while its parts are taken
+        self._kinds: dict[type, bool] = {}  # of objects -> whether one of them holds a value
+
+    def part(self, value: Any) -> Part:
+        if isinstance(value, (fx.Proxy, torch.Tensor)):
+            self.flat.append(value)
+            return Value(len(self.flat) - 1)
+        if isinstance(value, _PLAIN) or id(value) in self._known:
+            return Constant(value)
+        if type(value) in _SEQUENCES:
+            return self._whole(value, (), tuple(value))
+        if type(value) in _MAPPINGS:
+            return self._whole(value, tuple(value), tuple(value.values()))
+        if _is_plain_class(type(value)):
+            return self._object(value)
+        raise _unreturnable(type(value))
+
+    def _object(self, value: Any) -> Whole:
+        before = len(self.flat)
+        whole = self._whole(value, tuple(vars(value)), tuple(vars(value).values()))
+        self._kinds[type(value)] = self._kinds.get(type(value), False) or len(self.flat) > before
+        return whole
+
+    def _whole(self, value: Any, names: tuple[Any, ...], values: tuple[Any, ...]) -> Whole:
+        if id(value) not in self._wholes:
+            self._wholes[id(value)] = None
+            number = len(self._wholes)
+            self._wholes[id(value)] = Whole(type(value), number, names, tuple(map(self.part, values)))
+        found = self._wholes[id(value)]
+        if found is None:
+            raise CaptureError(f"forward returns a {type(value).__qualname__} that holds itself")
+        return found
+
+    def check(self) -> None:
+        """Raise for an object without tensors: whether forward made it, or it was there before, is not known."""
+        for kind, holds_values in self._kinds.items():
+            if not holds_values:
+                raise _unreturnable(kind)
+
+
+def _is_plain_class(kind: type) -> bool:
+    """Whether an instance is its `__dict__` and nothing else."""
+    has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+    makes: Any = kind.__new__
+    return makes is object.__new__ and not has_slots and not _is_special(kind)
+
+
+def _is_special(kind: type) -> bool:
+    return issubclass(kind, nn.Module) or kind.__module__ in ("builtins", "types", "threading", "weakref")
+
+
+def _unreturnable(kind: type) -> CaptureError:
+    return CaptureError(
+        f"forward returns a {kind.__qualname__}, which a graph cannot return. Return tensors in built-in containers, "
+        "or register the type with torch.utils._pytree.register_pytree_node."
+    )

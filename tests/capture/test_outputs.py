@@ -1,0 +1,167 @@
+"""Objects that forward makes and returns: made anew at each call, as eager makes them."""
+
+import collections
+import enum
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp.errors import CaptureError
+
+BF16 = torch.bfloat16
+
+
+class Kind(enum.Enum):
+    FULL = 1
+
+
+class Layer:
+    is_sliding = False
+
+    def __init__(self):
+        self.keys = None
+        self.is_initialized = False
+
+    def update(self, keys):
+        self.dtype, self.device = keys.dtype, keys.device
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], -2)
+        self.is_initialized = True
+
+
+class Cache:
+    def __init__(self, layers):
+        self.layers = [Layer() for _ in range(layers)]
+        self.layer_class = Layer
+        self.kind = Kind.FULL
+        self.sizes = collections.OrderedDict()
+        self.first = self.layers[0]
+
+
+class Net(nn.Module):
+    def __init__(self, make=lambda cache, x: {"y": x, "cache": cache}):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.make = make
+        self.config = Layer()
+
+    def forward(self, x):
+        cache = Cache(3)
+        for place, block in enumerate(self.blocks):
+            x = block(x)
+            cache.layers[place].update(x)
+            cache.sizes[place] = x.shape[0]
+        return self.make(cache, x)
+
+
+def converted_and_plain(make=lambda cache, x: {"y": x, "cache": cache}, **more):
+    model = Net(make)
+    return fxamp.convert(model, BF16, capture="symbolic", **more), model
+
+
+def test_an_object_comes_back_as_eager_makes_it():
+    model, plain = converted_and_plain()
+    x = torch.randn(4, 8)
+    found, expected = model(x)["cache"], plain(x)["cache"]
+    assert type(found) is Cache and found.kind is Kind.FULL and found.layer_class is Layer
+    assert list(vars(found)) == list(vars(expected)) and found.sizes == expected.sizes
+    assert found.first is found.layers[0] and type(found.sizes) is collections.OrderedDict
+    for own, other in zip(found.layers, expected.layers, strict=True):
+        assert {**vars(own), "keys": 0} == {**vars(other), "keys": 0}
+        assert (own.keys is None) == (other.keys is None)
+        if own.keys is not None:
+            torch.testing.assert_close(own.keys, other.keys, rtol=0.02, atol=0.02)
+
+
+def test_each_call_makes_its_own():
+    model, _ = converted_and_plain()
+    one, other = model(torch.zeros(4, 8))["cache"], model(torch.ones(4, 8))["cache"]
+    one.layers.append("mine")
+    one.sizes["mine"] = one.first.note = 1
+    assert len(other.layers) == len(model(torch.zeros(4, 8))["cache"].layers) == 3
+    assert "mine" not in other.sizes and not hasattr(other.first, "note")
+    assert not torch.equal(one.first.keys, other.first.keys)
+    assert model(torch.ones(2, 8))["cache"].sizes == {0: 2, 1: 2}
+
+
+def test_gradients_flow_through_it():
+    model, plain = converted_and_plain()
+    x = torch.randn(4, 8)
+    for net in (model, plain):
+        net.zero_grad()
+        cache = net(x)["cache"]
+        (cache.layers[0].keys.square().mean() + cache.layers[1].keys.sum()).backward()
+        net.grads = [parameter.grad.clone() for parameter in net.parameters()]
+    for own, other in zip(model.grads, plain.grads, strict=True):
+        torch.testing.assert_close(own, other, rtol=0.05, atol=0.05)
+
+
+def test_what_the_model_holds_stays_itself():
+    class Holding(Net):
+        def forward(self, x):
+            result = super().forward(x)
+            result["cache"].config = self.config
+            return result
+
+    model = Holding()
+    result = fxamp.convert(model, BF16, capture="symbolic")(torch.randn(2, 8))
+    assert result["cache"].config is model.config
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+def test_at_every_opt_level(opt_level):
+    model, _ = converted_and_plain(opt_level=opt_level)
+    cache = model(torch.randn(4, 8))["cache"]
+    assert cache.layers[1].keys.dtype == cache.layers[1].dtype == torch.float32
+
+
+class Slots:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+class OfItsOwn(dict):
+    pass
+
+
+class Ring:
+    def __init__(self, x):
+        self.x, self.self = x, self
+
+
+MADE_BEFORE = Layer()
+
+
+def with_what_was_there(cache, x):
+    cache.other = [Layer(), collections.deque([x])]
+    return cache
+
+
+def with_an_object_of_unknown_age(cache, x):
+    holder = Ring.__new__(Ring)
+    holder.x, holder.config = x, MADE_BEFORE
+    return holder
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda cache, x: Slots(x),
+        lambda cache, x: OfItsOwn(x=x),
+        lambda cache, x: Ring(x),
+        with_what_was_there,
+        with_an_object_of_unknown_age,
+    ],
+)
+def test_what_cannot_be_made_anew_is_left_to_dynamo(make):
+    with pytest.raises(CaptureError, match="forward returns a"):
+        converted_and_plain(make)
+    torch._dynamo.reset()
+    plain, x = Net(make), torch.randn(2, 8)
+    converted = fxamp.convert(plain, BF16)
+    assert type(converted(x)) is type(plain(x))
+    assert fxamp.report(converted).captures == ("dynamo",)
