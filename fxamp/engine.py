@@ -10,13 +10,14 @@ import dataclasses
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fxamp.autocasting import outside_autocast, run_low
 from fxamp.capture.inputs import CallSpec, call_key, flatten_call
 from fxamp.capture.reads import Place
 from fxamp.capture.refusals import Refusals
@@ -97,10 +98,12 @@ class Engine:
                 self.tell(module)
         except CaptureError as error:
             self.fall_back(module, error)
+            if self.options.opt_level != "O1":
+                return outside_autocast(run_low, module, self.options, args, kwargs)
             return self._call_dynamo(module, args, kwargs)
         if not self.blocks:
-            return _outside_autocast(variant.compiled.run, module, *inputs)
-        result = _outside_autocast(variant.compiled.run, module, *inputs)
+            return outside_autocast(variant.compiled.run, module, *inputs)
+        result = outside_autocast(variant.compiled.run, module, *inputs)
         self.tell(module)  # of graphs that the blocks have made
         return result
 
@@ -136,23 +139,29 @@ class Engine:
         Before any call was captured it is convert()'s preview that failed, which says nothing of the calls to come.
 
         Raises:
-            CaptureError: the reason, where the user asked for symbolic capture, or for O2 or O3.
+            CaptureError: the reason, where the user asked for symbolic capture, or trains at O2 or O3.
         """
-        if self.options.capture == "symbolic" or self.options.opt_level != "O1":
+        is_o1 = self.options.opt_level == "O1"
+        if self.options.capture == "symbolic" or not (is_o1 or self._may_run_low()):
             raise reason
         text, name = str(reason), type(module).__qualname__
         if self.fingerprint is None:
             log.info("no preview of %s from assumed types; its first call decides how it is captured: %s", name, text)
         elif text not in self.fallbacks:
             level = logging.DEBUG if self.fallbacks else logging.INFO
-            instead = "runs as written around its blocks" if self.blocks else "captured by Dynamo"
+            instead = "captured by Dynamo" if is_o1 else "runs as torch.autocast would, as no gradients are asked for"
+            instead = "runs as written around its blocks" if self.blocks else instead
             log.log(level, "%s: %s, because symbolic capture cannot follow it: %s", name, instead, text)
             self.fallbacks[text] = None
+
+    def _may_run_low(self) -> bool:
+        """Whether a call is one of inference, of a model whose weights are stored low by now."""
+        return bool(self.variants) and not torch.is_grad_enabled()
 
     def _call_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base: Any = type(module)._fxamp_base  # type: ignore[attr-defined]
         self.others.check(module)
-        result = _outside_autocast(self.dynamo, base, module, args, kwargs)
+        result = outside_autocast(self.dynamo, base, module, args, kwargs)
         self.tell(module)
         return result
 
@@ -332,14 +341,6 @@ def _blocks_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Engine]:
     modules = dict(model.named_modules(remove_duplicate=False))
     engines = {path: engine_of(modules.get(path)) for path in paths}
     return {path: engine.current(modules[path]) for path, engine in engines.items() if engine is not None}
-
-
-def _outside_autocast(run: Callable[..., Any], *args: Any) -> Any:
-    """A converted model inside an autocast region makes its own casts, and only those."""
-    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            return run(*args)
-    return run(*args)
 
 
 def engine_of(model: Any) -> Engine | None:
