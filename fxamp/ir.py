@@ -38,6 +38,8 @@ GUESS = "fxamp_guess"
 GUESSED = "fxamp_guessed"
 # Set on a result that a caller gets and that others are computed from, see fxamp.passes.outputs.
 RESULT = "fxamp_result"
+# Set by a capture on the output node: positions, among the results, of tensors inside objects that forward makes.
+INSIDE_OBJECTS = "fxamp_inside_objects"
 # Set on an input that a caller of the model hands over, which nothing of the model has computed.
 FROM_CALLER = "fxamp_from_caller"
 # Set on a node that stands for an expression of the model: the ops it was written with, see fxamp.passes.fuse.
@@ -221,6 +223,14 @@ def nodes_in(argument: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.node.map_arg(argument, found.append)
     return found
+
+
+def as_computed(output: fx.Node) -> set[fx.Node]:
+    """The results that stand inside objects alone, which forward makes: they come back in the dtype they have."""
+    places = output.meta.get(INSIDE_OBJECTS, frozenset())
+    results: Any = output.args[0] if places else ()
+    inside = {node for place in places for node in nodes_in(results[place])}
+    return inside.difference(*(nodes_in(value) for place, value in enumerate(results) if place not in places))
 
 
 def argument_of(node: fx.Node, position: int, keyword: str, default: Any = None) -> Any:

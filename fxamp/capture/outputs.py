@@ -26,10 +26,13 @@ class OutputForm:
     Attributes:
         tree: of containers that pytree knows.
         leaves: how each of its leaves is made; none where they are the graph's outputs in order.
+        inside_objects: places of the graph's outputs that objects hold. They come in the dtype that they are computed
+            in: a cache of keys and values in float32 would be twice the bytes, and two more casts of each.
     """
 
     tree: pytree.TreeSpec
-    leaves: tuple["Part", ...]
+    leaves: tuple["Part", ...] = ()
+    inside_objects: frozenset[int] = frozenset()
 
     def build(self, flat: Sequence[Any]) -> Any:
         """What forward returns in a call whose graph returns `flat`."""
@@ -107,11 +110,11 @@ def flatten_output(result: Any, root: nn.Module) -> tuple[Any, OutputForm | None
         return result, None
     leaves, tree = pytree.tree_flatten(result)
     if all(map(_is_builtin, leaves)):
-        return tuple(leaves), OutputForm(tree, ())
+        return tuple(leaves), OutputForm(tree)
     taken = _Taken({id(value) for module in root.modules() for value in vars(module).values()})
     parts = tuple(map(taken.part, leaves))
     taken.check()
-    return tuple(taken.flat), OutputForm(tree, parts)
+    return tuple(taken.flat), OutputForm(tree, parts, frozenset(taken.inside_objects))
 
 
 def _is_builtin(value: Any) -> bool:
@@ -130,10 +133,12 @@ class _Taken:
 
     Attributes:
         flat: what the graph returns.
+        inside_objects: places in it.
     """
 
     def __init__(self, known: Container[int]) -> None:
         self.flat: list[Any] = []
+        self.inside_objects: set[int] = set()
         self._known = known
         self._wholes: dict[int, Whole | None] = {}  # by id; None while its parts are taken
         self._kinds: dict[type, bool] = {}  # of objects -> whether one of them holds a value
@@ -156,6 +161,7 @@ class _Taken:
         before = len(self.flat)
         whole = self._whole(value, tuple(vars(value)), tuple(vars(value).values()))
         self._kinds[type(value)] = self._kinds.get(type(value), False) or len(self.flat) > before
+        self.inside_objects.update(range(before, len(self.flat)))
         return whole
 
     def _whole(self, value: Any, names: tuple[Any, ...], values: tuple[Any, ...]) -> Whole:

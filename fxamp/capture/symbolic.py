@@ -188,6 +188,8 @@ class SymbolicTracer(fx.Tracer):
             self._reads.noted(),
         ):
             graph = super().trace(root)
+        if self.output_form is not None and self.output_form.inside_objects:
+            graph.output_node().meta[ir.INSIDE_OBJECTS] = self.output_form.inside_objects
         self.state, self.settings = self._reads.cells(self._numbers.decided), self._reads.settings
         return graph
 

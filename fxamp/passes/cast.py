@@ -71,10 +71,10 @@ class InsertCasts(Pass):
         return found
 
     def _wanted(self, node: fx.Node, read: Read) -> torch.dtype | None:
-        if node.op == "output":
-            return self.output_dtype
         if read.mode == "any":
             return None
+        if node.op == "output":
+            return self.output_dtype
         if read.mode in ("high", "low"):
             return torch.float32 if read.mode == "high" else self.policy.low
         precision = ir.mark(node).precision

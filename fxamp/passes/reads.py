@@ -43,7 +43,7 @@ def float_reads(node: fx.Node, lists: OpLists, output_mode: Mode = "high") -> li
 
 def _mode(node: fx.Node, argument: ir.Operand, lists: OpLists, output_mode: Mode) -> Mode:
     if node.op == "output":
-        return output_mode
+        return "any" if argument.value in ir.as_computed(node) else output_mode
     op = ir.mark(node).op
     if op in TRAITS["shape_result"] or (op == "getattr" and not ir.holds_float32(node)):
         return "any"
