@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -9,6 +10,7 @@ from torch import fx
 from fxamp import ir
 from fxamp.ir import TensorType
 from fxamp.passes.base import Pass
+from fxamp.passes.reads import dtype_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Normalise(Pass):
     4. A list of tensors passed whole (`cat(x.chunk(2))`) is passed item by item.
     5. Operands that torch knows by position stand there: `torch.add(input=x, other=y)` is `torch.add(x, y)`.
     6. A value that nobody reads is not computed, unless computing it does something else too.
-    7. What torch.export asserts of a tensor's dtype and strides before each conversion speaks of the fp32 run: it goes.
+    7. An empty tensor that `cat` skips is none of its operands: it would have a dtype. (A cache of keys begins so.)
+    8. What torch.export asserts of a tensor's dtype and strides before each conversion speaks of the fp32 run: it goes.
     """
 
     def apply(self, graph: fx.Graph) -> bool:
@@ -33,6 +36,7 @@ class Normalise(Pass):
         for node in list(graph.nodes):
             changed = _put_operands_in_place(node) or changed
             changed = _respell(graph, node) or changed
+            changed = _leave_out_empty(node) or changed
             changed = (
                 _drop_relative_conversion(graph, node)
                 or _forget_relative_dtype(node)
@@ -95,6 +99,31 @@ def _put_operands_in_place(node: fx.Node) -> bool:
             node.kwargs = kwargs
             changed = True
     return changed
+
+
+def _leave_out_empty(node: fx.Node) -> bool:
+    """`cat([torch.tensor([]), x])` -> `cat([x])`, where the result's dtype is that of another operand."""
+    operands = ir.argument_of(node, 0, "tensors")
+    if ir.mark(node).op != "cat" or node.op != "call_function" or not isinstance(operands, (list, tuple)):
+        return False
+    kept = [operand for operand in operands if not _is_made_empty(operand)]
+    own = dtype_of(node)
+    if len(kept) == len(operands) or own is None or own not in map(dtype_of, kept):
+        return False
+    node.args = (kept, *node.args[1:]) if node.args else ()
+    node.kwargs = {**node.kwargs, **({} if node.args else {"tensors": kept})}
+    for operand in set(operands) - set(kept):
+        if not operand.users:
+            operand.graph.erase_node(operand)
+    return True
+
+
+def _is_made_empty(node: Any) -> bool:
+    """Whether it is `torch.tensor([])`, or `torch.empty(0)` and its like: one dimension of no elements."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or ir.mutated(node) or len(node.args) != 1:
+        return False
+    is_list = ir.mark(node).op == "tensor" and node.args[0] == []
+    return is_list or (ir.mark(node).op in ("empty", "zeros", "ones") and node.args[0] in (0, (0,), [0]))
 
 
 def _respell(graph: fx.Graph, node: fx.Node) -> bool:

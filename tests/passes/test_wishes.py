@@ -451,3 +451,41 @@ def test_lists_move_an_op():
     setting = stacked(lists=lists)
     assert_precision(setting, {"linear": "high list", "exp": "low list"})
     assert "lists=" in ir.mark(node_of(setting, "exp")).reason.text
+
+
+EMPTY = {
+    "tensor": lambda y: torch.tensor([], dtype=y.dtype, device=y.device),
+    "default dtype": lambda y: torch.tensor([]),
+    "empty": lambda y: torch.empty(0, dtype=FP32),
+    "zeros": lambda y: torch.zeros((0,)),
+}
+
+
+@pytest.mark.parametrize("empty", EMPTY.values(), ids=EMPTY)
+def test_an_empty_tensor_that_cat_skips_has_no_dtype_to_give(empty):
+    """A cache of keys begins with one: each key would be made float32 for it, and low again for attention."""
+
+    def model(x, w):
+        y = F.linear(x, w)
+        return F.linear(torch.cat([empty(y), y], dim=-1), w)
+
+    setting = rewritten(model, X, W)
+    assert_precision(setting, {"linear": "low", "cat": "low", "linear 1": "low"})
+    assert count_casts(setting) == count_casts(rewritten(lambda x, w: F.linear(torch.cat([F.linear(x, w)]), w), X, W))
+    with torch.autocast("cpu", BF16):
+        expected = model(X, W).float()
+    assert_same(run_graph(setting, X, W)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x, w: torch.cat([torch.tensor([], dtype=torch.float64), F.linear(x, w)], -1),  # the result is float64
+        lambda x, w: torch.cat([torch.empty(0, 8), F.linear(x, w)]),
+        lambda x, w: torch.cat([torch.tensor([0.5]), F.linear(x, w).flatten()]),
+        lambda x, w: torch.cat([torch.tensor([]), torch.empty(0)]) + F.linear(x, w).sum(),
+    ],
+)
+def test_other_operands_of_cat_stay(model):
+    operands = node_of(rewritten(model, X, W), "cat").args[0]
+    assert len(operands) == 2
