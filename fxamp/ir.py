@@ -158,6 +158,11 @@ def set_mark(node: fx.Node, **changes: Any) -> None:
     node.meta[MARK] = dataclasses.replace(mark(node), **changes)
 
 
+def keep_place(made: fx.Node, served: fx.Node) -> None:
+    """Give a node that a pass has made the source line and the modules of the node that it serves."""
+    made.meta.update({key: served.meta[key] for key in ("source", "nn_module_stack") if key in served.meta})
+
+
 # ---------------------------------------------------------------------------------------------------- names
 
 

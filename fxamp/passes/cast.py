@@ -117,7 +117,7 @@ def _make_cast(
 
 
 def _describe(node: fx.Node, value: fx.Node, kind: ir.ValueType, role: ir.Role) -> None:
-    node.meta.update({key: value.meta[key] for key in ("source", "nn_module_stack") if key in value.meta})
+    ir.keep_place(node, value)
     reason = Reason("cast", f"{value.name} is read in the other precision", value.name)
     ir.set_mark(node, type=kind, colour="clear", reason=reason, role=role, serves=value.name)
 

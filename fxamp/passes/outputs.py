@@ -57,7 +57,7 @@ class ConnectOutputs(Pass):
             return True
         with graph.inserting_after(copy):
             low = graph.call_method("to", (copy, self.low))
-        low.meta.update({key: value.meta[key] for key in ("source", "nn_module_stack") if key in value.meta})
+        ir.keep_place(low, value)
         reason = Reason("cast", f"{value.name} is a result too: the others are computed from what the caller gets")
         ir.set_mark(
             low, op="to", type=ir.mark(value).type, colour="clear", precision="low", reason=reason, role="cast",

@@ -237,7 +237,7 @@ def _pack(graph: fx.Graph, casts: list[fx.Node]) -> None:
 
 
 def _describe(packed: fx.Node, casts: list[fx.Node], results: list[fx.Node]) -> None:
-    packed.meta.update({key: casts[0].meta[key] for key in ("source", "nn_module_stack") if key in casts[0].meta})
+    ir.keep_place(packed, casts[0])
     size = sum(map(_nbytes, results)) / 2**20
     done = "cast" if is_weight_cast(casts[0]) else "padded"
     ir.set_mark(

@@ -315,7 +315,7 @@ class PadEditor:
         return self.aliases.epoch(value, reader), self.regions[reader]
 
     def _describe(self, made: fx.Node, of: fx.Node, kind: ir.ValueType, role: ir.Role, op: str, why: str) -> None:
-        made.meta.update({key: of.meta[key] for key in ("source", "nn_module_stack") if key in of.meta})
+        ir.keep_place(made, of)
         precision = ir.mark(of).precision if kind is not None else "none"
         made.meta[ir.MARK] = ir.Mark(op, kind, "clear", precision, Reason("pad", why, of.name), role, of.name)
 
