@@ -24,7 +24,6 @@ from fxamp.options import (
     check_blocks,
     check_model,
     check_options,
-    device_of,
     differing,
     module_of,
     say_what_is_inside,
@@ -36,7 +35,7 @@ from fxamp.review.plan import as_plan
 from fxamp.storage import lower_parameters, put_back, speak_float32
 from fxamp.unconverted import leave
 from fxamp.variant import Variant
-from fxamp.views import plain_tree, plain_view
+from fxamp.views import device_of, plain_tree, plain_view
 from fxamp.workshop import Workshop
 
 

@@ -19,11 +19,11 @@ from fxamp.capture.surroundings import idle_autocast
 from fxamp.capture.unseen import no_saved_tensor_hooks, unseen
 from fxamp.dynamo_variant import Rewrite, rewrite_dynamo_graph
 from fxamp.errors import OptionError
-from fxamp.options import Options, device_of
+from fxamp.options import Options
 from fxamp.runtime.apex_casts import casts_into
 from fxamp.switches import kept_switches
 from fxamp.variant import Variant
-from fxamp.views import plain_tree
+from fxamp.views import device_of, plain_tree
 
 log = logging.getLogger("fxamp")
 

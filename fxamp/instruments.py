@@ -12,9 +12,10 @@ from fxamp.engine import engine_of
 from fxamp.errors import OptionError
 from fxamp.numerics.ranges import LossFn, Ranges, check_batches, profile_converted, split_batch
 from fxamp.numerics.run import arguments
-from fxamp.options import check_model, check_options, device_of
+from fxamp.options import check_model, check_options
 from fxamp.review.announce import only_looking
 from fxamp.review.audit import Audit, audit_converted
+from fxamp.views import device_of
 
 _NOTHING = object()
 

@@ -19,8 +19,7 @@ from fxamp.lists import OpLists
 from fxamp.passes.rules import LEVELS, Level
 from fxamp.runtime.masters import MASTER
 from fxamp.storage import is_stored_low
-from fxamp.views import device_of as device_of
-from fxamp.views import nested
+from fxamp.views import device_of, nested
 
 log = logging.getLogger("fxamp")
 
