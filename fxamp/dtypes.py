@@ -24,6 +24,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Whether its numbers are rounded: floating or complex."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def resolve_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
     """The low dtype that `convert(dtype=...)` means on `device`.
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
-from fxamp.dtypes import LOW_DTYPES, dtype_name
+from fxamp.dtypes import LOW_DTYPES, dtype_name, is_inexact
 from fxamp.ir import Colour, Reason
 from fxamp.lists import TRAITS
 from fxamp.passes.literals import Fit
@@ -169,7 +169,7 @@ def _untouchable(ruling: Ruling, node: fx.Node) -> str | None:
         for found in ir.tensors_in(ir.mark(given).type):
             if found.dtype is None:
                 return f"the dtype of its input {given.name} is not known before real inputs are seen"
-            if found.dtype != torch.float32 and _is_float(found.dtype) and not is_conversion(node):
+            if found.dtype != torch.float32 and is_inexact(found.dtype) and not is_conversion(node):
                 return f"its input {given.name} is {dtype_name(found.dtype)} by the user's own choice"
     if any(found.dtype is not None and found.dtype.is_complex for found in own):
         return "it makes complex numbers"
@@ -190,10 +190,6 @@ def _differentiates(user: fx.Node, node: fx.Node) -> bool:
         return any(_differentiates(reader, user) or _differentiates(reader, node) for reader in user.users)
     inputs = ir.argument_of(user, 1, "inputs") if user.target is torch.autograd.grad else None
     return node in ir.nodes_in(inputs)
-
-
-def _is_float(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 # Ops that pick rows: their backward adds the gradients of equal rows in the dtype of the table.

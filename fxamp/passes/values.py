@@ -4,7 +4,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
-from fxamp.dtypes import dtype_name
+from fxamp.dtypes import dtype_name, is_inexact
 from fxamp.lists import TRAITS
 from fxamp.passes.literals import destroyed_literal, is_beyond_range
 from fxamp.passes.reads import is_conversion
@@ -53,13 +53,9 @@ def _holds_long_integers(node: fx.Node) -> bool:
     if ir.mark(node).op == "one_hot":
         return False
     return any(
-        found.dtype is not None and not _is_inexact(found.dtype) and found.dtype not in _SHORT_INTEGERS
+        found.dtype is not None and not is_inexact(found.dtype) and found.dtype not in _SHORT_INTEGERS
         for found in ir.tensors_in(ir.mark(node).type)
     )
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def fix_destroyed_values(ruling: Ruling, node: fx.Node) -> None:
