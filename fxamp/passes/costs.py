@@ -13,8 +13,8 @@ from fxamp.lists import TRAITS
 LAUNCH_BYTES = 4 << 20
 # A cast reads 4 bytes and writes 2, or the reverse.
 BYTES_PER_CAST_ELEMENT = 6
-# Reading a whole embedding table low costs more than casting the rows that were gathered from it.
-_GATHERS = frozenset({"embedding", "embedding_bag"})
+# Ops that gather rows of a weight: casting these costs less than casting the whole table.
+GATHERS = frozenset({"embedding", "embedding_bag"})
 # Ops whose backward needs their first floating inputs, in the precision they ran in. derivatives.yaml of torch.
 _KEEPS_INPUTS = frozenset(
     """
@@ -60,8 +60,8 @@ class Costs:
         if not self.in_bytes:
             if not is_weight:
                 return LAUNCH_BYTES
-            return LAUNCH_BYTES + 1 if any(ir.mark(user).op in _GATHERS for user in value.users) else 1
-        is_packed = is_weight and any(ir.mark(user).op not in _GATHERS for user in value.users)
+            return LAUNCH_BYTES + 1 if any(ir.mark(user).op in GATHERS for user in value.users) else 1
+        is_packed = is_weight and any(ir.mark(user).op not in GATHERS for user in value.users)
         types = list(ir.tensors_in(ir.mark(value).type))
         elements = sum(math.prod(found.shape) for found in types if found.shape is not None)
         backward = 2 if any(found.requires_grad for found in types) else 1
@@ -79,7 +79,7 @@ class Costs:
 
     def high(self, node: fx.Node) -> int:
         """Extra bytes a free node moves when it runs high: 2 for every element read and written, and backward."""
-        if not self.in_bytes or ir.mark(node).op in TRAITS["view"] or ir.mark(node).op in _GATHERS:
+        if not self.in_bytes or ir.mark(node).op in TRAITS["view"] or ir.mark(node).op in GATHERS:
             return 0
         total, backward = 0, 1
         for value in (node, *node.all_input_nodes):

@@ -13,6 +13,7 @@ from fxamp.errors import InvariantError
 from fxamp.ir import Reason
 from fxamp.passes.alias import Aliases, find_aliases, grad_regions
 from fxamp.passes.base import Pass
+from fxamp.passes.costs import GATHERS
 from fxamp.passes.gemm_types import shape_of
 from fxamp.passes.reads import asked_dtype
 from fxamp.passes.verify import casts_minimal, operands_agree
@@ -21,8 +22,6 @@ from fxamp.runtime.padded_weights import Growth, grown
 
 # Bytes of low copies in one bucket: DistributedDataParallel sends as much at a time (`bucket_cap_mb=25`).
 BUCKET_BYTES = 25 << 20
-# Reading rows of a table is cheaper than casting the table: such a cast is there only because the cut wanted it.
-_GATHERS = frozenset({"embedding", "embedding_bag"})
 # Of their first argument they take sizes and strides, and its dtype where none is asked for.
 _READ_NO_NUMBER = frozenset(
     "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_zeros new_tensor".split()
@@ -147,7 +146,8 @@ def can_pack(node: fx.Node, aliases: Aliases) -> bool:
     is_copy = is_weight_cast(node) or is_weight_pad(node)
     if not is_copy or node.args[0] in aliases.storage_of or ir.mark(node).precision != "low":
         return False
-    return any(ir.mark(user).op not in _GATHERS for user in node.users)
+    # A table's cast that only gathers read is there because the cut wanted it.
+    return any(ir.mark(user).op not in GATHERS for user in node.users)
 
 
 def outputs_reached(graph: fx.Graph, aliases: Aliases) -> dict[fx.Node, int]:
