@@ -16,7 +16,7 @@ from fxamp.engine import Engine, engine_of
 from fxamp.errors import OptionError, nearest
 from fxamp.ir import Colour
 from fxamp.lists import OpLists
-from fxamp.passes.rules import LEVELS, Level
+from fxamp.passes.policy import LEVELS, Level
 from fxamp.runtime.masters import MASTER
 from fxamp.storage import is_stored_low
 from fxamp.views import device_of, nested

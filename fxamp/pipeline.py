@@ -30,7 +30,7 @@ from fxamp.passes.overrides import names_kept
 from fxamp.passes.pack import PackWeights
 from fxamp.passes.pad import PadGemms
 from fxamp.passes.pin import Decide, PinNodes
-from fxamp.passes.rules import Policy
+from fxamp.passes.policy import Policy
 from fxamp.passes.settle_writes import SettleWrites
 from fxamp.passes.types import InferTypes
 from fxamp.passes.verify import ALWAYS, keeps_state, outputs_have, types_hold

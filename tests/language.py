@@ -30,7 +30,7 @@ from fxamp.passes.cast import InsertCasts
 from fxamp.passes.colour import ColourNodes
 from fxamp.passes.literals import fit_in
 from fxamp.passes.normalise import Normalise
-from fxamp.passes.rules import Policy
+from fxamp.passes.policy import Policy
 from fxamp.passes.settle_writes import SettleWrites
 from fxamp.passes.types import InferTypes
 from fxamp.passes.verify import ALWAYS

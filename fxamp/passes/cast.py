@@ -10,8 +10,8 @@ from fxamp import ir
 from fxamp.ir import Reason
 from fxamp.passes.alias import Aliases, find_aliases, grad_modes, grad_regions
 from fxamp.passes.base import Pass
+from fxamp.passes.policy import Policy
 from fxamp.passes.reads import Read, float_reads
-from fxamp.passes.rules import Policy
 from fxamp.passes.verify import casts_minimal, operands_agree, writes_land
 
 

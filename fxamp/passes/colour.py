@@ -15,8 +15,10 @@ from fxamp.passes.base import Pass
 from fxamp.passes.costs import Costs
 from fxamp.passes.literals import Fit
 from fxamp.passes.mincut import HIGH, LOW, Problem, SharedValue
+from fxamp.passes.policy import Policy
 from fxamp.passes.reads import float_reads
-from fxamp.passes.rules import Policy, Ruling, Verdict, apply_rules
+from fxamp.passes.rules import apply_rules
+from fxamp.passes.ruling import Ruling, Verdict
 from fxamp.passes.settle_writes import must_be_high
 from fxamp.passes.verify import every_node_coloured
 

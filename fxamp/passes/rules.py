@@ -23,14 +23,12 @@ from fxamp.lists import TRAITS
 from fxamp.passes.literals import Fit
 from fxamp.passes.overrides import override_for, protected_part
 from fxamp.passes.pin import follow_pin
-from fxamp.passes.policy import LEVELS, Level, Policy
+from fxamp.passes.policy import Policy
 from fxamp.passes.reads import Read, asked_dtype, converts_to, is_conversion
 from fxamp.passes.ruling import Ruling, Verdict, start_ruling
 from fxamp.passes.spread import keep_last_sums, mark_born, protect_domains, spread_deny
 from fxamp.passes.streams import protect_streams
 from fxamp.passes.values import fix_destroyed_values, is_dot_product, is_sum_of_squares, mark_integers, spread_taint
-
-__all__ = ["LEVELS", "Level", "Policy", "Ruling", "Verdict", "apply_rules"]
 
 
 def apply_rules(graph: fx.Graph, policy: Policy, fit_of: Callable[[fx.Node], Fit]) -> Ruling:

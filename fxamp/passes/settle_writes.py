@@ -12,7 +12,9 @@ from fxamp import ir
 from fxamp.passes.alias import Storage, may_share
 from fxamp.passes.base import Pass
 from fxamp.passes.literals import Fit
-from fxamp.passes.rules import Policy, Ruling, apply_rules
+from fxamp.passes.policy import Policy
+from fxamp.passes.rules import apply_rules
+from fxamp.passes.ruling import Ruling
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ from review_cases import FP16, Two
 
 import fxamp
 from fxamp.errors import OptionError
-from fxamp.options import LEVELS, OPT_LEVELS
+from fxamp.options import OPT_LEVELS
+from fxamp.passes.policy import LEVELS
 from fxamp.review.match import Place
 from fxamp.review.plan import Plan, load_plan, plan_of, plan_text
 from fxamp.review.report import report
