@@ -22,14 +22,11 @@ from fxamp.runtime.masters import (
     master_of,
     resync,
     round_into,
-    set_master,
 )
 from fxamp.runtime.rounding import Compensation, StochasticRounding
 from fxamp.runtime.stand_ins import StandIns, buckets, step_of_each
 from fxamp.runtime.whole_calls import call_on_stand_ins, give_back_gradients, has_own_method, is_trained
 from fxamp.runtime.wide_state import widen_state_
-
-__all__ = ["MasterWeightOptimizer", "master_of", "set_master"]
 
 BUCKET_BYTES = 64 * 2**20  # of float32 gradients alive at once
 HOOK_TABLES = (

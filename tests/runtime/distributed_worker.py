@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxamp.errors import OptionError, ScaleCollapseError
 from fxamp.runtime.distributed import reduce_gradients_in
-from fxamp.runtime.master_weights import MasterWeightOptimizer, master_of
+from fxamp.runtime.master_weights import MasterWeightOptimizer
+from fxamp.runtime.masters import master_of
 from fxamp.runtime.scaler import LossScaler
 
 

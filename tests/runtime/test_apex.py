@@ -9,7 +9,8 @@ from fxamp.errors import CheckpointError, OptionError
 from fxamp.runtime import apex as amp
 from fxamp.runtime.apex_casts import registry
 from fxamp.runtime.apex_options import properties
-from fxamp.runtime.master_weights import MasterWeightOptimizer, master_of
+from fxamp.runtime.master_weights import MasterWeightOptimizer
+from fxamp.runtime.masters import master_of
 
 
 def convert(model, *, dtype=None, opt_level="O1", **options):

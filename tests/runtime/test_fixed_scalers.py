@@ -7,7 +7,8 @@ import torch
 
 from fxamp.errors import CheckpointError, OptionError, ScaleCollapseError
 from fxamp.runtime.fixed_scalers import NoOpLossScaler, StaticLossScaler, scaler_for
-from fxamp.runtime.master_weights import MasterWeightOptimizer, master_of
+from fxamp.runtime.master_weights import MasterWeightOptimizer
+from fxamp.runtime.masters import master_of
 from fxamp.runtime.scaler import LossScaler
 
 

@@ -9,7 +9,8 @@ import torch
 
 import fxamp
 from fxamp.errors import OptionError
-from fxamp.runtime.master_weights import MasterWeightOptimizer, master_of
+from fxamp.runtime.master_weights import MasterWeightOptimizer
+from fxamp.runtime.masters import master_of
 
 KINDS = ("fp32", "kahan", "stochastic")
 

@@ -5,7 +5,8 @@ import torch
 
 from fxamp.runtime import apex as amp
 from fxamp.runtime.fixed_scalers import NoOpLossScaler
-from fxamp.runtime.master_weights import MasterWeightOptimizer, master_of
+from fxamp.runtime.master_weights import MasterWeightOptimizer
+from fxamp.runtime.masters import master_of
 from fxamp.runtime.scaler import LossScaler
 
 SIZES = (3, 5, 2)

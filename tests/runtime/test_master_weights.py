@@ -11,8 +11,8 @@ from runtime_instruments import PeakBytes, ThirdParty
 
 from fxamp.errors import OptionError
 from fxamp.runtime import device_skip
-from fxamp.runtime.master_weights import MasterWeightOptimizer, master_of, set_master
-from fxamp.runtime.masters import is_low
+from fxamp.runtime.master_weights import MasterWeightOptimizer
+from fxamp.runtime.masters import is_low, master_of, set_master
 from fxamp.runtime.rounding import stochastic_round
 from fxamp.runtime.scaler import LossScaler
 

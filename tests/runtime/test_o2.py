@@ -12,7 +12,7 @@ from fxamp.runtime import (
     save_checkpoint,
 )
 from fxamp.runtime import apex as amp
-from fxamp.runtime.master_weights import master_of
+from fxamp.runtime.masters import master_of
 
 
 def plain(seed=0):

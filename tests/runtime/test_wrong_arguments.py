@@ -9,7 +9,7 @@ import torch
 import fxamp
 from fxamp.errors import FxampError, OptionError
 from fxamp.runtime import apex as amp
-from fxamp.runtime.master_weights import set_master
+from fxamp.runtime.masters import set_master
 
 HUGE = 10**400  # an int that no float holds
 
