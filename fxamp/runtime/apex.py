@@ -70,7 +70,7 @@ __all__ = [
     "state_dict",
 ]
 
-logger = logging.getLogger("fxamp")
+log = logging.getLogger("fxamp")
 
 Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
 
@@ -150,7 +150,7 @@ def initialize(
     check_optimizers(optimizer_list)
     scalers = [scaler_of(chosen, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
     if verbosity:
-        logger.info("opt_level %s: %s\n%s", opt_level, BRIEF[opt_level], table(chosen))
+        log.info("opt_level %s: %s\n%s", opt_level, BRIEF[opt_level], table(chosen))
     options = {**convert_options, "output_dtype": cast_model_outputs or torch.float32}
     was, casting.low = casting.low, low_of(chosen, model_list, options)
     try:

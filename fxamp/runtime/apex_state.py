@@ -15,7 +15,7 @@ from fxamp.runtime.fixed_scalers import StaticLossScaler
 from fxamp.runtime.scale_rule import ANY_SCALE, checked_scale
 from fxamp.runtime.scaler import LossScaler
 
-logger = logging.getLogger("fxamp")
+log = logging.getLogger("fxamp")
 
 State = dict[str, dict[str, float]]
 
@@ -54,7 +54,7 @@ def load(scalers: list[LossScaler], state: State) -> None:
     if unexpected:
         raise CheckpointError(f"Unexpected keys {unexpected}; apex's state has loss_scaler0, loss_scaler1, ...")
     if len(state) != len(scalers):
-        logger.warning("the state has %d loss scalers, initialize() made %d", len(state), len(scalers))
+        log.warning("the state has %d loss scalers, initialize() made %d", len(state), len(scalers))
     numbers = {key: _numbers_of(key, given) for key, given in state.items()}
     for number, scaler in enumerate(scalers):
         if f"loss_scaler{number}" in numbers:

@@ -17,7 +17,7 @@ from fxamp import words
 from fxamp.errors import OptionError
 from fxamp.runtime import distributed
 
-logger = logging.getLogger("fxamp")
+log = logging.getLogger("fxamp")
 
 NAMED = 8  # parameters listed in a message before it says how many more there are
 
@@ -171,7 +171,7 @@ def warn_of_pure_bfloat16(optimizer: torch.optim.Optimizer) -> None:
     """Log a warning if an optimizer updates bfloat16 parameters directly."""
     pure = [name for name, p in names(optimizer) if p.dtype == torch.bfloat16 and p.requires_grad]
     if pure and not hasattr(optimizer, "widen_gradients_"):
-        logger.warning(
+        log.warning(
             "%s updates bfloat16 parameters directly (%s): an update below 2^-9 of a weight is lost. Unless it "
             "compensates by itself, wrap it: fxamp.MasterWeightOptimizer(optimizer), or with masters='kahan' or "
             "'stochastic' to save memory.",

@@ -21,7 +21,7 @@ from fxamp.runtime.optimizer_steps import note_step
 from fxamp.runtime.scaler import LossScaler
 from fxamp.runtime.step_result import StepResult
 
-logger = logging.getLogger("fxamp")
+log = logging.getLogger("fxamp")
 
 WARM_UP = 3  # eager steps, skipped ones not counted, before the first capture: they create optimizer state
 MAX_GRAPHS = 8  # each keeps its own activations
@@ -126,13 +126,13 @@ class GraphedStep:
             self._why_eager = "a batch is not on a CUDA device"
         if self._why_eager is not None and not self._has_said_why:
             self._has_said_why = True
-            logger.info("GraphedStep runs eagerly: %s", self._why_eager)
+            log.info("GraphedStep runs eagerly: %s", self._why_eager)
 
     def _run_eagerly(self, why: str) -> None:
         """From now on, and say so."""
         self._graphs.clear()
         self._why_eager, self._has_said_why = why, True
-        logger.warning("GraphedStep runs eagerly: %s", why)
+        log.warning("GraphedStep runs eagerly: %s", why)
 
     def _forget_graphs_at_load(self) -> None:
         """A loaded state is other tensors than those that graphs write."""
@@ -148,7 +148,7 @@ class GraphedStep:
 
     def _start_again(self, why: str) -> None:
         if self._graphs:
-            logger.info("GraphedStep captures anew: %s", why)
+            log.info("GraphedStep captures anew: %s", why)
         self._graphs.clear()
         self._rates = []
         self._warm_steps = 0
@@ -226,7 +226,7 @@ class GraphedStep:
         self._has_said_full = True
         every = [dict.fromkeys(seen[2]) for seen in (*self._graphs, key)]
         changed = sorted({name for one in every for name, value in one if (name, value) not in every[0]})
-        logger.warning(
+        log.warning(
             "GraphedStep has its %d graphs; what needs another one runs eagerly.%s%s",
             self.max_graphs,
             f" What changes: {', '.join(changed)}." if changed else "",

@@ -6,7 +6,7 @@ import torch
 
 from fxamp.runtime.distributed import groups_of, local, several_ranks
 
-logger = logging.getLogger("fxamp")
+log = logging.getLogger("fxamp")
 
 MANTISSA_CUT = 16  # bits of a float32 that a bfloat16 lacks
 
@@ -95,7 +95,7 @@ class StochasticRounding:
         """Round updated values into parameters."""
         if not self._has_warned and several_ranks() and not groups_of(low):
             self._has_warned = True
-            logger.warning(
+            log.warning(
                 "masters='stochastic' rounds with this rank's random numbers: replicas drift apart unless all ranks "
                 "draw the same ones (one torch.manual_seed, no other draws between). masters='kahan' draws none."
             )

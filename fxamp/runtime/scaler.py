@@ -16,7 +16,7 @@ from fxamp.runtime.scaler_base import ScalerBase, needs_scaling
 from fxamp.runtime.scaler_state import combined_found_inf
 from fxamp.runtime.step_result import Gradients, HostCopy, StepResult, result_of
 
-logger = logging.getLogger("fxamp")
+log = logging.getLogger("fxamp")
 
 
 class LossScaler(ScalerBase):
@@ -75,7 +75,7 @@ class LossScaler(ScalerBase):
     ) -> None:
         rule = ScaleRule(growth_factor, backoff_factor, growth_interval, hysteresis, refill, min_scale, max_scale)
         if dtype is not None and not needs_scaling(dtype) and enabled:
-            logger.info("%s has float32's range: the loss scaler is switched off", str(dtype).removeprefix("torch."))
+            log.info("%s has float32's range: the loss scaler is switched off", str(dtype).removeprefix("torch."))
             enabled = False
         super().__init__(rule, init_scale, enabled=enabled, device=device, max_skips=max_skips)
         self.process_group = arguments.checked_group(process_group)
@@ -250,7 +250,7 @@ class LossScaler(ScalerBase):
     def _empty_step(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> StepResult:
         if not self._has_warned_empty:
             self._has_warned_empty = True
-            logger.warning("step() did nothing: %s", gradients.why_none(optimizer))
+            log.warning("step() did nothing: %s", gradients.why_none(optimizer))
         state["found_inf_per_device"] = {}
         assert self._scale is not None
         return result_of(optimizer, torch.ones_like(self._scale), self._scale, self._about(optimizer))

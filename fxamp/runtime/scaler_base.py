@@ -1,7 +1,6 @@
 """What a loss scaler is between steps: its constants, its state on the device, saving and copying it."""
 
 import collections
-import logging
 import weakref
 from typing import Any
 
@@ -14,8 +13,6 @@ from fxamp.runtime import gradients, scaler_state
 from fxamp.runtime.arguments import checked_device, checked_flag, plain_number, refuse_containers
 from fxamp.runtime.scale_rule import ScaleRule, checked_scale
 from fxamp.runtime.watch import ScaleRecord, ScaleWatch
-
-logger = logging.getLogger("fxamp")
 
 RIGHT_ORDER = "scaler.scale(loss).backward(); [scaler.unscale_(optimizer);] scaler.step(optimizer); scaler.update()"
 

@@ -11,7 +11,7 @@ import torch
 
 from fxamp.errors import OptionError
 
-logger = logging.getLogger("fxamp")
+log = logging.getLogger("fxamp")
 
 FIRST_CAPABILITY = (8, 0)  # Ampere
 
@@ -74,5 +74,5 @@ def set_tf32(enabled: bool | Tf32 = True) -> Tf32:
     # The older switches: after its newer setters torch refuses its older getters, which others call.
     torch.backends.cuda.matmul.allow_tf32 = wanted.matmul
     torch.backends.cudnn.allow_tf32 = wanted.convolution
-    logger.info("%s (before: %s)", tf32_state(), before)
+    log.info("%s (before: %s)", tf32_state(), before)
     return before

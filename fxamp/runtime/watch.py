@@ -9,7 +9,7 @@ from fxamp.errors import ScaleCollapseError
 from fxamp.runtime import gradients
 from fxamp.runtime.step_result import HostCopy
 
-logger = logging.getLogger("fxamp")
+log = logging.getLogger("fxamp")
 
 SETTLED_AFTER = 100  # good steps in a row before the first calibration counts as finished
 RATE_WINDOW = 200  # steps over which the skip rate is judged
@@ -93,7 +93,7 @@ class ScaleWatch:
         if not self._has_settled and self.good_steps == self.settled_after:
             self._has_settled = True
             self._recent.clear()
-            logger.info(
+            log.info(
                 "loss scale settled at %g after %d skipped steps (normal while it calibrates)",
                 scale,
                 self.skipped_steps,
@@ -101,7 +101,7 @@ class ScaleWatch:
         rate = sum(self._recent) / RATE_WINDOW
         if not self._has_warned and len(self._recent) == RATE_WINDOW and rate > HIGH_SKIP_RATE:
             self._has_warned = True
-            logger.warning(
+            log.warning(
                 "%.0f %% of the last %d steps were skipped for non-finite gradients (usual: below "
                 "0.1 %%); the loss scale is %g. StepResult.nonfinite names the parameters; clip gradients, "
                 "or use bfloat16.",

@@ -7,7 +7,7 @@ import torch
 
 from fxamp.dtypes import dtype_name
 
-logger = logging.getLogger("fxamp")
+log = logging.getLogger("fxamp")
 
 
 def widen_state_(optimizer: torch.optim.Optimizer, low: list[torch.Tensor]) -> None:
@@ -27,7 +27,7 @@ def widen_state_(optimizer: torch.optim.Optimizer, low: list[torch.Tensor]) -> N
             state["sum"].fill_(optimizer.defaults["initial_accumulator_value"])
     if rounded:
         name = type(optimizer).__name__
-        logger.warning(
+        log.warning(
             "The state of %d parameters of %s was %s before it was wrapped: it has been rounded, and what was below "
             "the smallest number is 0. To load a state, wrap %s first and load into the wrapper: "
             "optimizer = fxamp.MasterWeightOptimizer(%s(...)); optimizer.load_state_dict(state).",
