@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError
 
 
@@ -36,7 +37,7 @@ class Extent:
         return bool(self.infs) and not self.nans and self.low in (0.0, None) and self.high in (0.0, None)
 
     def __str__(self) -> str:
-        kind = str(self.dtype).removeprefix("torch.")
+        kind = dtype_name(self.dtype)
         span = "nothing finite" if self.low is None else f"[{self.low:.4g}, {self.high:.4g}]"
         bad = [f"{count} {word}" for count, word in ((self.nans, "nan"), (self.infs, "inf")) if count]
         return f"{kind} {list(self.shape)} {span}" + (f", {' and '.join(bad)}" if bad else "")

@@ -9,6 +9,7 @@ import torch
 
 from fxamp.counting import results
 from fxamp.counting.speed.judge import Row
+from fxamp.dtypes import dtype_name
 
 STARTED = "started, and not ended"
 """In the file while a mode is built or timed; a process that crashes leaves it there."""
@@ -78,7 +79,7 @@ class Rows:
     def record(self) -> dict[str, Any]:
         """What the file holds."""
         seconds = time.perf_counter() - self.start + (self.before or {}).get("seconds", 0.0)
-        data = {"dtype": str(self.dtype).removeprefix("torch."), "tiny": self.tiny, "rows": self.found}
+        data = {"dtype": dtype_name(self.dtype), "tiny": self.tiny, "rows": self.found}
         return results.make("tools/gpu_speed", self.typed, data, seconds, self.device)
 
 
