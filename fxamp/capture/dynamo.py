@@ -16,7 +16,7 @@ from fxamp.capture.captured import Captured
 from fxamp.capture.checkpoints import open_checkpoints
 from fxamp.capture.inference_regions import as_no_grad
 from fxamp.capture.inputs import flatten_call
-from fxamp.capture.locations import is_foreign
+from fxamp.capture.locations import is_library_file
 from fxamp.capture.memory import note_memory
 from fxamp.capture.recurrent import name_first_states
 from fxamp.capture.source_names import converts_relatively, is_dtype_of_a_value, names_of_dtypes
@@ -139,7 +139,7 @@ def _is_floating(node: fx.Node) -> bool:
 
 
 def _source_line(node: fx.Node) -> str:
-    lines = [line for line in _LINE.findall(node.meta.get("stack_trace") or "") if not is_foreign(line[0])]
+    lines = [line for line in _LINE.findall(node.meta.get("stack_trace") or "") if not is_library_file(line[0])]
     return f"{lines[-1][0]}:{lines[-1][1]}" if lines else ""
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-from fxamp.capture.locations import is_foreign
+from fxamp.capture.locations import is_library_file
 from fxamp.errors import CaptureError
 
 Hear = Callable[[str, str], None]  # a function, and why it is given up and what to do
@@ -143,7 +143,7 @@ _overheard = _Overheard()
 def _in_words(error: Exception) -> str:
     """Dynamo's error in one line, with the user's line that it tells of, and the remedy."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    places = [f"{file}:{line}" for file, line in _LINE.findall(str(error)) if not is_foreign(file)]
+    places = [f"{file}:{line}" for file, line in _LINE.findall(str(error)) if not is_library_file(file)]
     at = f" at {places[-1]}" if places else ""
     text = lines[0].rstrip(".: ") if lines else "no text"
     return f"Dynamo fails{at} with {type(error).__name__}: {text}. {_REWRITE}"

@@ -18,7 +18,7 @@ _TORCHS = os.path.join(Path(torch.__file__).parent, "")
 _MODELS = (os.path.join(_PACKAGE, "demo", ""), os.path.join(_PACKAGE, "counting", ""))
 
 
-def is_foreign(filename: str) -> bool:
+def is_library_file(filename: str) -> bool:
     """Whether a file is torch's, this package's, or generated."""
     if filename.startswith("<"):
         return True
@@ -32,7 +32,7 @@ def user_line() -> str:
         filename = frame.f_code.co_filename
         if frame.f_code.co_name == "trace" and filename.startswith(_OURS):
             return ""  # what lies outside of the trace called convert(), and made no node
-        if not is_foreign(filename):
+        if not is_library_file(filename):
             return f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -43,7 +43,7 @@ def line_of(error: BaseException) -> str:
     found, trace = "", error.__traceback__
     while trace is not None:
         filename = trace.tb_frame.f_code.co_filename
-        if not is_foreign(filename):
+        if not is_library_file(filename):
             found = f"{filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found

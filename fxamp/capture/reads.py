@@ -13,7 +13,7 @@ from fxamp.capture.effects import Effects
 from fxamp.capture.functions_of import codes_of, functions_in, globals_of
 from fxamp.capture.hooks import hook_writes
 from fxamp.capture.leaves import HOOKS, recomputed_weights
-from fxamp.capture.locations import is_foreign
+from fxamp.capture.locations import is_library_file
 from fxamp.capture.objects import (
     MISSING,
     SCALARS,
@@ -235,7 +235,11 @@ class Reads:
     def _function(self, value: Any) -> None:
         """Look at what a function of the user's, and those that it can call by name, can read from outside."""
         for function in functions_in(value):
-            if id(function) in self._functions or is_foreign(function.__code__.co_filename) or is_of_a_tool(function):
+            if (
+                id(function) in self._functions
+                or is_library_file(function.__code__.co_filename)
+                or is_of_a_tool(function)
+            ):
                 continue
             self._functions[id(function)] = function
             codes = list(codes_of(function.__code__))
@@ -280,7 +284,7 @@ class Reads:
             self._modules.discard(id(value))
 
     def _outer(self, space: Any, name: str, value: Any) -> None:
-        is_foreign_function = isinstance(value, types.FunctionType) and is_foreign(value.__code__.co_filename)
+        is_foreign_function = isinstance(value, types.FunctionType) and is_library_file(value.__code__.co_filename)
         is_foreign_class = isinstance(value, type) and is_library(value)
         is_builtin = isinstance(value, types.BuiltinFunctionType) and not method_parts(value)
         if not is_foreign_function and not is_foreign_class and not is_builtin:

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.fx import _symbolic_trace
 from torch.nn.utils import rnn
 
-from fxamp.capture.locations import is_foreign, user_line
+from fxamp.capture.locations import is_library_file, user_line
 from fxamp.capture.objects import is_other_self
 from fxamp.capture.proxies import is_value
 from fxamp.errors import CaptureError
@@ -85,7 +85,7 @@ def grad_mode_reads(tracer: Any) -> Iterator[None]:
 
     def is_asked_by_the_model() -> bool:
         filename = sys._getframe(2).f_code.co_filename
-        return not tracer.evaluating and tracer._recording and not is_foreign(filename)
+        return not tracer.evaluating and tracer._recording and not is_library_file(filename)
 
     def is_grad_enabled() -> bool:
         if not is_asked_by_the_model():
@@ -181,7 +181,7 @@ def _refused(holder: Any, name: str) -> Iterator[None]:
     original, thread = getattr(holder, name), threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and not is_foreign(sys._getframe(1).f_code.co_filename):
+        if threading.get_ident() == thread and not is_library_file(sys._getframe(1).f_code.co_filename):
             raise CaptureError(
                 f"{user_line()}: forward calls torch.{name}, which a graph cannot hold: it draws at each call."
             )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.capture.locations import is_foreign
+from fxamp.capture.locations import is_library_file
 
 SOURCE = """
 from torch import nn
@@ -25,9 +25,9 @@ def test_a_package_beside_torch_whose_name_begins_with_its_name_is_not_torchs():
     """torchvision, torchaudio, torch_geometric."""
     for package in (torch, fxamp):
         (folder,) = package.__path__
-        assert is_foreign(f"{folder}/part.py") and not is_foreign(f"{folder}vision/part.py")
-        assert not is_foreign(f"{folder}_geometric/nn/part.py")
-    assert not is_foreign(f"{fxamp.__path__[0]}/demo/models.py") and is_foreign("<string>")
+        assert is_library_file(f"{folder}/part.py") and not is_library_file(f"{folder}vision/part.py")
+        assert not is_library_file(f"{folder}_geometric/nn/part.py")
+    assert not is_library_file(f"{fxamp.__path__[0]}/demo/models.py") and is_library_file("<string>")
 
 
 def test_a_project_in_a_folder_named_like_a_library_keeps_its_lines(tmp_path):
