@@ -19,7 +19,7 @@ def is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def plain_number(value: Any) -> Any:
+def number_in(value: Any) -> Any:
     """What numpy's scalars and tensors of one element hold, as Python's number; any other value itself."""
     is_scalar = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
     return value.item() if is_scalar or (isinstance(value, torch.Tensor) and value.numel() == 1) else value
@@ -31,7 +31,7 @@ def checked_flag(name: str, value: Any) -> bool:
     Raises:
         OptionError: anything else, such as the text "no", which Python takes for True.
     """
-    plain = plain_number(value)
+    plain = number_in(value)
     if plain is None or (isinstance(plain, int) and plain in (0, 1)):
         return bool(plain)
     raise OptionError(f"{name}={value!r} must be True or False.")

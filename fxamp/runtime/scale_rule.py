@@ -6,7 +6,7 @@ import math
 import torch
 
 from fxamp.errors import OptionError, nearest
-from fxamp.runtime.arguments import is_finite, plain_number
+from fxamp.runtime.arguments import is_finite, number_in
 
 REFILLS = ("growth", "good_step", "deepspeed", "deepspeed_consecutive")
 LARGEST_HALF = torch.finfo(torch.float16).max  # 65,504
@@ -47,7 +47,7 @@ class ScaleRule:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            object.__setattr__(self, name, plain_number(value))
+            object.__setattr__(self, name, number_in(value))
         if isinstance(self.growth_interval, int) and self.growth_interval > NEVER:
             object.__setattr__(self, "growth_interval", NEVER)  # as good as never, and an int32 holds it
         self.check()
@@ -160,7 +160,7 @@ def checked_scale(name: str, scale: object, rule: ScaleRule) -> float:
     Raises:
         OptionError: names the argument, its value and what is allowed.
     """
-    scale = plain_number(scale)
+    scale = number_in(scale)
     if _is_device(scale):
         raise OptionError(
             f"{name}={scale!r} is a device, not a scale; torch.amp.GradScaler takes the device first, "

@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from fxamp.dtypes import NAMES
 from fxamp.errors import FxampError, OptionError, nearest
 from fxamp.runtime import gradients, scaler_state
-from fxamp.runtime.arguments import checked_device, checked_flag, plain_number, refuse_containers
+from fxamp.runtime.arguments import checked_device, checked_flag, number_in, refuse_containers
 from fxamp.runtime.scale_rule import ScaleRule, checked_scale
 from fxamp.runtime.watch import ScaleRecord, ScaleWatch
 
@@ -35,7 +35,7 @@ class ScalerBase(torch.amp.GradScaler):
     ) -> None:
         if isinstance(max_skips, bool) or not isinstance(max_skips, int) or max_skips < 1:
             raise OptionError(f"max_skips={max_skips!r} must be an integer >= 1.")
-        init_scale, where = plain_number(init_scale), checked_device(device)
+        init_scale, where = number_in(init_scale), checked_device(device)
         super().__init__(_device_type(where), checked_scale("init_scale", init_scale, rule), enabled=False)
         self._enabled = checked_flag("enabled", enabled)
         self.rule = rule
