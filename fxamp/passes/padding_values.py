@@ -116,7 +116,7 @@ def _other_operand(
             return None
         return f"{op} reads {value.name}, whose value is not known"
     if len(shape) < -back or (shape[back] == 1 and is_static(static, value, back)):
-        if op == "mul" and not any(values[source] for source in given) and is_bounded(value):
+        if op == "mul" and not any(values[source] for source in given) and _is_always_finite(value):
             values[value] = 1.0
             return None
         return f"{op} reads {value.name}, which could be infinite where the padding is zero, or make it so"
@@ -131,7 +131,7 @@ def is_parameter(value: fx.Node) -> bool:
     return ir.is_weight(value) or ir.mark(value).role == "weight cast"
 
 
-def is_bounded(value: fx.Node) -> bool:
+def _is_always_finite(value: fx.Node) -> bool:
     """Whether a value is finite whatever the data: a parameter, a gate, a mask."""
     kind = ir.mark(value).type
     if is_parameter(value) or ir.mark(value).op in TRAITS["bounded"]:
@@ -140,7 +140,7 @@ def is_bounded(value: fx.Node) -> bool:
         return True
     source = value.args[0] if value.args else None
     moves = ir.mark(value).op in SAME or ir.mark(value).op in TRAITS["view"]
-    return moves and isinstance(source, fx.Node) and is_bounded(source)
+    return moves and isinstance(source, fx.Node) and _is_always_finite(source)
 
 
 def _value_at(node: fx.Node, values: Mapping[fx.Node, float]) -> float | None:
