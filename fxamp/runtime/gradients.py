@@ -266,7 +266,7 @@ def is_nonfinite(parameter: torch.Tensor) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mark:
+class Stamp:
     """The gradients of an optimizer at one time, without keeping them alive.
 
     An object has one weak reference as long as somebody holds that; a new gradient has another one, also at the
@@ -278,7 +278,7 @@ class Mark:
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the gradients are still those: neither zeroed, nor replaced, nor accumulated into."""
-        now = mark(optimizer)
+        now = stamp(optimizer)
         if len(now.references) != len(self.references) or now.versions != self.versions:
             return False
         return all(map(operator.is_, now.references, self.references))
@@ -287,11 +287,11 @@ class Mark:
 _VERSION = operator.attrgetter("_version")
 
 
-def mark(optimizer: torch.optim.Optimizer) -> Mark:
+def stamp(optimizer: torch.optim.Optimizer) -> Stamp:
     """The gradients as they are now."""
     every = (group["params"] for group in optimizer.param_groups)
     found = [g for params in every for p in params if (g := p.grad) is not None]
-    return Mark(list(map(weakref.ref, found)), list(map(_VERSION, found)))
+    return Stamp(list(map(weakref.ref, found)), list(map(_VERSION, found)))
 
 
 def why_none(optimizer: torch.optim.Optimizer) -> str:

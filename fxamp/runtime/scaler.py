@@ -96,7 +96,7 @@ class LossScaler(ScalerBase):
             return
         state = self._state_of(optimizer, "unscale_()")
         if state["stage"] is OptState.UNSCALED:
-            before: gradients.Mark | None = state.get("unscaled")
+            before: gradients.Stamp | None = state.get("unscaled")
             if before is None or before.holds(optimizer):
                 return
             raise self._order_error(
@@ -105,7 +105,7 @@ class LossScaler(ScalerBase):
                 "since: unscale once, after the last backward() and before clipping",
             )
         self._unscale_(optimizer, state)
-        state["unscaled"] = gradients.mark(optimizer)
+        state["unscaled"] = gradients.stamp(optimizer)
 
     def _unscale_(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         state.pop("unscaled", None)
@@ -347,4 +347,4 @@ class LossScaler(ScalerBase):
         return gradients.groups(optimizer) if self.process_group is None else [self.process_group]
 
     def _about(self, optimizer: torch.optim.Optimizer) -> Gradients:
-        return Gradients(gradients.mark(optimizer), self.process_group is not None, self._names)
+        return Gradients(gradients.stamp(optimizer), self.process_group is not None, self._names)

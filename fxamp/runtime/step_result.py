@@ -17,12 +17,12 @@ class Gradients:
     """What a result must know to tell of a step's gradients later.
 
     Attributes:
-        mark: which they were; None after a replay, when `.grad` may belong to another graph.
+        stamp: which they were; None after a replay, when `.grad` may belong to another graph.
         has_group: the scaler was given a process group whose ranks hold parts of them.
         names: id of a parameter -> its name, where the optimizer has none.
     """
 
-    mark: gradients.Mark | None
+    stamp: gradients.Stamp | None
     has_group: bool = False
     names: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
@@ -157,8 +157,8 @@ class StepResult:
     @property
     def is_stale(self) -> bool:
         """Whether the gradients have been zeroed, replaced or written since, and can tell no more."""
-        optimizer, mark = self._optimizer(), self._about.mark
-        return optimizer is None or mark is None or not mark.holds(optimizer)
+        optimizer, stamp = self._optimizer(), self._about.stamp
+        return optimizer is None or stamp is None or not stamp.holds(optimizer)
 
     @property
     def nonfinite(self) -> list[str]:
@@ -173,7 +173,7 @@ class StepResult:
         """The result of the graph's replay launched last; for a result made while capturing."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        return StepResult(optimizer, self.copy.replayed(), dataclasses.replace(self._about, mark=None))
+        return StepResult(optimizer, self.copy.replayed(), dataclasses.replace(self._about, stamp=None))
 
     def _live_optimizer(self, asked: str) -> torch.optim.Optimizer:
         optimizer = self._optimizer()
