@@ -47,9 +47,9 @@ class ScaleRule:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            object.__setattr__(self, name, number_in(value))
+            setattr(self, name, number_in(value))
         if isinstance(self.growth_interval, int) and self.growth_interval > NEVER:
-            object.__setattr__(self, "growth_interval", NEVER)  # as good as never, and an int32 holds it
+            self.growth_interval = NEVER  # as good as never, and an int32 holds it
         self.check()
 
     def check(self) -> None:

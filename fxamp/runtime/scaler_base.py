@@ -12,7 +12,7 @@ from fxamp.errors import FxampError, OptionError, nearest
 from fxamp.runtime import gradients, scaler_state
 from fxamp.runtime.arguments import checked_device, checked_flag, number_in, refuse_containers
 from fxamp.runtime.scale_rule import ScaleRule, checked_scale
-from fxamp.runtime.watch import ScaleRecord, ScaleWatch
+from fxamp.runtime.watch import SETTLED_AFTER, ScaleRecord, ScaleWatch
 
 RIGHT_ORDER = "scaler.scale(loss).backward(); [scaler.unscale_(optimizer);] scaler.step(optimizer); scaler.update()"
 
@@ -40,7 +40,7 @@ class ScalerBase(torch.amp.GradScaler):
         self._enabled = checked_flag("enabled", enabled)
         self.rule = rule
         self.max_skips = max_skips
-        self.watch = ScaleWatch(rule.min_scale, settled_after=min(rule.growth_interval, 100))
+        self.watch = ScaleWatch(rule.min_scale, settled_after=min(rule.growth_interval, SETTLED_AFTER))
         self.watch.note_scale(float(init_scale))
         self._init_scale = float(init_scale)
         self._init_growth_tracker = rule.first_tracker
