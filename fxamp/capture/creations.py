@@ -26,7 +26,7 @@ class Creations(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        recording = self.tracer._recording and not self.tracer.evaluating
+        recording = self.tracer.is_recording
         if recording and func is torch._C._set_grad_enabled:
             is_on = bool(*args)  # a traced flag must be decided now
             if is_on and not _is_way_out(sys._getframe(1)):
@@ -79,7 +79,7 @@ class Creations(TorchFunctionMode):
     def _of_what_they_stand_for(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A question about dtypes: a parameter that is stored low answers as the float32 one it stands for."""
         args, kwargs = fx.node.map_aggregate((args, kwargs), self.tracer._fake)
-        with self.tracer._evaluating():
+        with self.tracer.aside():
             return func(*args, **kwargs)
 
 
@@ -137,7 +137,7 @@ def traced_sizes(tracer: Any) -> Iterator[None]:
 def _taking_proxies(tracer: Any, function: Any) -> Any:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if tracer._recording and not tracer.evaluating and holds_proxy((args, kwargs)):
+        if tracer.is_recording and holds_proxy((args, kwargs)):
             return tracer.create_proxy("call_function", function, args, kwargs)
         return function(*args, **kwargs)
 

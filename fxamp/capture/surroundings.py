@@ -85,7 +85,7 @@ def grad_mode_reads(tracer: Any) -> Iterator[None]:
 
     def is_asked_by_the_model() -> bool:
         filename = sys._getframe(2).f_code.co_filename
-        return not tracer.evaluating and tracer._recording and not is_library_file(filename)
+        return tracer.is_recording and not is_library_file(filename)
 
     def is_grad_enabled() -> bool:
         if not is_asked_by_the_model():

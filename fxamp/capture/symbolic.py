@@ -157,7 +157,7 @@ class SymbolicTracer(fx.Tracer):
         self._weights: dict[str, WeightProxy] = {}
         self._hooks: dict[int, list[object]] = {}  # id of a module -> those it has before forward runs
         self._modes: ModeNodes | None = None
-        self._recording = False
+        self._has_begun = False
         self._reads: Reads | None = None
         self._opened: nn.Module | None = None
         self._region: Region | None = None
@@ -170,7 +170,7 @@ class SymbolicTracer(fx.Tracer):
         self._tensor_paths = paths_of_tensors(root)
         self._hooks = {id(module): hooks_on(module) for module in root.modules()}
         self.device_type = autocast_device(root)
-        self._reads = Reads(root, lambda: self.evaluating or not self._recording, self._numbers.instead_of)
+        self._reads = Reads(root, lambda: not self.is_recording, self._numbers.instead_of)
         with (
             untouched(root),
             grad_mode_reads(self),
@@ -201,7 +201,7 @@ class SymbolicTracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        self._recording = True
+        self._has_begun = True
         self._modes = ModeNodes(self.create_node)
         self.graph._graph_namespace.create_name("self", None)  # what generated code calls the module: no value's name
         inputs = []
@@ -402,7 +402,7 @@ class SymbolicTracer(fx.Tracer):
         return unfollowable(what, self.example is not None, data)
 
     def _fake(self, value: Any) -> Any:
-        with self._evaluating():
+        with self.aside():
             return self.fakes.of(value)
 
     def _evaluate(self, node: fx.Node) -> Any:
@@ -424,7 +424,7 @@ class SymbolicTracer(fx.Tracer):
     def _value_of(self, node: fx.Node) -> Any:
         given = [value.meta["val"] for value in node.all_input_nodes]
         versions = [value._version if isinstance(value, torch.Tensor) else None for value in given]
-        with self._evaluating():
+        with self.aside():
             result = self.fakes.run(node, lambda value: value.meta["val"])
         now = [value._version if isinstance(value, torch.Tensor) else None for value in given]
         if now != versions:  # torch's own ops tell by their names, others only so
@@ -432,7 +432,7 @@ class SymbolicTracer(fx.Tracer):
         return result
 
     def _guess(self, node: fx.Node) -> Any:
-        with self._evaluating():
+        with self.aside():
             return guess(node, lambda values: self.fakes.run(node, values))
 
     @property
@@ -440,8 +440,13 @@ class SymbolicTracer(fx.Tracer):
         """Whether what happens now is no part of forward: the tracer runs torch for itself, or another thread does."""
         return self._is_evaluating or threading.get_ident() != self._thread
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether what happens now is a part of forward."""
+        return self._has_begun and not self.evaluating
+
     @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def aside(self) -> Iterator[None]:
         """Run torch without recording anything."""
         was, self._is_evaluating = self._is_evaluating, True
         try:
