@@ -14,7 +14,7 @@ from fxamp.numerics.compare import compare
 from fxamp.numerics.run import arguments
 from fxamp.review.plan import load_plan
 from fxamp.review.plan_diff import diff_fields, diff_plans, diff_text
-from fxamp.targets import load_batches, load_loss, load_target, told
+from fxamp.targets import load_batches, load_loss, load_target, run_named
 
 OK, LIMIT = 0, 1
 """Exit codes: all is well; what was asked for does not hold."""
@@ -68,7 +68,7 @@ def _measured(chosen: argparse.Namespace, model: nn.Module, example: Any, measur
         raise
     except Exception:
         args, kwargs = arguments(example)
-        told(f"{chosen.target}, called with these inputs,", lambda: model(*args, **kwargs))
+        run_named(f"{chosen.target}, called with these inputs,", lambda: model(*args, **kwargs))
         raise
 
 

@@ -45,13 +45,13 @@ def _write(model: nn.Module, built: Report, chosen: argparse.Namespace) -> None:
     """The files that were asked for: behind what is printed, which is so not lost where they cannot be written."""
     if chosen.save_plan is not None:
         built.save_plan(chosen.save_plan)
-        _told_of(chosen, f"written: {chosen.save_plan}; compare it with another by fxamp diff")
+        _print_unless_json(chosen, f"written: {chosen.save_plan}; compare it with another by fxamp diff")
     if chosen.dump is not None:
         page = dump(model, chosen.dump) / "report.html"
-        _told_of(chosen, f"written to {chosen.dump}" + (f": open {page}" if page.exists() else ""))
+        _print_unless_json(chosen, f"written to {chosen.dump}" + (f": open {page}" if page.exists() else ""))
 
 
-def _told_of(chosen: argparse.Namespace, text: str) -> None:
+def _print_unless_json(chosen: argparse.Namespace, text: str) -> None:
     if not chosen.json:
         print(text)
 

@@ -61,7 +61,7 @@ def _call(text: str, factory: Callable[[], Any]) -> Any:
     """What a factory gives; what it raises is named with its line."""
     if problem := _misfit(factory, ()):
         raise OptionError(f"{text} is called without arguments, and that does not fit: {problem}.")
-    return told(text, factory)
+    return run_named(text, factory)
 
 
 def _misfit(function: Callable[..., Any], given: tuple[str, ...]) -> str:
@@ -75,7 +75,7 @@ def _misfit(function: Callable[..., Any], given: tuple[str, ...]) -> str:
     return ""
 
 
-def told(text: str, run: Callable[[], Any]) -> Any:
+def run_named(text: str, run: Callable[[], Any]) -> Any:
     """What `run`, the user's code, gives.
 
     Raises:
@@ -135,7 +135,7 @@ def load_name(text: str) -> Any:
     if not colon or not where or not name:
         raise OptionError(f"{text!r} is not of the form pkg.module:factory (or file.py:factory).")
     module = _module(where)
-    found = told(text, lambda: getattr(module, name, None))
+    found = run_named(text, lambda: getattr(module, name, None))
     if found is None:
         names = [known for known in vars(module) if not known.startswith("_")]
         raise OptionError(f"{where} has no {name!r}.{nearest(name, names)}")
@@ -170,7 +170,7 @@ def _module(where: str) -> ModuleType:
         raise OptionError(f"{where!r} is no name of a module, such as pkg.module. Give that, or file.py:name.")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    return cast(ModuleType, told(where, lambda: _imported(where)))
+    return cast(ModuleType, run_named(where, lambda: _imported(where)))
 
 
 def _imported(where: str) -> ModuleType:
@@ -196,7 +196,7 @@ def _module_of_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     loader = spec.loader
     try:
-        told(str(path), lambda: loader.exec_module(module))
+        run_named(str(path), lambda: loader.exec_module(module))
     except BaseException:
         del sys.modules[path.stem]  # as an import does: what was begun is no module
         raise

@@ -35,7 +35,7 @@ class OtherSelves:
             if name in TABLES or name in self._said or not _differ(_held(other, name), _held(root, name)):
                 continue
             self._said.add(name)
-            log.warning("if %s", _told(other, root, name))
+            log.warning("if %s", _difference(other, root, name))
 
 
 def _other_self_of(root: nn.Module) -> nn.Module | None:
@@ -51,10 +51,10 @@ def check_agrees(module: nn.Module, root: nn.Module, name: str) -> None:
         OptionError: it is not.
     """
     if _differ(_held(module, name), _held(root, name)):
-        raise OptionError(_told(module, root, name))
+        raise OptionError(_difference(module, root, name))
 
 
-def _told(module: nn.Module, root: nn.Module, name: str) -> str:
+def _difference(module: nn.Module, root: nn.Module, name: str) -> str:
     return (
         f"forward reads {name!r} of {type(root).__qualname__} through a reference to it that a part of it keeps: that "
         f"leads to the model before conversion, where it is {_words(_held(module, name))}; of the converted model it "

@@ -88,7 +88,7 @@ class Replay:
         """Who began; or else the output, where what the call gave is not finite."""
         return first_bad(self.flow, exact) or of_output(dataclasses.replace(self.flow, outputs=self.outputs), exact)
 
-    def told_of_output(self) -> BadNode | None:
+    def diagnosis_of_output(self) -> BadNode | None:
         """Of infinities in the outputs that the model seems to mean, and that float32 has not.
 
         A model is run in float32 for that until it is seen to mean them.
@@ -109,7 +109,7 @@ class Replay:
             log.debug("the call could not be run again", exc_info=True)
             return None
 
-    def told(self, origin: Origin) -> BadNode:
+    def diagnosis(self, origin: Origin) -> BadNode:
         """All about an origin: the call is run again in fp32, and with the deny entries that may mend it."""
         unknown = self._missing(origin.phase)
         if not unknown:

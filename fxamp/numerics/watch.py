@@ -39,15 +39,15 @@ class NanWatch:
         """The first bad node of all calls so far, forward before backward; and, where the call could be run again,
         whether float32 is finite there, and the deny that mends it."""
         if self._found is None:
-            self._found = self._told()
+            self._found = self._diagnosis()
         if self._found is not None:
             self.calls.clear()
         return self._found
 
-    def _told(self) -> BadNode | None:
+    def _diagnosis(self) -> BadNode | None:
         for call in self.calls:
             origin = call.origin()
-            found = call.told_of_output() if origin is None else call.told(origin)
+            found = call.diagnosis_of_output() if origin is None else call.diagnosis(origin)
             if found is not None:
                 return dataclasses.replace(found, call=call.number, steps=call.steps)
         return None

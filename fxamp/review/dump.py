@@ -44,7 +44,7 @@ def dump(converted: nn.Module, directory: str | Path) -> Path:
     target, built = checked_path(directory, "the dump cannot be written", "directory"), report(converted)
     variants = [] if built.left else require_engine(converted).graphs()
     before, after = texts(variants)
-    with _told_of(target), replaced_together(target, FILES) as folder:
+    with _naming_refusals(target), replaced_together(target, FILES) as folder:
         _write(folder / "before.txt", before)
         _write(folder / "after.txt", after)
         _write(folder / "graph.diff", unified_diff(before, after))
@@ -63,7 +63,7 @@ def _write(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _told_of(target: Path) -> Iterator[None]:
+def _naming_refusals(target: Path) -> Iterator[None]:
     """What the disk refuses, in words.
 
     Raises:
