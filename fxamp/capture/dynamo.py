@@ -16,14 +16,13 @@ from fxamp.capture.captured import Captured
 from fxamp.capture.checkpoints import open_checkpoints
 from fxamp.capture.inference_regions import as_no_grad
 from fxamp.capture.inputs import flatten_call
-from fxamp.capture.locations import is_library_file
+from fxamp.capture.locations import user_lines_in
 from fxamp.capture.memory import note_memory
 from fxamp.capture.recurrent import name_first_states
 from fxamp.capture.source_names import converts_relatively, is_dtype_of_a_value, names_of_dtypes
 from fxamp.errors import CaptureError
 
 _STORED_AS = re.compile(r"\._(parameters|buffers)\['")
-_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n([^\n]*)')
 _TO = re.compile(r"\.to\(([^()]*)\)")
 _ENTER, _EXIT = "_enter_autocast", "_exit_autocast"
@@ -139,8 +138,8 @@ def _is_floating(node: fx.Node) -> bool:
 
 
 def _source_line(node: fx.Node) -> str:
-    lines = [line for line in _LINE.findall(node.meta.get("stack_trace") or "") if not is_library_file(line[0])]
-    return f"{lines[-1][0]}:{lines[-1][1]}" if lines else ""
+    lines = user_lines_in(node.meta.get("stack_trace") or "")
+    return lines[-1] if lines else ""
 
 
 def _module_stack(node: fx.Node) -> dict[str, tuple[str, type]]:

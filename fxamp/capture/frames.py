@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-from fxamp.capture.locations import is_library_file
+from fxamp.capture.locations import user_lines_in
 from fxamp.errors import CaptureError
 
 Hear = Callable[[str, str], None]  # a function, and why it is given up and what to do
@@ -31,7 +31,6 @@ _IS_APART = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _NO_LIMIT = 1 << 30  # captures of one piece of code by all of a process
 _LIMIT = "torch._dynamo hit config."
 _GIVEN_UP = re.compile(r"WON'T CONVERT (.+?) (\S+) line (\d+)")
-_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
 _KEEP_OUT = "Keep what changes from call to call out of it, or pass that as a tensor"
 _REWRITE = "Rewrite that line, or convert the submodules around it (boundaries=)"
@@ -143,7 +142,7 @@ _overheard = _Overheard()
 def _in_words(error: Exception) -> str:
     """Dynamo's error in one line, with the user's line that it tells of, and the remedy."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    places = [f"{file}:{line}" for file, line in _LINE.findall(str(error)) if not is_library_file(file)]
+    places = user_lines_in(str(error))
     at = f" at {places[-1]}" if places else ""
     text = lines[0].rstrip(".: ") if lines else "no text"
     return f"Dynamo fails{at} with {type(error).__name__}: {text}. {_REWRITE}"

@@ -1,6 +1,7 @@
 """Where in the user's code something happened."""
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ _OURS = os.path.join(_PACKAGE, "")
 _TORCHS = os.path.join(Path(torch.__file__).parent, "")
 # Models that ship with the package are user code like any other.
 _MODELS = (os.path.join(_PACKAGE, "demo", ""), os.path.join(_PACKAGE, "counting", ""))
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def is_library_file(filename: str) -> bool:
@@ -23,6 +25,11 @@ def is_library_file(filename: str) -> bool:
     if filename.startswith("<"):
         return True
     return filename.startswith((_TORCHS, _OURS)) and not filename.startswith(_MODELS)
+
+
+def user_lines_in(text: str) -> list[str]:
+    """ "file.py:12" of each line of the user's in the text of a traceback, outermost first."""
+    return [f"{file}:{line}" for file, line in _LINE.findall(text) if not is_library_file(file)]
 
 
 def user_line() -> str:
