@@ -15,7 +15,6 @@ import torch
 from torch import fx, nn
 
 from fxamp.opnames import canonical_name, module_name
-from fxamp.switches import set_switches, switches_found
 
 MARK = "fxamp"
 # Set by a capture on a placeholder that is handed a parameter or a buffer: "parameter" or "buffer".
@@ -381,7 +380,7 @@ def with_dtype(value: ValueType, dtype: torch.dtype) -> ValueType:
     )
 
 
-# ---------------------------------------------------------------------------------------------------- text
+# -------------------------------------------------------------------------------------------------- places
 
 
 def source_line(node: fx.Node) -> str:
@@ -395,56 +394,3 @@ def module_path(node: fx.Node) -> str:
     innermost = list(stack.values())[-1] if stack else ""
     inside = str(innermost[0]) if isinstance(innermost, tuple) else ""
     return ".".join(filter(None, (block, inside)))
-
-
-def canonical_text(graph: fx.Graph) -> str:
-    """Text of a graph that depends neither on node names nor on the order of nodes without effects.
-
-    y = linear(x, w) and z = linear(x, w) give the same text. Nodes are numbered as they are reached from what has
-    effects (writes, modes, unknown calls), in order, and from the outputs; what nothing reaches is left out.
-    """
-    numbers: dict[fx.Node, str] = {}
-    lines: list[str] = []
-    for root in (node for node in graph.nodes if node.op in ("placeholder", "output") or _has_effects(node)):
-        pending = [root]
-        while pending:
-            missing = [given for given in pending[-1].all_input_nodes if given not in numbers]
-            if pending[-1] in numbers or not missing:
-                node = pending.pop()
-                if node not in numbers:
-                    numbers[node] = f"%{len(numbers)}"
-                    lines.append(_line(node, numbers))
-            else:
-                pending += reversed(missing)
-    return "\n".join(lines)
-
-
-def _has_effects(node: fx.Node) -> bool:
-    if node.op == "call_module":
-        return True  # it may keep state
-    return node.op.startswith("call") and (node.is_impure() or bool(mutated(node)) or _is_mode(node))
-
-
-def _is_mode(node: fx.Node) -> bool:
-    return node.target in (torch._C._set_grad_enabled, torch.is_grad_enabled, switches_found, set_switches)
-
-
-def _line(node: fx.Node, numbers: dict[fx.Node, str]) -> str:
-    args = fx.node.map_arg(node.args, lambda value: _Named(numbers[value]))
-    kwargs = fx.node.map_arg(dict(node.kwargs), lambda value: _Named(numbers[value]))
-    target = node.target if isinstance(node.target, str) else canonical_name(node.target)
-    if node.op == "placeholder":
-        target, args = "", ()
-    described = ", ".join([*(_text(part) for part in args), *(f"{k}={_text(v)}" for k, v in kwargs.items())])
-    return f"{numbers[node]} = {node.op} {target}({described})"
-
-
-class _Named(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _text(argument: Any) -> str:
-    return str(argument) if isinstance(argument, _Named) else repr(argument)

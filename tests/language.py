@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.canonical import canonical_text
 from fxamp.capture.captured import Captured
 from fxamp.capture.inputs import flatten_call
 from fxamp.capture.symbolic import capture_symbolic
@@ -167,7 +168,7 @@ def assert_rewrites(
     steps = (steps,) if callable(steps) else steps
     ours, expected = captured(before, *inputs, **options), captured(after, *inputs, **options)
     changed = run_steps(steps, ours)
-    found, wanted = ir.canonical_text(ours.graph), ir.canonical_text(expected.graph)
+    found, wanted = canonical_text(ours.graph), canonical_text(expected.graph)
     assert found == wanted, f"\nfound:\n{found}\n\nwanted:\n{wanted}"
     assert changed, "nothing was rewritten: use assert_untouched"
     assert_same(run_graph(ours, *inputs), run_graph(expected, *inputs))
@@ -177,9 +178,9 @@ def assert_untouched(steps: Sequence[Step], before: Callable[..., Any], *inputs:
     """The passes leave the graph as it is, and say so."""
     steps = (steps,) if callable(steps) else steps
     setting = captured(before, *inputs, **options)
-    text = ir.canonical_text(setting.graph)
+    text = canonical_text(setting.graph)
     changed = run_steps(steps, setting)
-    assert ir.canonical_text(setting.graph) == text, f"\nwas:\n{text}\n\nis:\n{ir.canonical_text(setting.graph)}"
+    assert canonical_text(setting.graph) == text, f"\nwas:\n{text}\n\nis:\n{canonical_text(setting.graph)}"
     assert not changed
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from fxamp import ir
+from fxamp.canonical import canonical_text
 from fxamp.capture.inputs import CallSpec
 from fxamp.capture.outputs import OutputForm
 from fxamp.capture.reads import Place
@@ -106,7 +107,7 @@ def settled(first: Captured, again: Callable[[], Captured]) -> Captured:
 
 def _are_equal(one: Captured, other: Captured) -> bool:
     """Whether two graphs compute the same from the same inputs."""
-    if ir.canonical_text(one.graph) != ir.canonical_text(other.graph) or one.output_form != other.output_form:
+    if canonical_text(one.graph) != canonical_text(other.graph) or one.output_form != other.output_form:
         return False
     pairs = [(value, other.constants.get(name)) for name, value in one.constants.items()]
     return len(pairs) == len(other.constants) and all(_are_same(*pair) for pair in pairs)

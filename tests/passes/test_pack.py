@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import fxamp
 from fxamp import ir
+from fxamp.canonical import canonical_text
 from fxamp.engine import engine_of
 from fxamp.errors import InvariantError
 from fxamp.passes.alias import find_aliases
@@ -51,8 +52,8 @@ def pack(function, module, *inputs, limit=25 << 20, **options) -> list[list[str]
     setting = captured(function, *inputs, module=module, **options)
     run_steps((*PIPELINE, lambda s: PackWeights(limit)), setting)
     assert_same(run_graph(setting, *inputs), run_graph(plain, *inputs))
-    again = ir.canonical_text(setting.graph)
-    assert not run_passes(setting.graph, (PackWeights(limit),), ALWAYS) and ir.canonical_text(setting.graph) == again
+    again = canonical_text(setting.graph)
+    assert not run_passes(setting.graph, (PackWeights(limit),), ALWAYS) and canonical_text(setting.graph) == again
     return [
         [str(weight.target).removeprefix("module.") for weight in node.all_input_nodes]
         for node in setting.graph.nodes

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import fxamp
 from fxamp import ir
+from fxamp.canonical import canonical_text
 from fxamp.engine import engine_of
 from fxamp.errors import InvariantError
 from fxamp.passes.pad import PadGemms
@@ -545,10 +546,10 @@ def test_dropout_behind_padding_is_told():
 
 def test_converting_and_padding_again_change_nothing():
     run = step(Residual(), numbers(2, 3, 8, 8))
-    before = ir.canonical_text(run.graph)
+    before = canonical_text(run.graph)
     assert fxamp.convert(run.model) is run.model
     assert PadGemms(run.model, None, 8, "always").apply(run.graph) is False
-    assert ir.canonical_text(run.graph) == before
+    assert canonical_text(run.graph) == before
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxamp import ir
+from fxamp.canonical import canonical_text
 from fxamp.errors import InvariantError
 from fxamp.fakes import Fakes
 from fxamp.passes.base import Pass, run_passes
@@ -292,12 +293,12 @@ def test_the_pipeline_changes_nothing_in_its_own_result(name, low):
     make, given = MODELS[name]
     setting = rewritten(lambda m, x: m(x), given, module=make().eval(), chosen=policy(low))
     holds(setting)(setting.graph)
-    text, result = ir.canonical_text(setting.graph), run_graph(setting, given)
+    text, result = canonical_text(setting.graph), run_graph(setting, given)
     for node in setting.graph.nodes:
         if node.op != "placeholder":
             node.meta.pop("val", None)  # what the value was before casts
     assert run_steps(PIPELINE, setting) is False
-    assert ir.canonical_text(setting.graph) == text
+    assert canonical_text(setting.graph) == text
     assert_same(run_graph(setting, given), result)
 
 

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import fxamp
 from fxamp import ir
+from fxamp.canonical import canonical_text
 from fxamp.errors import OptionError
 from fxamp.lists import OpLists
 from fxamp.passes.overrides import check_overrides, names_kept
@@ -138,7 +139,7 @@ def test_a_conversion_to_the_dtype_of_a_value_is_no_wish_in_any_spelling(back):
 
     setting = rewritten(model, X, W)
     assert_precision(setting, {"linear": "low", "linear 1": "low"})
-    assert ir.canonical_text(setting.graph) == ir.canonical_text(rewritten(plain, X, W).graph)
+    assert canonical_text(setting.graph) == canonical_text(rewritten(plain, X, W).graph)
 
 
 @pytest.mark.parametrize("kind", ["torch.FloatTensor", FP32])
