@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxamp import ir
+from fxamp.inplace import mutated
 from fxamp.opnames import canonical_name
 from fxamp.switches import set_switches, switches_found
 
@@ -35,7 +35,7 @@ def canonical_text(graph: fx.Graph) -> str:
 def _has_effects(node: fx.Node) -> bool:
     if node.op == "call_module":
         return True  # it may keep state
-    return node.op.startswith("call") and (node.is_impure() or bool(ir.mutated(node)) or _is_mode(node))
+    return node.op.startswith("call") and (node.is_impure() or bool(mutated(node)) or _is_mode(node))
 
 
 def _is_mode(node: fx.Node) -> bool:

@@ -7,7 +7,6 @@ The one representation is a torch-level functional `fx.Graph`: `call_function` o
 """
 
 import dataclasses
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -244,91 +243,6 @@ def argument_of(node: fx.Node, position: int, keyword: str, default: Any = None)
     if 0 <= position < len(node.args):
         return node.args[position]
     return default
-
-
-# ------------------------------------------------------------------------------------------------ in-place
-
-
-# Tensors have no __imatmul__: x @= w makes a new value.
-_INPLACE_OPERATORS: frozenset[Any] = frozenset(
-    getattr(operator, name)
-    for name in ("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split())
-)
-_INPLACE_METHODS = frozenset({"__setitem__", *(f"__{function.__name__}__" for function in _INPLACE_OPERATORS)})
-# Functions with an `inplace` argument, and the position it has when it is not a keyword.
-INPLACE_FLAG = {
-    "relu": 1,
-    "relu6": 1,
-    "hardswish": 1,
-    "hardsigmoid": 1,
-    "mish": 1,
-    "silu": 1,
-    "elu": 2,
-    "selu": 1,
-    "celu": 2,
-    "leaky_relu": 2,
-    "rrelu": 4,
-    "hardtanh": 3,
-    "threshold": 3,
-    "dropout": 3,
-    "alpha_dropout": 3,
-    "dropout1d": 3,
-    "dropout2d": 3,
-    "dropout3d": 3,
-    "feature_dropout": 3,
-    "feature_alpha_dropout": 3,
-}
-
-
-def mutated(node: fx.Node) -> list[fx.Node]:
-    """The argument nodes whose storage this node writes into."""
-    written: list[fx.Node] = []
-    if "out" in node.kwargs:
-        written += nodes_in(node.kwargs["out"])
-    if node.op == "call_method":
-        name = str(node.target)
-        if _is_inplace_name(name) or name in _INPLACE_METHODS:
-            written += nodes_in(node.args[:1])
-    elif node.op == "call_function":
-        written += _mutated_by_function(node, node.target)
-    elif node.op == "call_module" and mark(node).op in INPLACE_FLAG and node.meta.get("inplace"):
-        written += nodes_in(node.args[:1])
-    if places := node.meta.get(WRITES):
-        given = node.all_input_nodes
-        written += [given[place] for place in places if place < len(given)]
-    return list(dict.fromkeys(written))
-
-
-def _mutated_by_function(node: fx.Node, target: Any) -> list[fx.Node]:
-    if isinstance(target, torch._ops.OpOverload):
-        return _mutated_by_schema(node, target)
-    name = getattr(target, "__name__", "")
-    if target in _INPLACE_OPERATORS or target is operator.setitem or _is_inplace_name(name):
-        return nodes_in(node.args[:1] or argument_of(node, 0, "input"))
-    if _asks_inplace(node, name):
-        return nodes_in(argument_of(node, 0, "input"))
-    if name in ("batch_norm", "instance_norm"):
-        first = 1 if str(getattr(target, "__module__", "")).endswith("functional") else 3
-        return nodes_in((argument_of(node, first, "running_mean"), argument_of(node, first + 1, "running_var")))
-    if name in ("embedding", "embedding_bag") and argument_of(node, 3, "max_norm") is not None:
-        return nodes_in(argument_of(node, 1, "weight"))
-    return []
-
-
-def _mutated_by_schema(node: fx.Node, overload: torch._ops.OpOverload) -> list[fx.Node]:
-    written: list[fx.Node] = []
-    for position, argument in enumerate(overload._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += nodes_in(argument_of(node, position, argument.name))
-    return written
-
-
-def _is_inplace_name(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
-
-
-def _asks_inplace(node: fx.Node, name: str) -> bool:
-    return name in INPLACE_FLAG and argument_of(node, INPLACE_FLAG[name], "inplace") is True
 
 
 # ------------------------------------------------------------------------------------------------- values

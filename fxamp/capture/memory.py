@@ -11,6 +11,7 @@ from torch import fx, nn
 from fxamp import ir
 from fxamp.capture.captured import Captured
 from fxamp.fakes import MEMORY, memory_of
+from fxamp.inplace import mutated
 
 # They write into their statistics, which nothing reads low.
 _STATISTICS = frozenset({"batch_norm", "instance_norm"})
@@ -85,7 +86,7 @@ def _writes_outside(graph: fx.Graph) -> bool:
         target
         for node in graph.nodes
         if ir.mark(node).op not in _STATISTICS
-        for target in ir.mutated(node)
+        for target in mutated(node)
         if ir.mark(target).role == ""
     )
     return any("val" not in node.meta or memory_of(node.meta["val"]) in outside for node in written)

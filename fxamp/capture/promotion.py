@@ -15,6 +15,7 @@ from torch import fx, nn
 from fxamp import ir
 from fxamp.dtypes import ARGUMENT_CAST, LOW_DTYPES
 from fxamp.fakes import Fakes
+from fxamp.inplace import mutated
 from fxamp.lists import OpLists
 
 # Ops that fake tensors let pass with mixed operands, and a device does not; autocast casts for them on CUDA.
@@ -71,7 +72,7 @@ class Promotion:
             return low_operands(node)
         if colour != "deny" or not self._is_float32 or op in _CONVERSIONS:
             return []
-        written = ir.mutated(node)
+        written = mutated(node)
         return [given for given in node.all_input_nodes if given in self._from_outside and given not in written]
 
 
@@ -80,7 +81,7 @@ def low_operands(node: fx.Node) -> list[fx.Node]:
     floats = {given: _dtype(given) for given in node.all_input_nodes if _dtype(given) in (*LOW_DTYPES, torch.float32)}
     if len(set(floats.values())) < 2 or node.meta.get("autocast") == "off":
         return []
-    written = ir.mutated(node)
+    written = mutated(node)
     return [given for given in floats if _is_low(given) and given not in written]
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxamp import ir
 from fxamp.capture.leaves import TABLES, recomputed_weights
 from fxamp.capture.objects import MISSING
 from fxamp.errors import CaptureError
+from fxamp.inplace import mutated
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def _is_written_in_place(new: Any, path: str) -> bool:
     while isinstance(node, fx.Node):
         if node.op == "get_attr":
             return node.target == path
-        node = next(iter(ir.mutated(node)), None)
+        node = next(iter(mutated(node)), None)
     return False
 
 

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.inplace import mutated
 from fxamp.lists import TRAITS
 from fxamp.numerics.extent import Extent, extent_of, extent_of_all
 from fxamp.numerics.run import Call, Rewriter, floats_in, loss_of, run, state_kept, takes_derivative
@@ -175,7 +176,7 @@ class Watcher:
         self.root = root
         self.counting = counting
         nodes = list(flow.variant.graph.nodes)
-        written = [value for node in nodes for value in ir.mutated(node)]
+        written = [value for node in nodes for value in mutated(node)]
         self.is_written = any(not ir.is_weight(value) or len(value.users) > 1 for value in written)
         self.unprobed = _unprobed(nodes) | {
             (given.name, node.name) for node in nodes if takes_derivative(node) for given in node.all_input_nodes
@@ -212,7 +213,7 @@ class Watcher:
 
     def _written_by(self, node: fx.Node, given: list[torch.Tensor]) -> list[torch.Tensor]:
         """What the node has written, each memory once, and what it gives; it is noted as their writer."""
-        if not self.is_written or not ir.mutated(node):
+        if not self.is_written or not mutated(node):
             return []
         found = {storage_of(tensor): tensor for tensor in (*self.written, *given)}
         for storage in found:
@@ -224,7 +225,7 @@ class Watcher:
 
     def edge(self, given: fx.Node, reader: fx.Node, value: Any) -> Any:
         self._note_read(given, reader, value)
-        if self.is_written and given in ir.mutated(reader):
+        if self.is_written and given in mutated(reader):
             self.written += floats_in(value)
         if not self.with_gradients or (given.name, reader.name) in self.unprobed:
             return value
@@ -299,14 +300,14 @@ def _has_gradient(value: Any) -> bool:
 def _unprobed(nodes: list[fx.Node]) -> frozenset[Edge]:
     """Edges on which a value, or a view of it, comes to an op that writes it, or on which a view of it is returned."""
     found: set[Edge] = set()
-    frontier = [(written, node) for node in nodes for written in ir.mutated(node)]
+    frontier = [(written, node) for node in nodes for written in mutated(node)]
     returned = (value for node in nodes if node.op == "output" for value in node.all_input_nodes)
     views = {edge for value in returned for edge in _view_edges(value)}
     while frontier:
         written, reader = frontier.pop()
         if (written.name, reader.name) not in found:
             found.add((written.name, reader.name))
-            if _may_be_view(written) or ir.mutated(written):
+            if _may_be_view(written) or mutated(written):
                 frontier += [(given, written) for given in written.all_input_nodes]
     return frozenset(found | views)
 

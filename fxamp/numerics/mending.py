@@ -11,6 +11,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.errors import FxampError
+from fxamp.inplace import mutated
 from fxamp.numerics.blocks import boundary_of
 from fxamp.numerics.flow import CallFlow, watch_flow
 from fxamp.numerics.origin import Origin, origin_of, value_of_gradient
@@ -156,7 +157,7 @@ def _models_inputs(node: fx.Node) -> list[fx.Node]:
 
 def _readers_of_written(node: fx.Node) -> list[fx.Node]:
     """What reads, behind an op that returns nothing, what it has written."""
-    return [reader for written in ir.mutated(node) for reader in written.users if node < reader]
+    return [reader for written in mutated(node) for reader in written.users if node < reader]
 
 
 def _is_operation(node: fx.Node) -> bool:

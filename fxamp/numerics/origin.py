@@ -9,6 +9,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.inplace import mutated
 from fxamp.numerics.extent import Extent
 from fxamp.numerics.flow import CallFlow, Edge, Flow
 from fxamp.numerics.reach import bad_values, reach_of
@@ -204,7 +205,7 @@ def _first_spread(flow: Flow, among: list[fx.Node]) -> Origin | None:
     """
     for node in among:
         is_gemm = node.op.startswith("call") and ir.mark(node).colour == "allow"
-        if is_gemm and _is_bad(flow, node) and not ir.mutated(node) and not _is_meant(flow, node):
+        if is_gemm and _is_bad(flow, node) and not mutated(node) and not _is_meant(flow, node):
             reads = (flow.reads.get((given.name, node.name)) for given in node.all_input_nodes)
             if _share(flow.values[node.name]) > sum(_share(read) for read in reads if read is not None) + 1e-6:
                 return Origin(node.name, "forward", flow.values[node.name], flow)

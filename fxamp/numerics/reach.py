@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from torch import fx, nn
 
 from fxamp import ir
+from fxamp.inplace import mutated
 from fxamp.numerics.flow import CallFlow, Flow
 
 
@@ -81,7 +82,7 @@ def _is_end(flow: Flow, node: fx.Node, takes_inputs: bool) -> bool:
 def _made_by(flow: Flow, node: fx.Node) -> Iterator[str]:
     """The readers whose backward made its bad gradient, or may have: not every edge can be watched."""
     written = (reader for (_, reader), writer in flow.writers.items() if writer == node.name)
-    unseen = (user.name for user in node.users if ir.mutated(user) or _takes_gradients(user))
+    unseen = (user.name for user in node.users if mutated(user) or _takes_gradients(user))
     for reader in dict.fromkeys((*written, *unseen)):
         if (node.name, reader) not in flow.edges:
             yield reader

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.inplace import mutated
 from fxamp.numerics.flow import CallFlow, CallWatcher, storage_of
 from fxamp.numerics.run import Call, Rewriter, floats_in, loss_of, run, state_kept
 from fxamp.numerics.runner import Part
@@ -106,7 +107,7 @@ class _Keeper:
         """A node is about to read a value, and perhaps to write it."""
         if key in self._writer_of:
             self.writers[key, reader.name] = self._writer_of[key]
-        if any(key[2] == written.name for written in ir.mutated(reader)):
+        if any(key[2] == written.name for written in mutated(reader)):
             self._written += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             for sharing in self._sharing_with(self._written):
                 self._copy(sharing)

@@ -13,11 +13,11 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxamp import ir
 from fxamp.capture.inputs import call_arguments
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.engine import Engine, engine_of
 from fxamp.errors import CaptureError, OptionError
+from fxamp.inplace import mutated
 from fxamp.numerics.extent import check_not_empty
 from fxamp.numerics.given import copied
 from fxamp.numerics.modes import plain_modes, usable
@@ -203,7 +203,7 @@ def run(
 
 def _writes_inputs(variant: Variant) -> bool:
     """Whether an op of the graph writes in place, as far as is known into what came in."""
-    return any(map(ir.mutated, variant.graph.nodes))
+    return any(map(mutated, variant.graph.nodes))
 
 
 def _is_low_by_itself(call: Call) -> bool:

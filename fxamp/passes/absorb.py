@@ -9,6 +9,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.dtypes import dtype_name
+from fxamp.inplace import mutated
 from fxamp.ir import Reason, TensorType
 from fxamp.passes.base import Pass
 from fxamp.passes.reads import dtype_of, is_mask_in_float32, only_converts
@@ -151,7 +152,7 @@ def _is_cast(node: fx.Node, dtype: torch.dtype) -> bool:
 
 def _rounds_once(node: fx.Node) -> bool:
     """Whether the node is a listed op of one tensor, out of place, with no other argument that matters."""
-    return ir.mark(node).op in ROUNDS_ONCE and not ir.mutated(node) and len(list(ir.arguments(node))) == 1
+    return ir.mark(node).op in ROUNDS_ONCE and not mutated(node) and len(list(ir.arguments(node))) == 1
 
 
 # ------------------------------------------------------------------------------------- rules 3 and 4, by reader
@@ -173,7 +174,7 @@ def can_absorb(cast: fx.Node) -> bool:
 
 def _rule(reader: fx.Node, cast: fx.Node) -> Rewrite | None:
     """How a reader can take a cast inside, None where it cannot."""
-    if ir.mark(reader).precision != "high" or ir.mutated(reader):
+    if ir.mark(reader).precision != "high" or mutated(reader):
         return None
     if can_take_dtype(reader) and reader.args and reader.args[0] is cast:
         return _give_dtype

@@ -11,6 +11,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.fakes import MEMORY, memory_of
+from fxamp.inplace import mutated
 from fxamp.lists import TRAITS
 
 
@@ -57,7 +58,7 @@ class Aliases:
 def find_aliases(graph: fx.Graph) -> Aliases:
     """The written storages of a graph."""
     order = {node: number for number, node in enumerate(graph.nodes)}
-    writes = {node: written for node in graph.nodes if (written := ir.mutated(node))}
+    writes = {node: written for node in graph.nodes if (written := mutated(node))}
     own = _written_by_modules(graph)
     if not writes and not own:
         return Aliases({}, order)

@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import fx
 
 from fxamp import ir
+from fxamp.inplace import mutated
 from fxamp.ir import Reason
 from fxamp.passes import mincut
 from fxamp.passes.absorb import can_promote
@@ -148,7 +149,7 @@ def build_problem(graph: fx.Graph, policy: Policy, ruling: Ruling, aliases: Alia
 
 def _promotes(node: fx.Node, value: fx.Node, fixed: dict[mincut.Variable, str], variables: UnionFind) -> bool:
     """Whether a node that is high reads a low `value` as it is, beside an operand that is float32 anyway."""
-    if fixed.get(variables.find(node)) != HIGH or ir.mutated(node) or not can_promote(node, value):
+    if fixed.get(variables.find(node)) != HIGH or mutated(node) or not can_promote(node, value):
         return False
     return all(other is value or fixed.get(variables.find(other)) == HIGH for other in node.all_input_nodes)
 

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
+from fxamp.inplace import mutated
 from fxamp.ir import TensorType
 from fxamp.passes.base import Pass
 from fxamp.passes.reads import dtype_of
@@ -72,7 +73,7 @@ def _only_computes(node: fx.Node) -> bool:
     op = ir.mark(node).op
     if node.op not in ("call_function", "call_method", "get_attr") or "." in op or "::" in op or node.is_impure():
         return False
-    return not ir.mutated(node) and not any(part in op for part in _ACTS) and not _gives_nothing(node)
+    return not mutated(node) and not any(part in op for part in _ACTS) and not _gives_nothing(node)
 
 
 def _gives_nothing(node: fx.Node) -> bool:
@@ -120,7 +121,7 @@ def _leave_out_empty(node: fx.Node) -> bool:
 
 def _is_made_empty(node: Any) -> bool:
     """Whether it is `torch.tensor([])`, or `torch.empty(0)` and its like: one dimension of no elements."""
-    if not isinstance(node, fx.Node) or node.op != "call_function" or ir.mutated(node) or len(node.args) != 1:
+    if not isinstance(node, fx.Node) or node.op != "call_function" or mutated(node) or len(node.args) != 1:
         return False
     is_list = ir.mark(node).op == "tensor" and node.args[0] == []
     return is_list or (ir.mark(node).op in ("empty", "zeros", "ones") and node.args[0] in (0, (0,), [0]))

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from fxamp import ir
 from fxamp.errors import InvariantError
+from fxamp.inplace import mutated
 from fxamp.ir import Reason
 from fxamp.passes.alias import Aliases, find_aliases, grad_regions
 from fxamp.passes.base import Pass
@@ -158,7 +159,7 @@ def outputs_reached(graph: fx.Graph, aliases: Aliases) -> dict[fx.Node, int]:
             for position, value in enumerate(ir.nodes_in(node.args)):
                 reached[value] |= 1 << position
             continue
-        for written in ir.mutated(node):
+        for written in mutated(node):
             storage = aliases.storage_of.get(written)
             for member in storage.nodes if storage else ():
                 reached[node] |= reached[member]

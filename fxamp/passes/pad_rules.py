@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxamp import ir
+from fxamp.inplace import mutated
 from fxamp.passes.gemm_types import Gemm, GemmDim
 from fxamp.passes.recurrent_gemms import Recurrent
 from fxamp.passes.static_dims import Static, is_static
@@ -19,7 +20,7 @@ def can_pad(gemm: Gemm, dim: GemmDim, static: Mapping[fx.Node, Static]) -> str:
     node = gemm.node
     if ir.mark(node).precision != "low":
         return "it runs in fp32"
-    if ir.mutated(node):
+    if mutated(node):
         return "it writes into one of its operands"
     if isinstance(gemm, Recurrent):
         return ""  # its sizes are its weights'

@@ -6,6 +6,7 @@ from typing import Any
 from torch import fx
 
 from fxamp import ir
+from fxamp.inplace import mutated
 
 Powers = tuple[int, int]
 Polynomial = dict[Powers, float]
@@ -37,7 +38,7 @@ def polynomial(value: Any, variables: Mapping[fx.Node, Powers], depth: int = _DE
 
 def is_term(node: fx.Node) -> bool:
     """Whether a node adds or multiplies, out of place, and does nothing else."""
-    return ir.mark(node).op in _OPS and not node.kwargs and len(node.args) <= 2 and not ir.mutated(node)
+    return ir.mark(node).op in _OPS and not node.kwargs and len(node.args) <= 2 and not mutated(node)
 
 
 def terms_below(node: fx.Node, stop: Collection[fx.Node] = (), depth: int = _DEPTH) -> dict[fx.Node, None]:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
+from fxamp.inplace import INPLACE_FLAG, mutated
 from fxamp.passes.alias import Storage, may_share
 from fxamp.passes.base import Pass
 from fxamp.passes.literals import Fit
@@ -59,12 +60,12 @@ def can_separate(node: fx.Node) -> bool:
     """Whether a low node can be freed from its storage: it makes a new value, or has an out-of-place twin."""
     if node.op in ("placeholder", "get_attr"):
         return False
-    written = ir.mutated(node)
+    written = mutated(node)
     return _twin(node) is not None if written else not may_share(node, [])
 
 
 def _separate(graph: fx.Graph, node: fx.Node) -> None:
-    if ir.mutated(node):
+    if mutated(node):
         _compute_aside(graph, node)
     elif ir.is_tuple(node):
         for item in [user for user in node.users if ir.mark(user).op == "getitem"]:
@@ -85,7 +86,7 @@ def _copy_result(graph: fx.Graph, node: fx.Node) -> None:
 
 def _compute_aside(graph: fx.Graph, node: fx.Node) -> None:
     """`x.addmm_(a, b)` -> `x.copy_(x.addmm(a, b))`."""
-    written, twin = ir.mutated(node)[0], _twin(node)
+    written, twin = mutated(node)[0], _twin(node)
     assert twin is not None
     kwargs = {name: value for name, value in node.kwargs.items() if name not in ("out", "inplace")}
     args = _without_inplace_flag(node)
@@ -105,7 +106,7 @@ def _compute_aside(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _without_inplace_flag(node: fx.Node) -> tuple[Any, ...]:
-    place = ir.INPLACE_FLAG.get(ir.mark(node).op)
+    place = INPLACE_FLAG.get(ir.mark(node).op)
     if place is None or len(node.args) <= place or node.op != "call_function":
         return node.args
     return (*node.args[:place], False, *node.args[place + 1 :])
@@ -119,7 +120,7 @@ _OUT_OF_PLACE = {getattr(operator, f"i{name}"): getattr(operator, name) for name
 
 def _twin(node: fx.Node) -> Any:
     """The out-of-place form of what an in-place node calls, None where none is known."""
-    if len(ir.mutated(node)) != 1 or node.target is operator.setitem or ir.mark(node).op == "copy":
+    if len(mutated(node)) != 1 or node.target is operator.setitem or ir.mark(node).op == "copy":
         return None
     if node.op == "call_method":
         name = str(node.target).removesuffix("_")
@@ -127,7 +128,7 @@ def _twin(node: fx.Node) -> Any:
     if node.op != "call_function":
         return None
     name = getattr(node.target, "__name__", "")
-    if "out" in node.kwargs or (ir.mark(node).op in ir.INPLACE_FLAG and not name.endswith("_")):
+    if "out" in node.kwargs or (ir.mark(node).op in INPLACE_FLAG and not name.endswith("_")):
         return node.target
     name = name.removesuffix("_")
     return _OUT_OF_PLACE.get(node.target) or getattr(torch, name, None) or getattr(torch.nn.functional, name, None)

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
+from fxamp.inplace import mutated
 from fxamp.lists import DOMAIN_SENSITIVE, TRAITS
 from fxamp.passes.ruling import Ruling, gives_exact, is_bounded
 from fxamp.passes.streams import TF32_EPS
@@ -93,7 +94,7 @@ def keep_last_sums(ruling: Ruling) -> None:
     for node in reversed(ruling.graph.nodes):
         is_mixed = ruling.colours[node] == "infer" and ir.mark(node).op in _MIXES
         is_passed = ruling.colours[node] == "clear" and ir.mark(node).op in TRAITS["view"]
-        if node in ruling.fixed or not node.users or ir.mutated(node) or not (is_mixed or is_passed):
+        if node in ruling.fixed or not node.users or mutated(node) or not (is_mixed or is_passed):
             continue
         if all(user.op == "output" or user in returned for user in node.users):
             returned.add(node)
@@ -138,7 +139,7 @@ def _is_unfit(ruling: Ruling, node: fx.Node) -> bool:
 
 def _writes(ruling: Ruling, node: fx.Node) -> bool:
     """Whether a clear node puts float32 values where others find them (copy_, x[i] = y)."""
-    return ruling.colours[node] == "clear" and bool(ir.mutated(node)) and node in ruling.participants
+    return ruling.colours[node] == "clear" and bool(mutated(node)) and node in ruling.participants
 
 
 def _rounds_again(ruling: Ruling, node: fx.Node) -> fx.Node | None:

@@ -5,6 +5,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.dtypes import dtype_name, is_inexact
+from fxamp.inplace import mutated
 from fxamp.lists import TRAITS
 from fxamp.passes.literals import destroyed_literal, is_beyond_range
 from fxamp.passes.reads import is_conversion
@@ -29,7 +30,7 @@ def mark_integers(ruling: Ruling) -> None:
             rounded.add(node)
         if ir.mark(node).op in _PRODUCTS and ruling.first_source(node, rounded) is not None:
             continue
-        if not node.op.startswith("call") or not (ir.holds_float32(node) or ir.mutated(node)):
+        if not node.op.startswith("call") or not (ir.holds_float32(node) or mutated(node)):
             continue
         if _makes_floats_of_integers(ruling, node):
             ruling.integers.add(node)

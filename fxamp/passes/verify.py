@@ -10,6 +10,7 @@ from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import InvariantError
 from fxamp.fakes import UNKNOWN, Fakes
+from fxamp.inplace import mutated
 from fxamp.passes.alias import find_aliases, grad_regions
 from fxamp.passes.base import Invariant
 from fxamp.passes.types import run_on_fakes, type_of
@@ -102,7 +103,7 @@ def casts_minimal(graph: fx.Graph) -> None:
 def writes_land(graph: fx.Graph) -> None:
     """No write goes into a copy that a pass made: the value it was meant for would not change."""
     for node in graph.nodes:
-        for target in ir.mutated(node):
+        for target in mutated(node):
             if ir.mark(target).role in ("cast", "weight cast", "pad"):
                 raise InvariantError(f"{node.name} writes into {target.name}, a copy of {ir.mark(target).serves}")
 

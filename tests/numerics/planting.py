@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 import fxamp
 from fxamp import ir
 from fxamp.counting.zoo import MODELS
+from fxamp.inplace import mutated
 from fxamp.numerics.flow import CallFlow, watch_flow
 from fxamp.numerics.origin import origin_of, vanished_origin
 from fxamp.numerics.run import Call, call_of, floats_in, in_float32
@@ -203,7 +204,7 @@ def subject(name: str) -> Subject:
     assert not underflows(exact, clean), f"{name}: {underflows(exact, clean)}"
     graphs = list(dict.fromkeys(part.part.variant.graph for part in clean.parts))
     every = [node for graph in graphs for node in graph.nodes if node.op.startswith("call")]
-    written = {given for node in every for given in ir.mutated(node)} | {node for node in every if ir.mutated(node)}
+    written = {given for node in every for given in mutated(node)} | {node for node in every if mutated(node)}
     floats = {node for part in clean.parts for node in part.part.variant.graph.nodes if node.name in part.values}
     return Subject(name, call, scaled, [node for node in every if node in floats], written, exact, clean)
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fxamp import ir
+from fxamp.inplace import mutated
 from fxamp.lists import OpLists
 from fxamp.passes.absorb import can_promote
 from fxamp.passes.alias import find_aliases
@@ -91,7 +92,7 @@ def is_high_anyway(group, ruling):
 def reads_as_it_is(node, value, high):
     """Whether a float32 node takes a low value into its kernel, beside operands that are float32 anyway."""
     others = [given for given in node.all_input_nodes if given is not value]
-    return node in high and not ir.mutated(node) and can_promote(node, value) and high.issuperset(others)
+    return node in high and not mutated(node) and can_promote(node, value) and high.issuperset(others)
 
 
 def cost_of_cast(value, readers, inside, costs):

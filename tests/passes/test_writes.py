@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxamp import ir
+from fxamp.inplace import mutated
 from tests.language import (
     BF16,
     DECIDE,
@@ -257,7 +258,7 @@ def test_an_inplace_module_of_a_graph_writes():
     setting = captured(lambda m, x, w: m(F.linear(x, w)), X, W, module=nn.Dropout(0.0, inplace=True))
     run_steps(DECIDE, setting)
     dropout = next(node for node in setting.graph.nodes if ir.mark(node).op == "dropout")
-    assert ir.mutated(dropout) == [dropout.args[0]]
+    assert mutated(dropout) == [dropout.args[0]]
 
 
 @pytest.mark.parametrize(
@@ -278,5 +279,5 @@ def test_an_inplace_module_of_a_graph_writes():
 def test_what_counts_as_a_write(function, written):
     setting = captured(function, X.clone(), W.clone())
     inputs = [node for node in setting.graph.nodes if node.op == "placeholder"]
-    found = {target for node in setting.graph.nodes for target in ir.mutated(node)}
+    found = {target for node in setting.graph.nodes for target in mutated(node)}
     assert found & set(inputs) == (set() if written is None else {inputs[written]})
