@@ -13,12 +13,13 @@ from fxamp import ir
 from fxamp.errors import FxampError
 from fxamp.inplace import mutated
 from fxamp.numerics.blocks import boundary_of
-from fxamp.numerics.flow import CallFlow, watch_flow
+from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.origin import Origin, origin_of, value_of_gradient
 from fxamp.numerics.reach import bad_values
 from fxamp.numerics.run import Call, Rewriter
 from fxamp.numerics.subset import SubsetSearch
 from fxamp.numerics.twin import root_of
+from fxamp.numerics.watcher import watch_flow
 
 log = logging.getLogger("fxamp")
 

@@ -12,7 +12,7 @@ from fxamp.engine import engine_of
 from fxamp.numerics.blocks import block_of
 from fxamp.numerics.exact import exact_weight, has_master
 from fxamp.numerics.extent import extent_of
-from fxamp.numerics.flow import CallFlow, watch_flow
+from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.mending import mending, node_of
 from fxamp.numerics.origin import (
     Origin,
@@ -25,6 +25,7 @@ from fxamp.numerics.origin import (
 )
 from fxamp.numerics.reach import reach_of
 from fxamp.numerics.run import Call, call_of, check_module, in_float32
+from fxamp.numerics.watcher import watch_flow
 from fxamp.unconverted import check_left
 
 Loss = Callable[[Any], torch.Tensor]

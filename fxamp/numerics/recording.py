@@ -11,9 +11,10 @@ from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.inplace import mutated
-from fxamp.numerics.flow import CallFlow, CallWatcher, storage_of
+from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.run import Call, Rewriter, floats_in, loss_of, run, state_kept
 from fxamp.numerics.runner import Part
+from fxamp.numerics.watcher import CallWatcher, storage_of
 
 Key = tuple[int, int, str]
 """(the graph's turn in the call, its number in the report, the node's name)"""

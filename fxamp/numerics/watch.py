@@ -12,11 +12,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxamp.engine import Engine, engine_of
 from fxamp.numerics.extent import extent_of
-from fxamp.numerics.flow import CallWatcher
 from fxamp.numerics.nan import BadNode
 from fxamp.numerics.replay import Replay
 from fxamp.numerics.run import Call, check_module, floats_in, looking_dynamo
 from fxamp.numerics.runner import Part, Runner, run_part
+from fxamp.numerics.watcher import CallWatcher
 from fxamp.unconverted import check_left
 from fxamp.variant import Variant
 

@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.numerics.extent import Extent, check_finite
-from fxamp.numerics.flow import watch_flow
 from fxamp.numerics.run import call_of, floats_in, in_float32
+from fxamp.numerics.watcher import watch_flow
 from fxamp.review.gemms import Gemm
 from fxamp.review.overflow import FP16_INF, largest, overflows
 from fxamp.review.regions import regions_of

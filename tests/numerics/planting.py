@@ -22,10 +22,11 @@ import fxamp
 from fxamp import ir
 from fxamp.counting.zoo import MODELS
 from fxamp.inplace import mutated
-from fxamp.numerics.flow import CallFlow, watch_flow
+from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.origin import origin_of, vanished_origin
 from fxamp.numerics.run import Call, call_of, floats_in, in_float32
 from fxamp.numerics.underflow import LOST, share_lost, underflows
+from fxamp.numerics.watcher import watch_flow
 
 NAN, INF = float("nan"), float("inf")
 PLAIN = fx.Interpreter.run_node

@@ -11,12 +11,13 @@ from fxamp import ir
 from fxamp.counting.zoo import MODELS
 from fxamp.errors import OptionError
 from fxamp.numerics.extent import extent_of
-from fxamp.numerics.flow import Flow, Watcher, watch_flow
+from fxamp.numerics.flow import Flow
 from fxamp.numerics.nan import find_nan
 from fxamp.numerics.origin import origin_of
 from fxamp.numerics.run import call_of
 from fxamp.numerics.runner import Part
 from fxamp.numerics.watch import watch_nan
+from fxamp.numerics.watcher import Watcher, watch_flow
 
 FP16, BF16 = torch.float16, torch.bfloat16
 X = torch.linspace(0.5, 1.5, 32).reshape(4, 8)

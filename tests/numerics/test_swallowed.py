@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.numerics.flow import watch_flow
 from fxamp.numerics.run import call_of, in_float32
+from fxamp.numerics.watcher import watch_flow
 
 FP16 = torch.float16
 X = torch.linspace(-1.5, 1.5, 64).reshape(4, 16)
