@@ -83,7 +83,7 @@ class Cell:
     def standing_for(self, value: Any, scope: Scope) -> tuple[Any, ...]:
         """What `frozen` is to be equal to for the graph to be valid."""
         if self.path is not None and isinstance(value, torch.Tensor):
-            return shape_of(value) if self.kind else type_of_kept(value)  # read anew at each call
+            return type_of_weight(value) if self.kind else type_of_kept(value)  # read anew at each call
         if self.frozen and self.frozen[-1] is LIFTED:
             return (type(value), LIFTED)
         return frozen(value, scope)
@@ -94,7 +94,7 @@ def flag_cell(path: str, flag: bool) -> Cell:
     return Cell("training", (bool, flag), path, None, f"self.{path}.training", frozenset())
 
 
-def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def type_of_weight(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What the graph takes for granted of a parameter or a buffer."""
     return (tensor.shape, tensor.dtype, is_sharded(tensor))
 
@@ -174,7 +174,11 @@ class StateCheck:
         """A function that compares what the cells hold with what they hold now, object by object."""
         root = self._root()
         assert root is not None
-        space: dict[str, Any] = {"shape_of": shape_of, "type_of_kept": type_of_kept, "holds_the_same": holds_the_same}
+        space: dict[str, Any] = {
+            "type_of_weight": type_of_weight,
+            "type_of_kept": type_of_kept,
+            "holds_the_same": holds_the_same,
+        }
         terms: list[str] = []
         numbers: dict[int, str] = {}
         watched: dict[int, int] = {}  # id -> how deep it was looked into
@@ -217,7 +221,7 @@ class StateCheck:
                 terms.append(f"type({named(holder)}[{cell.name!r}]) is {named(type(value))}")
             elif cell.path is not None and isinstance(value, torch.Tensor):
                 now = f"{named(holder)}[{cell.name!r}]"
-                about = "shape_of" if cell.kind else "type_of_kept"
+                about = "type_of_weight" if cell.kind else "type_of_kept"
                 is_same = f"{now} is {named(value)}"
                 if cell.kind:  # an object may get data of another type: `p.data = ...`, `module.half()`
                     is_same += f" and {now}.dtype is {named(value.dtype)} and {now}.shape == {named(value.shape)}"

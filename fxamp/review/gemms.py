@@ -8,7 +8,16 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES
-from fxamp.review.products import COMPOSED, Shape, Sizes, argument_shape, attention, inside_module, recurrent, shape_of
+from fxamp.review.products import (
+    COMPOSED,
+    Shape,
+    Sizes,
+    argument_shape,
+    attention,
+    inside_module,
+    known_shape,
+    recurrent,
+)
 
 ALIGNMENT = 8
 """Elements: 16 bytes of a 2-byte dtype. Source: Train with Mixed Precision, NVIDIA, section 4.1."""
@@ -126,7 +135,7 @@ def _product(left: int, right: int, names: tuple[str, str]) -> Callable[[fx.Node
     """Measure for a product of two arguments at these positions."""
 
     def measure(node: fx.Node) -> Sizes | None:
-        a, b, out = argument_shape(node, left, names[0]), argument_shape(node, right, names[1]), shape_of(node)
+        a, b, out = argument_shape(node, left, names[0]), argument_shape(node, right, names[1]), known_shape(node)
         if not a or not b or out is None:
             return None
         m = a[-2] if len(a) > 1 else 1
@@ -149,7 +158,7 @@ def _summed(node: fx.Node) -> Sizes | None:
 
 
 def _conv(node: fx.Node) -> Sizes | None:
-    weight, out = argument_shape(node, 1, "weight"), shape_of(node)
+    weight, out = argument_shape(node, 1, "weight"), known_shape(node)
     if weight is None or out is None or len(out) != len(weight):
         return None
     return 1, out[0] * math.prod(out[2:]), weight[0], math.prod(weight[1:])
