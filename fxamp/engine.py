@@ -95,7 +95,7 @@ class Engine:
                     break
             else:
                 variant = self.capture(module, args, kwargs)
-                self.tell(module)
+                self.announce_new(module)
         except CaptureError as error:
             self.fall_back(module, error)
             if self.options.opt_level != "O1":
@@ -104,7 +104,7 @@ class Engine:
         if not self.blocks:
             return outside_autocast(variant.compiled.run, module, *inputs)
         result = outside_autocast(variant.compiled.run, module, *inputs)
-        self.tell(module)  # of graphs that the blocks have made
+        self.announce_new(module)  # of graphs that the blocks have made
         return result
 
     def _recheck(self, module: nn.Module) -> "Engine":
@@ -162,10 +162,10 @@ class Engine:
         base: Any = type(module)._fxamp_base  # type: ignore[attr-defined]
         self.others.check(module)
         result = outside_autocast(self.dynamo, base, module, args, kwargs)
-        self.tell(module)
+        self.announce_new(module)
         return result
 
-    def tell(self, module: nn.Module) -> None:
+    def announce_new(self, module: nn.Module) -> None:
         """Announce graphs that are new since the last time."""
         count = sum(not variant.is_preview for variant in self.graphs())
         if not count and torch._C._len_torch_dispatch_stack():

@@ -27,8 +27,8 @@ MAX_LINES = 18
 """Lines said about one model at INFO, all of its graphs together; with two on how it was captured, 20."""
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
-_said: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
-_told: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
+_warned: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
+_informed: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 _folders: "weakref.WeakKeyDictionary[Engine, Path]" = weakref.WeakKeyDictionary()
 _unwritable: set[Path] = set()
 _configured: str | None = None
@@ -61,29 +61,29 @@ def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
     lost = overrides_without_effect(require_engine(converted))
     is_low = "" if _looking.get() else low_already(converted)
     for text in filter(None, (nothing, is_low, *lost, *warnings)):
-        if text not in _said.setdefault(converted, set()):
-            _said[converted].add(text)
+        if text not in _warned.setdefault(converted, set()):
+            _warned[converted].add(text)
             log.warning(text)
     path = os.environ.get("FXAMP_LOG_PATH", "").strip()
     if not path and not log.isEnabledFor(logging.INFO):
         return
     built = report(converted)
     if log.isEnabledFor(logging.INFO):
-        _tell(converted, overview(built))
+        _inform(converted, overview(built))
     if log.isEnabledFor(logging.DEBUG):
         _log_nodes(built)
     if path and (folder := _dump(converted, Path(path))) is not None:
         log.info("written to %s", folder)
 
 
-def _tell(converted: nn.Module, lines: Iterable[str]) -> None:
+def _inform(converted: nn.Module, lines: Iterable[str]) -> None:
     """Log what was not said of this model before: a graph for evaluation has the regions of the one for training."""
-    told = _told.setdefault(converted, set())
+    said = _informed.setdefault(converted, set())
     for line in lines:
-        if line not in told:
-            told.add(line)
-            log.log(logging.INFO if len(told) < MAX_LINES else logging.DEBUG, line)
-            if len(told) == MAX_LINES:
+        if line not in said:
+            said.add(line)
+            log.log(logging.INFO if len(said) < MAX_LINES else logging.DEBUG, line)
+            if len(said) == MAX_LINES:
                 log.info("there is more: print(fxamp.report(model)), or FXAMP_LOG_LEVEL=DEBUG")
 
 
