@@ -146,7 +146,7 @@ class StateCheck:
                 return False
         if self.changed():
             return False
-        self._is_as_before = self._identities()
+        self._is_as_before = self._comparison()
         return True
 
     def changed(self) -> list[Cell]:
@@ -170,73 +170,95 @@ class StateCheck:
             self._known_change = (holder, cell.name, value)
         return False
 
-    def _identities(self) -> Callable[[], bool]:
+    def _comparison(self) -> Callable[[], bool]:
         """A function that compares what the cells hold with what they hold now, object by object."""
         root = self._root()
         assert root is not None
-        space: dict[str, Any] = {
-            "type_of_weight": type_of_weight,
-            "type_of_kept": type_of_kept,
-            "holds_the_same": holds_the_same,
-        }
-        terms: list[str] = []
-        numbers: dict[int, str] = {}
-        watched: dict[int, int] = {}  # id -> how deep it was looked into
-
-        def named(value: Any) -> str:
-            if id(value) not in numbers:
-                numbers[id(value)] = f"v{len(numbers)}"
-                space[numbers[id(value)]] = value
-            return numbers[id(value)]
-
-        def watch(value: Any, depth: int) -> None:
-            if depth <= watched.get(id(value), 0) or isinstance(value, SCALARS):
-                return
-            watched[id(value)] = depth
-            parts = parts_of(value, Scope(names, {}))
-            if parts is None:
-                return
-            if isinstance(value, set):
-                terms.append(f"{named(set.__eq__)}({named(value)}, {named(plain_copy(value))})")
-            elif isinstance(value, (dict, list, collections.deque, types.MappingProxyType)):
-                terms.append(f"holds_the_same({named(value)}, {named(elements_of(value))})")
-            elif not isinstance(value, (tuple, frozenset, functools.partial, *METHODS)):
-                for name, part in parts:
-                    is_absent = f"not hasattr({named(value)}, {name!r})"
-                    terms.append(is_absent if part is MISSING else f"{named(value)}.{name} is {named(part)}")
-                if (own := attributes_of(value)) is not None:
-                    absent = names - own.keys()
-                    terms.append(f"{named(value)}.__dict__.keys().isdisjoint({named(absent)})")
-            for _, part in parts:
-                watch(part, depth - 1)
-
-        names = self._names
+        identities = _Identities(root, self._names)
         for cell in self._cells:
-            holder = cell.holder(root)
-            value = read(holder, cell.name)
-            if cell.tie is not None:
-                other, name = _place_of(root, cell.tie), cell.tie[2]
-                terms.append(f"{named(holder)}[{cell.name!r}] is {named(other)}[{name!r}]")
-            if cell.frozen[-1] is LIFTED:
-                terms.append(f"type({named(holder)}[{cell.name!r}]) is {named(type(value))}")
-            elif cell.path is not None and isinstance(value, torch.Tensor):
-                now = f"{named(holder)}[{cell.name!r}]"
-                about = "type_of_weight" if cell.kind else "type_of_kept"
-                is_same = f"{now} is {named(value)}"
-                if cell.kind:  # an object may get data of another type: `p.data = ...`, `module.half()`
-                    is_same += f" and {now}.dtype is {named(value.dtype)} and {now}.shape == {named(value.shape)}"
-                terms.append(f"{is_same} or {about}({now}) == {named(cell.frozen)}")
-            elif value is MISSING:
-                terms.append(f"{cell.name!r} not in {named(holder)}")
-            elif isinstance(holder, types.CellType):
-                terms.append(f"{named(holder)}.cell_contents is {named(value)}")
-            else:
-                terms.append(f"{named(holder)}[{cell.name!r}] is {named(value)}")
-            watch(value, DEPTH)
-        lines = [f"    if not ({term}): return False" for term in terms]
-        exec("\n".join(["def is_as_before():", *lines, "    return True"]), space)
-        made: Callable[[], bool] = space["is_as_before"]
+            identities.watch_cell(cell)
+        return identities.function()
+
+
+class _Identities:
+    """Writes the function that compares what cells hold with what they hold now, object by object.
+
+    Args:
+        root: the model.
+        names: the attributes of objects that matter.
+    """
+
+    def __init__(self, root: nn.Module, names: frozenset[str]) -> None:
+        self._root, self._names = root, names
+        self._space: dict[str, Any] = {
+            "type_of_weight": type_of_weight, "type_of_kept": type_of_kept, "holds_the_same": holds_the_same
+        }  # fmt: skip
+        self._terms: list[str] = []
+        self._numbers: dict[int, str] = {}
+        self._watched: dict[int, int] = {}  # id -> how deep it was looked into
+
+    def watch_cell(self, cell: Cell) -> None:
+        """Compare what a cell holds, and what that is made of."""
+        holder = cell.holder(self._root)
+        value = read(holder, cell.name)
+        entry = f"{self._named(holder)}[{cell.name!r}]"
+        if cell.tie is not None:
+            other, name = _place_of(self._root, cell.tie), cell.tie[2]
+            self._terms.append(f"{entry} is {self._named(other)}[{name!r}]")
+        if cell.frozen[-1] is LIFTED:
+            self._terms.append(f"type({entry}) is {self._named(type(value))}")
+        elif cell.path is not None and isinstance(value, torch.Tensor):
+            about = "type_of_weight" if cell.kind else "type_of_kept"
+            is_same = f"{entry} is {self._named(value)}"
+            if cell.kind:  # an object may get data of another type: `p.data = ...`, `module.half()`
+                is_same += f" and {entry}.dtype is {self._named(value.dtype)}"
+                is_same += f" and {entry}.shape == {self._named(value.shape)}"
+            self._terms.append(f"{is_same} or {about}({entry}) == {self._named(cell.frozen)}")
+        elif value is MISSING:
+            self._terms.append(f"{cell.name!r} not in {self._named(holder)}")
+        elif isinstance(holder, types.CellType):
+            self._terms.append(f"{self._named(holder)}.cell_contents is {self._named(value)}")
+        else:
+            self._terms.append(f"{entry} is {self._named(value)}")
+        self._watch(value, DEPTH)
+
+    def function(self) -> Callable[[], bool]:
+        """Whether all that was watched is as it was."""
+        lines = [f"    if not ({term}): return False" for term in self._terms]
+        exec("\n".join(["def is_as_before():", *lines, "    return True"]), self._space)
+        made: Callable[[], bool] = self._space["is_as_before"]
         return made
+
+    def _watch(self, value: Any, depth: int) -> None:
+        if depth <= self._watched.get(id(value), 0) or isinstance(value, SCALARS):
+            return
+        self._watched[id(value)] = depth
+        parts = parts_of(value, Scope(self._names, {}))
+        if parts is None:
+            return
+        if isinstance(value, set):
+            self._terms.append(f"{self._named(set.__eq__)}({self._named(value)}, {self._named(plain_copy(value))})")
+        elif isinstance(value, (dict, list, collections.deque, types.MappingProxyType)):
+            self._terms.append(f"holds_the_same({self._named(value)}, {self._named(elements_of(value))})")
+        elif not isinstance(value, (tuple, frozenset, functools.partial, *METHODS)):
+            self._watch_object(value, parts)
+        for _, part in parts:
+            self._watch(part, depth - 1)
+
+    def _watch_object(self, value: Any, parts: list[tuple[Any, Any]]) -> None:
+        for name, part in parts:
+            is_absent = f"not hasattr({self._named(value)}, {name!r})"
+            self._terms.append(is_absent if part is MISSING else f"{self._named(value)}.{name} is {self._named(part)}")
+        if (own := attributes_of(value)) is not None:
+            absent = self._names - own.keys()
+            self._terms.append(f"{self._named(value)}.__dict__.keys().isdisjoint({self._named(absent)})")
+
+    def _named(self, value: Any) -> str:
+        """The name under which the function knows an object, which it keeps alive."""
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = f"v{len(self._numbers)}"
+            self._space[self._numbers[id(value)]] = value
+        return self._numbers[id(value)]
 
 
 def _are_equal(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
