@@ -80,7 +80,7 @@ class Variant:
         """Whether the graph is what the model's forward would do now. Dynamo and torch.jit.trace come through here."""
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             is_as_before = self.fits(module, inputs) and all(
-                _attribute(module, *place) == value for *place, value in self.plain
+                getattr(_submodule(module, path), name, None) == value for path, name, value in self.plain
             )
             return is_as_before and (self.numbers is None or self.numbers.holds(module, inputs))
         if not self._is_for(inputs) or not self._state(module).holds():
@@ -100,7 +100,9 @@ class Variant:
 
     def fits(self, module: nn.Module, inputs: list[Any]) -> bool:
         """Whether it was made for such inputs and these modes, whatever other Python state the model has."""
-        return self._is_for(inputs) and all(_training(module, path) is flag for path, flag in self.captured.training)
+        return self._is_for(inputs) and all(
+            bool(_submodule(module, path).training) is flag for path, flag in self.captured.training
+        )
 
     def _is_for(self, inputs: list[Any]) -> bool:
         example = self.captured.example
@@ -139,14 +141,8 @@ def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else value
 
 
-def _training(module: nn.Module, path: str) -> bool:
-    if path:
-        for name in path.split("."):
-            module = module._modules[name]  # type: ignore[assignment]
-    return bool(module.training)
-
-
-def _attribute(module: nn.Module, path: str, name: str) -> Any:
-    for part in path.split(".") if path else ():
-        module = module._modules[part]  # type: ignore[assignment]
-    return getattr(module, name, None)
+def _submodule(module: nn.Module, path: str) -> nn.Module:
+    """The module at a path, by steps that Dynamo follows."""
+    for name in path.split(".") if path else ():
+        module = module._modules[name]  # type: ignore[assignment]
+    return module
