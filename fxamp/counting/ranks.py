@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
 from torch import multiprocessing, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -200,7 +199,7 @@ def per_rank(payloads: dict[str, float], ranks: int) -> float:
 def memory_table(data: dict[str, Any]) -> str:
     """Bytes a parameter."""
     rows = [[way, *(f"{value:.2f}" for value in row.values())] for way, row in data["memory"].items()]
-    return _markdown(rows, ("bytes a parameter after a step", *OPTIMIZERS))
+    return results.as_table(rows, ("bytes a parameter after a step", *OPTIMIZERS))
 
 
 def traffic_table(data: dict[str, Any]) -> str:
@@ -211,11 +210,7 @@ def traffic_table(data: dict[str, Any]) -> str:
         for way, row in data["traffic"].items()
     ]  # fmt: skip
     heads = (f"payload, bytes a parameter ({data['ranks']} ranks)", *COLLECTIVES, "calls")
-    return _markdown(rows, (*heads, *(f"each of {ranks} sends" for ranks in (2, 8, 64))))
-
-
-def _markdown(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+    return results.as_table(rows, (*heads, *(f"each of {ranks} sends" for ranks in (2, 8, 64))))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

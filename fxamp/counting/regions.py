@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from fxamp.counting import ranks, results, scale
 from fxamp.counting.speed import judge
 from fxamp.counting.speed import table as speed_table
@@ -66,10 +64,6 @@ def source(record: Record) -> str:
     return f"`{record['command']}` ({record['machine']}; {versions})"
 
 
-def _markdown(rows: Sequence[Sequence[Any]], headers: Sequence[str]) -> str:
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
-
-
 def _prose(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
@@ -98,7 +92,7 @@ def count(data: Any) -> str:
         worse += [f"{way}: {', '.join(line.replace(':', '') for line in lines)}."] if lines else []
     losses = f"Worse than autocast, {' '.join(worse)}" if worse else "No model is worse than autocast in any of these."
     missing = [f"Not counted: {line}." for line in not_counted(whole)]
-    return "\n\n".join([_markdown(rows, headers), *map(_prose, [losses, *missing])])
+    return "\n\n".join([results.as_table(rows, headers), *map(_prose, [losses, *missing])])
 
 
 def train(data: Any) -> str:
@@ -116,7 +110,9 @@ def train(data: Any) -> str:
              f"{run['tensors_cast']:g}", str(run["skipped"])]
             for run in runs if run["mode"] != "fp32"
         ]  # fmt: skip
-        parts.append(_markdown(rows, [task, "seed", "final loss", "test accuracy", "casts", "tensors", "skipped"]))
+        parts.append(
+            results.as_table(rows, [task, "seed", "final loss", "test accuracy", "casts", "tensors", "skipped"])
+        )
     return "\n\n".join(parts)
 
 
@@ -134,7 +130,7 @@ def zoo_summary(data: Any) -> str:
     ]
     failed = [f"Failed: {failure}." for failure in failures]
     headers = ("the others", "further from fp32 (ours / autocast's)", "low GEMMs, ours / autocast's")
-    table = [_markdown(cells, headers)] if cells else []
+    table = [results.as_table(cells, headers)] if cells else []
     return "\n\n".join([_prose(words), *table, *failed, *map(_prose, _against_seeds(rows))])
 
 
@@ -175,14 +171,14 @@ def is_far(ours: float, theirs: float) -> bool:
 
 def zoo_rows(data: Any) -> str:
     """Every row of tools/zoo."""
-    return _markdown(data["cells"], data["headers"])
+    return results.as_table(data["cells"], data["headers"])
 
 
 def speed_goals(data: Any) -> str:
     """Goals and the fastest ways; the rows are on a page of their own."""
     rows = list(data["rows"].values())
     verdicts = [(goal.text, goal.found or "-", goal.verdict) for goal in judge.goals(rows)]
-    return _markdown(verdicts, ("goal", "found", ""))
+    return results.as_table(verdicts, ("goal", "found", ""))
 
 
 def speed_rows(data: Any) -> str:

@@ -11,11 +11,12 @@ import json
 import os
 import platform
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tabulate import tabulate
 
 FOLDER = Path("docs/results")
 
@@ -91,3 +92,8 @@ def _without_save(arguments: Sequence[str]) -> list[str]:
             kept.append(argument)
             skips_file = False
     return kept
+
+
+def as_table(rows: Iterable[Sequence[Any]], headers: Sequence[str]) -> str:
+    """A table in Markdown; numbers stand as they are given."""
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -214,7 +213,7 @@ def tables(data: dict[str, list[Point]]) -> str:
         for measure, (exponent, residual, last) in exponents(axis, points).items():
             values = (_short(entry.get(measure)) for entry in points)
             rows.append([MEASURES[measure], *values, f"{exponent:.2f}", f"{residual:.0%}", f"{last:.2f}"])
-        parts.append(tabulate(rows, headers=heads, tablefmt="github", disable_numparse=True))
+        parts.append(results.as_table(rows, heads))
     return "\n\n".join(parts)
 
 

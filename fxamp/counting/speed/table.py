@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from tabulate import tabulate
-
+from fxamp.counting import results
 from fxamp.counting.speed.judge import Row, gaps_to_half, goals, limit_of, speedup
 from fxamp.counting.speed.modes import MODES
 from fxamp.counting.speed.workloads import FAMILIES, SIZES
@@ -52,13 +51,13 @@ def markdown(rows: Iterable[Row], is_dry: bool = False) -> str:
     """Rows in the order of the suite, goals (of a dry run none), and what is left to pure half."""
     rows = sorted(rows, key=_place)
     cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
-    parts = [tabulate(cells, headers=list(COLUMNS), tablefmt="github", disable_numparse=True), LEGEND]
+    parts = [results.as_table(cells, list(COLUMNS)), LEGEND]
     if is_dry:
         return "\n\n".join(parts)
     if cost := profiler_cost(rows):
         parts.append(cost)
     verdicts = [(goal.text, goal.found, goal.verdict) for goal in goals(rows)]
-    parts.append(tabulate(verdicts, headers=("goal", "found", ""), tablefmt="github", disable_numparse=True))
+    parts.append(results.as_table(verdicts, ("goal", "found", "")))
     gaps = [f"{ratio:.3f} ({name})" for ratio, name in gaps_to_half(rows)[:3]]
     if gaps:
         parts.append(f"Biggest gaps between fxamp's fastest step without a compiler and pure half: {', '.join(gaps)}.")
