@@ -1,6 +1,7 @@
 """From a rewritten graph to a plain Python function over torch calls."""
 
 import dataclasses
+import functools
 import keyword
 import linecache
 import re
@@ -10,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.graph import PythonCode
+from torch.fx.graph import PythonCode, inplace_methods
 
+from fxamp import ir
 from fxamp.recompute import eager_call, fold_checkpoints
 from fxamp.switches import set_switches, switches_found
 
@@ -71,15 +73,39 @@ _PLACE = f"_fxamp_{secrets.token_hex(8)}_"  # no text of the user's holds it
 
 
 def _python_code(graph: fx.Graph, names: dict[fx.Node, str]) -> PythonCode:
-    """The graph's code with other names for what it reads of the module: a path may hold anything, names may not."""
-    targets = {node: node.target for node in names}
+    """The graph's code with other names for what it reads of the module: a path may hold anything, names may not.
+
+    Where `n += 1` is said of a number, the code says `m = iadd(n, 1)`: torch.fx would write `n += 1; m = n`, and who
+    reads n behind that gets the new number.
+    """
+    rebinding = {node: _called(node.target) for node in graph.nodes if _rebinds(node)}
+    targets = {node: node.target for node in (*names, *rebinding)}
     try:
-        for node, name in names.items():
-            node.target = name
+        for node, target in (*names.items(), *rebinding.items()):
+            node.target = target
         return graph.python_code("self")
     finally:
         for node, target in targets.items():
             node.target = target
+
+
+def _rebinds(node: fx.Node) -> bool:
+    """Whether it is an in-place operator on what may be no tensor."""
+    is_operator = node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator"
+    if not is_operator or getattr(node.target, "__name__", "") not in inplace_methods:
+        return False
+    return not (isinstance(node.args[0], fx.Node) and ir.is_tensor(node.args[0]))
+
+
+@functools.cache
+def _called(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The same operator, which torch.fx writes as a call."""
+
+    @functools.wraps(operator, assigned=("__name__", "__doc__"))
+    def call(value: Any, other: Any) -> Any:
+        return operator(value, other)
+
+    return call
 
 
 def _building(forward: Callable[..., Any], build: Callable[[Any], Any] | None) -> Callable[..., Any]:
