@@ -35,7 +35,7 @@ from fxamp.review.plan import as_plan
 from fxamp.storage import lower_parameters, put_back, speak_float32
 from fxamp.unconverted import leave
 from fxamp.variant import Variant
-from fxamp.views import device_of, plain_tree, plain_view
+from fxamp.views import device_of, forward_arguments, plain_tree, plain_view
 from fxamp.workshop import Workshop
 
 
@@ -112,8 +112,7 @@ def convert(
         check_blocks(model, known, check_boundaries(model, boundaries, options), changed)
         if not changed:
             if example is not None:
-                check_call_fits(model, model.forward, *example)
-                _first_graph(model, known, example)
+                _first_graph(model, known, _forward_example(model, example))
             return model
         model = plain_view(model)
     if opt_level == "O0":
@@ -126,9 +125,9 @@ def convert_as(
 ) -> nn.Module:
     """`convert` for checked options; FXAMP_DISABLE is not asked."""
     opt_level = options.opt_level
-    say_what_is_inside(model)
+    say_what_is_inside(model, bool(boundaries))
     if example is not None:
-        check_call_fits(model, model.forward, *example)
+        example = _forward_example(model, example)
     workshop = Workshop(build_variant, tell, keep_weights)
     if boundaries:
         return _convert_blocks(model, options, example, boundaries, workshop)
@@ -155,6 +154,17 @@ def convert_as(
     if engine.all_variants():
         tell(sibling)
     return sibling
+
+
+def _forward_example(model: nn.Module, example: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The arguments of forward in the call that is the example.
+
+    Raises:
+        OptionError: they do not fit forward's signature.
+    """
+    given = forward_arguments(model, *example)
+    check_call_fits(model, model.forward, *given)
+    return given
 
 
 def tell(converted: nn.Module) -> None:

@@ -90,8 +90,18 @@ def check_model(model: Any) -> None:
             )
 
 
-def say_what_is_inside(model: nn.Module) -> None:
-    """Tell of submodules that were converted before: their plain forwards become parts of this model's."""
+def say_what_is_inside(model: nn.Module, has_boundaries: bool) -> None:
+    """Tell of submodules that were converted before: their plain forwards become parts of this model's.
+
+    A class without a forward, as a LightningModule may be whose training_step calls its parts, is warned about.
+    """
+    forward: Any = type(model).forward
+    if forward is nn.Module.forward and not has_boundaries:
+        parts = [name for name, part in model.named_children() if any(True for _ in part.parameters())]
+        name = type(model).__qualname__
+        remedy = f", such as model.{parts[0]} = fxamp.convert(model.{parts[0]})" if parts else ""
+        text = "%s has no forward, so nothing of it is converted: convert the parts that its other methods call%s."
+        log.warning(text, name, remedy)
     if paths := nested(model):
         text = "%s holds converted models (%s): in it they run as parts of it, with its options"
         log.info(text, type(model).__qualname__, ", ".join(paths))

@@ -76,3 +76,33 @@ def own_state(model: nn.Module, twin: nn.Module, functions: bool = True) -> dict
     }
     own = {name: state[name].copy() for name in TABLES if name in state and name not in ("_parameters", "_buffers")}
     return state | own
+
+
+class _Reached(BaseException):
+    """Carries the arguments of forward past whatever the caller catches."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.given = args, kwargs
+
+
+def forward_arguments(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What forward is given in a call of the model: a class may complete the arguments in a `__call__` of its own.
+
+    Forward does not run.
+    """
+    if type(model).__call__ is nn.Module.__call__:
+        return args, kwargs
+
+    def reached(*given: Any, **named: Any) -> None:
+        raise _Reached(given, named)
+
+    twin = plain_view(model)
+    twin.__dict__["forward"] = reached
+    try:
+        twin(*args, **kwargs)
+    except _Reached as found:
+        return found.given
+    return args, kwargs

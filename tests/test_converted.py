@@ -368,3 +368,75 @@ def test_a_class_lives_as_long_as_it_is_used(x):
     del again, Local
     gc.collect()
     assert kinds[0]() is None
+
+
+def _wrapped(converted):
+    forward = converted.forward
+    converted.forward = lambda x: forward(x) * 2.0
+
+
+def _as_accelerate_wraps(converted):
+    forward = converted.forward.__func__
+    converted.forward = types.MethodType(lambda self, x: forward(self, x) * 2.0, converted)
+
+
+@pytest.mark.parametrize("wrap", [_wrapped, _as_accelerate_wraps])
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_a_forward_set_on_a_converted_model_is_outside_of_its_graph(wrap, capture, caplog):
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
+    converted = fxamp.convert(model, torch.bfloat16, capture=capture)
+    wrap(converted)
+    for _ in range(3):
+        torch.testing.assert_close(converted(x), model(x) * 2.0, rtol=0.02, atol=0.02)
+    assert len(engine_of(converted).graphs()) == 1
+    assert "has changed" not in caplog.text
+
+
+class Completing(nn.Module):
+    """As torch_geometric's aggregations: a call of its own finds out what forward needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def __call__(self, x, index, size=None):
+        return super().__call__(x, index, size=int(index.max()) + 1 if size is None else size)
+
+    def forward(self, x, index, size=None):
+        return x.new_zeros(size, 8).index_add(0, index, self.fc(x))
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_an_example_is_completed_by_the_call_of_the_class(opt_level):
+    model, inputs = Completing(), (torch.randn(6, 8), torch.tensor([0, 0, 1, 1, 2, 2]))
+    expected = model(*inputs)
+    converted = fxamp.convert(model, torch.bfloat16, inputs, opt_level=opt_level)
+    torch.testing.assert_close(converted(*inputs), expected, rtol=0.02, atol=0.02)
+    assert len(engine_of(converted).all_variants()) == 1, "the example is the call"
+    assert fxamp.find_nan(converted, inputs) is None
+
+
+def test_a_call_of_the_class_that_fails_fails_as_it_does():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'index'"):
+        fxamp.convert(Completing(), torch.bfloat16, (torch.randn(6, 8),))
+
+
+class WithoutForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 8)
+
+    def training_step(self, x):
+        return self.net(x).square().mean()
+
+
+def test_a_class_without_forward_is_warned_about(caplog):
+    fxamp.convert(WithoutForward(), torch.bfloat16)
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and "has no forward" in said[0] and "model.net = fxamp.convert(model.net)" in said[0]
+
+
+def test_without_forward_and_with_boundaries_nothing_is_warned_of(caplog):
+    fxamp.convert(WithoutForward(), torch.bfloat16, boundaries=["net"])
+    assert "has no forward" not in caplog.text

@@ -44,7 +44,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "converted": GRAPH | {"compiling", "engine", "storage", "views"},
     "rebuild": GRAPH | {"capture", "engine", "variant", "views"},
     "block_calls": GRAPH | {"variant"},
-    "numerics": GRAPH | {"engine", "capture", "codegen", "rebuild", "runtime", "unconverted", "variant", "whole"},
+    "numerics": GRAPH
+    | {"engine", "capture", "codegen", "rebuild", "runtime", "unconverted", "variant", "whole"}
+    | {"views"},
     "review": GRAPH
     | {"block_calls", "capability", "codegen", "data", "rebuild", "numerics", "runtime", "storage", "unconverted"}
     | {"capture", "engine", "passes", "variant", "views", "whole"},

@@ -185,7 +185,8 @@ class Reads:
             owner = next((kind for kind in type(module).__mro__ if name in kind.__dict__), None)
             if owner is None or (is_library(owner) and name != "forward"):
                 return value
-            self._keep(module, name, MISSING)
+            if module is not self._root or name != "forward":  # one set on a converted model is outside of its graphs
+                self._keep(module, name, MISSING)
             self._keep(owner, name, self._effects.before(owner, name, owner.__dict__[name]))
             return value
         if name in recomputed_weights(module):

@@ -25,6 +25,7 @@ from fxamp.numerics.runner import Edge, Part, Runner, See, converted_again, run_
 from fxamp.rebuild import rebuild_variant, reference
 from fxamp.unconverted import not_converted
 from fxamp.variant import Variant
+from fxamp.views import forward_arguments
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,6 +87,7 @@ def call_of(converted: nn.Module, inputs: Any) -> Call:
         raise not_converted(converted)
     args, kwargs = arguments(usable(inputs))
     check_not_empty((args, kwargs), "the inputs are")
+    args, kwargs = forward_arguments(converted, args, kwargs)
     variant = _symbolic(converted, engine, args, kwargs)
     if variant is None:
         return Call(converted, engine, args, kwargs, converted, dynamo=looking_dynamo(engine))
