@@ -218,8 +218,8 @@ def _fix_allow(ruling: Ruling, node: fx.Node) -> None:
     operands = [read for read in ruling.reads[node] if not _is_mask(op, read)]
     for source in [source for read in operands for source in ruling.sources_of(read, node)]:
         origin = ruling.through_clear(source)
-        if origin in ruling.integers:
-            text = f"{origin.name} holds exact integers, which low precision rounds"
+        if origin in ruling.integers and origin not in ruling.rounded:
+            text = f"{origin.name} is made of exact integers, which low precision rounds"
             ruling.fix(node, "high", "integers", text, origin)
             return
         verdict = ruling.fixed.get(origin)

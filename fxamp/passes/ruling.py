@@ -35,6 +35,7 @@ class Ruling:
         born: nodes whose value is low-born: rounding it once more loses nothing that matters.
         tainted: nodes whose value holds numbers beyond the low range.
         integers: nodes whose float32 value is made of exact integers.
+        rounded: nodes that low numbers of a GEMM, or of a bounded op, are a part of.
         participants: nodes that handle float32 values.
     """
 
@@ -50,6 +51,7 @@ class Ruling:
     born: set[fx.Node] = dataclasses.field(default_factory=set)
     tainted: set[fx.Node] = dataclasses.field(default_factory=set)
     integers: set[fx.Node] = dataclasses.field(default_factory=set)
+    rounded: set[fx.Node] = dataclasses.field(default_factory=set)
 
     def fix(
         self, node: fx.Node, precision: Literal["low", "high"], kind: str, text: str, via: fx.Node | None = None

@@ -22,9 +22,10 @@ _SHORT_INTEGERS = frozenset({torch.uint8, torch.int8, torch.bool})
 def mark_integers(ruling: Ruling) -> None:
     """Float values made of integers stay exact until a GEMM, a deny or a bounded op, or a product with a rounded value.
 
-    (A hidden state times a mask of integers is no integer: what a GEMM or a norm made was rounded before.)
+    (A hidden state times a mask of integers is no integer: what a GEMM or a norm made was rounded before. A sum of the
+    two stays exact, as a grid moved by an offset does, and a GEMM that reads it rounds it as it rounds the offset.)
     """
-    rounded: set[fx.Node] = set()
+    rounded = ruling.rounded
     for node in ruling.graph.nodes:
         if is_bounded(node) or ruling.colours.get(node) == "allow" or ruling.first_source(node, rounded) is not None:
             rounded.add(node)
@@ -72,7 +73,7 @@ def fix_destroyed_values(ruling: Ruling, node: fx.Node) -> None:
         ruling.fix(node, "high", "taint", f"holds numbers beyond {dtype_name(low)}'s range, from {name}", carrier)
     elif node in ruling.integers:
         carrier = ruling.first_source(node, ruling.integers)
-        ruling.fix(node, "high", "integers", "holds exact integers as floats, which low precision rounds", carrier)
+        ruling.fix(node, "high", "integers", "is made of exact integers, which low precision rounds", carrier)
     elif op == "mul" and _multiplies_itself(ruling, node):
         ruling.fix(node, "high", "square", "a square overflows fp16 from 256 and loses half the exponent range")
         ruling.colours[node] = "deny"

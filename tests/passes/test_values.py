@@ -261,6 +261,31 @@ def test_a_hidden_state_times_a_mask_of_integers_is_no_integer():
     assert_precision(setting, {"linear": "low", "mul": "high not low-born", "matmul": "low"})
 
 
+@pytest.mark.parametrize(
+    "read, wanted",
+    [
+        (lambda grid, moved, h: moved, "low"),  # as autocast reads it: the offset was rounded as well
+        (lambda grid, moved, h: moved - grid, "low"),
+        (lambda grid, moved, h: torch.cat([grid[:4], h[:4]]) + moved, "low"),
+    ],
+)
+def test_a_gemm_reads_a_grid_that_learned_offsets_move_low_and_the_sum_is_exact(read, wanted):
+    """Optical flow: coordinates are a grid and what the network adds, and its difference goes into convolutions."""
+
+    def model(x, w):
+        h = F.linear(x, w)
+        grid = torch.arange(64).view(8, 8).float()
+        return F.linear(read(grid, grid + h, h), w)
+
+    setting = decided(model, X, W)
+    assert_precision(setting, {"linear": "low", "add": "high integers", "linear 1": wanted})
+
+
+def test_a_gemm_reads_integers_alone_as_they_are():
+    setting = decided(lambda x, w: F.linear(torch.arange(64).view(8, 8).float() * 2.0, w), X, W)
+    assert_precision(setting, {"mul": "high integers", "linear": "high integers"})
+
+
 def test_an_angle_made_of_positions_and_trained_frequencies_stays_exact():
     def model(x, w, ids):
         return F.linear(x, w) @ (ids.float() * w)
