@@ -24,7 +24,7 @@ from fxamp.errors import CaptureError
 
 _STORED_AS = re.compile(r"\._(parameters|buffers)\['")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n([^\n]*)')
-_TO = re.compile(r"\.to\(([^()]*)\)")
+_TO = re.compile(r"\.(?:to|type)\(([^()]*)\)")
 _ENTER, _EXIT = "_enter_autocast", "_exit_autocast"
 
 
@@ -98,11 +98,11 @@ def weight_path(node: fx.Node) -> str:
 
 
 def _is_relative_conversion(node: fx.Node) -> bool:
-    """Whether a `.to(torch.float32)` of the graph was written `.to(x.dtype)`: Dynamo resolves the dtype.
+    """Whether a `.to(torch.float32)` of the graph was written `.to(x.dtype)`, or `.type(x.dtype)`: Dynamo resolves it.
 
     The user's line is asked: it tells where it names the dtype of another value and not a dtype of its own.
     """
-    if node.op != "call_method" or node.target != "to":
+    if node.op != "call_method" or node.target not in ("to", "type"):
         return False
     given = [
         (argument.strip(), file, int(line))

@@ -245,6 +245,14 @@ def _kept_name(x, other):
     return (x.float() * 2).to(kind)
 
 
+def _typed(x, other):
+    return (x.float() * 2).type(x.dtype)
+
+
+def _typed_as_told(x, other):
+    return (x * 2).type(torch.float32)
+
+
 def _own_dtype(x, other):
     kind = torch.float32
     return (x * 2).to(kind)
@@ -298,6 +306,8 @@ def _beside_a_low_value(x, other):
     ("function", "precision"),
     [
         (_kept_name, "low"),
+        (_typed, "low"),
+        (_typed_as_told, "high"),
         (_there_and_back, "low"),
         (_there_twice, "high"),
         (_beside_a_low_value, "high"),
