@@ -4,14 +4,18 @@ A model that generates text hands its cache from call to call, and symbolic capt
 O1 leaves such calls, would see the low weights as the model's own.
 """
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from fxamp.dtypes import LOW_DTYPES
+from fxamp.storage import is_stored_low
 from fxamp.views import device_of
 
 
@@ -28,7 +32,8 @@ def run_low(module: nn.Module, options: Any, args: tuple[Any, ...], kwargs: dict
 
     Args:
         module: converted at O2 or O3.
-        options: of its conversion. At O3 floating inputs are made low, as the weights are.
+        options: of its conversion. At O3 floating inputs are made low, as the weights are. At O2 biases and the weights
+            of norms are read in float32: a norm of float32 values takes no low ones.
 
     Returns:
         What forward gives, low tensors in `options.output_dtype`.
@@ -36,9 +41,24 @@ def run_low(module: nn.Module, options: Any, args: tuple[Any, ...], kwargs: dict
     base: Any = type(module)._fxamp_base  # type: ignore[attr-defined]
     if options.opt_level == "O3":
         args, kwargs = _floats_as(options.low, (args, kwargs), {torch.float32})
-    with torch.autocast(device_of(module).type, dtype=options.low):
+    with torch.autocast(device_of(module).type, dtype=options.low), _wide_vectors(module, options.opt_level):
         result = base.forward(module, *args, **kwargs)
     return result if options.output_dtype is None else _floats_as(options.output_dtype, result, {*LOW_DTYPES})
+
+
+_one_at_a_time = threading.RLock()
+
+
+@contextlib.contextmanager
+def _wide_vectors(module: nn.Module, opt_level: str) -> Iterator[None]:
+    """Parameters of one dimension are read in float32 at O2; other threads that ask for the same wait."""
+    if opt_level == "O3":
+        yield
+        return
+    with _one_at_a_time:
+        low = ((path, weight) for path, weight in module.named_parameters() if is_stored_low(weight))
+        with _reparametrize_module(module, {path: weight.float() for path, weight in low if weight.dim() < 2}):
+            yield
 
 
 def _floats_as(dtype: torch.dtype, values: Any, replaced: set[torch.dtype]) -> Any:

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "views": GRAPH | {"capture"},
     "variant": GRAPH | {"capture", "codegen"},
     "workshop": {"variant"},
-    "autocasting": GRAPH | {"views"},
+    "autocasting": GRAPH | {"storage", "views"},
     "engine": GRAPH | {"autocasting", "capture", "structure", "variant", "views", "workshop"},
     "compiling": GRAPH | {"engine"},
     "converted": GRAPH | {"compiling", "engine", "storage", "views"},

@@ -1,5 +1,7 @@
 """Decoders of transformers as they are used: trained with their cache on, and generating between the steps."""
 
+import concurrent.futures
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ HEADS = {f"{side}_attention_heads": 4 for side in ("encoder", "decoder")}
 MODELS = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**SIZES, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "llama": ("LlamaForCausalLM", "LlamaConfig", SMALL),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {**SIZES, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "olmo": ("OlmoForCausalLM", "OlmoConfig", SMALL),
     "bart": ("BartForConditionalGeneration", "BartConfig", {**SIZES, "d_model": 32, **BART, **HEADS}),
 }
@@ -73,6 +76,17 @@ def test_a_training_call_that_no_graph_can_hold_is_refused_where_weights_are_low
     cache = model(TOKENS, use_cache=True).past_key_values
     with pytest.raises(CaptureError, match="DynamicCache"):
         model(TOKENS[:, -1:], past_key_values=cache)
+
+
+def test_threads_that_generate_with_one_model_at_o2_wait_for_each_other():
+    model = fxamp.convert(model_of("bloom").eval(), torch.bfloat16, opt_level="O2", example_inputs=(TOKENS,))
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    expected = model.generate(TOKENS, max_new_tokens=6, do_sample=False)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        made = [pool.submit(model.generate, TOKENS, max_new_tokens=6, do_sample=False) for _ in range(8)]
+        assert all(torch.equal(each.result(), expected) for each in made)
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == dtypes
+    assert all(isinstance(parameter, torch.nn.Parameter) for parameter in model.parameters())
 
 
 def test_at_o3_it_generates():
