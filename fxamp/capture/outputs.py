@@ -153,7 +153,7 @@ class _Taken:
             return self._whole(value, (), tuple(value))
         if type(value) in _MAPPINGS:
             return self._whole(value, tuple(value), tuple(value.values()))
-        if _is_plain_class(type(value)):
+        if hasattr(value, "__dict__") and _is_plain_class(type(value)):
             return self._object(value)
         raise _unreturnable(type(value))
 

@@ -2,6 +2,7 @@
 
 import collections
 import enum
+import threading
 
 import pytest
 import torch
@@ -142,6 +143,11 @@ def with_what_was_there(cache, x):
     return cache
 
 
+def with_a_lock(cache, x):
+    cache.lock = threading.Lock()
+    return cache
+
+
 def with_an_object_of_unknown_age(cache, x):
     holder = Ring.__new__(Ring)
     holder.x, holder.config = x, MADE_BEFORE
@@ -155,6 +161,7 @@ def with_an_object_of_unknown_age(cache, x):
         lambda cache, x: OfItsOwn(x=x),
         lambda cache, x: Ring(x),
         with_what_was_there,
+        with_a_lock,
         with_an_object_of_unknown_age,
     ],
 )
