@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.inputs import CONSTANTS
+from fxamp.capture.objects import walk
 from fxamp.errors import CaptureError
 
 
@@ -111,7 +112,8 @@ def flatten_output(result: Any, root: nn.Module) -> tuple[Any, OutputForm | None
     leaves, tree = pytree.tree_flatten(result)
     if all(map(_is_builtin, leaves)):
         return tuple(leaves), OutputForm(tree)
-    taken = _Taken({id(value) for module in root.modules() for value in vars(module).values()})
+    held = [part for module in root.modules() for value in vars(module).values() for part in walk(value)]
+    taken = _Taken({id(part) for part in held})
     parts = tuple(map(taken.part, leaves))
     taken.check()
     return tuple(taken.flat), OutputForm(tree, parts, frozenset(taken.inside_objects))

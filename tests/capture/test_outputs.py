@@ -103,12 +103,13 @@ def test_what_the_model_holds_stays_itself():
     class Holding(Net):
         def forward(self, x):
             result = super().forward(x)
-            result["cache"].config = self.config
+            result["cache"].config, result["cache"].bounds = self.config, self.config.bounds
             return result
 
     model = Holding()
+    model.config.bounds = [1, 2]
     result = fxamp.convert(model, BF16, capture="symbolic")(torch.randn(2, 8))
-    assert result["cache"].config is model.config
+    assert result["cache"].config is model.config and result["cache"].bounds is model.config.bounds
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
