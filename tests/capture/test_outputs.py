@@ -127,6 +127,12 @@ class Slots:
         self.x = x
 
 
+class BesideSlots(Slots):
+    def __init__(self, x):
+        super().__init__(x)
+        self.other = x
+
+
 class OfItsOwn(dict):
     pass
 
@@ -159,6 +165,7 @@ def with_an_object_of_unknown_age(cache, x):
     "make",
     [
         lambda cache, x: Slots(x),
+        lambda cache, x: BesideSlots(x),
         lambda cache, x: OfItsOwn(x=x),
         lambda cache, x: Ring(x),
         with_what_was_there,

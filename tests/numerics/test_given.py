@@ -82,12 +82,14 @@ def test_both_runs_of_a_comparison_see_the_same_arguments(write):
 def test_copies_share_what_the_originals_share_and_hand_gradients_back():
     base = torch.arange(6.0)
     leaf = torch.ones(2, requires_grad=True)
-    halves, twice, made = copied(([base[:3], base[2:]], (base, base), leaf * 2.0))
+    given = leaf * 2.0
+    halves, twice, made, own = copied(([base[:3], base[2:]], (base, base), given, leaf))
     halves[0][2] = 7.0
     assert float(halves[1][0]) == 7.0 and torch.equal(base, torch.arange(6.0))
     assert twice[0] is twice[1]
-    made.mul_(3.0).sum().backward()
-    assert leaf.grad.tolist() == [6.0, 6.0]
+    (made.mul_(3.0).sum() + own.mul_(5.0).sum()).backward()
+    assert leaf.grad.tolist() == [11.0, 11.0]
+    assert given.tolist() == [2.0, 2.0] and leaf.tolist() == [1.0, 1.0]
 
 
 def test_an_argument_that_cannot_be_copied_is_the_callers():

@@ -484,6 +484,7 @@ def test_an_empty_tensor_that_cat_skips_has_no_dtype_to_give(empty):
         lambda x, w: torch.cat([torch.tensor([], dtype=torch.float64), F.linear(x, w)], -1),  # the result is float64
         lambda x, w: torch.cat([torch.empty(0, 8), F.linear(x, w)]),
         lambda x, w: torch.cat([torch.tensor([0.5]), F.linear(x, w).flatten()]),
+        lambda x, w: torch.cat([torch.zeros(3), F.linear(x, w).flatten()]),
         lambda x, w: torch.cat([torch.tensor([]), torch.empty(0)]) + F.linear(x, w).sum(),
     ],
 )
