@@ -46,6 +46,10 @@ def test_a_compiled_part_stays_whole_and_what_is_around_it_runs_low(kind, captur
     rows = {row.name: row for row in fxamp.report(converted).rows}
     assert (rows["part"].precision, rows["part"].shape) == ("high", (4, 8))
     assert rows["linear"].precision == rows["linear_1"].precision == "low"
+    converted(x)
+    assert len(engine_of(converted).all_variants()) == 1, (
+        "what torch.jit keeps in its modules at a first call is its own"
+    )
 
 
 @pytest.mark.parametrize("kind", MAKERS)
