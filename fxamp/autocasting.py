@@ -32,8 +32,8 @@ def run_low(module: nn.Module, options: Any, args: tuple[Any, ...], kwargs: dict
 
     Args:
         module: converted at O2 or O3.
-        options: of its conversion. At O3 floating inputs are made low, as the weights are. At O2 biases and the weights
-            of norms are read in float32: a norm of float32 values takes no low ones.
+        options: of its conversion. At O3 floating inputs are made low, as the weights are. At O2 weights of one
+            dimension are read in float32: a norm of float32 values takes no low ones.
 
     Returns:
         What forward gives, low tensors in `options.output_dtype`.

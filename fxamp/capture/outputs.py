@@ -8,7 +8,7 @@ anew at each call: an instance of its class with the same attributes, in which t
 import collections
 import dataclasses
 import enum
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,9 @@ class Value:
     def build(self, flat: Sequence[Any], made: dict[int, Any]) -> Any:
         return flat[self.place]
 
+    def places(self, inside_objects: bool) -> Iterator[int]:
+        yield self.place
+
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
@@ -61,6 +64,9 @@ class Constant:
 
     def build(self, flat: Sequence[Any], made: dict[int, Any]) -> Any:
         return self.value
+
+    def places(self, inside_objects: bool) -> Iterator[int]:
+        yield from ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +87,17 @@ class Whole:
         if self.number not in made:
             made[self.number] = self._made([part.build(flat, made) for part in self.parts])
         return made[self.number]
+
+    @property
+    def is_object(self) -> bool:
+        """Whether it is an object of a class, and no container."""
+        return self.kind not in (*_SEQUENCES, *_MAPPINGS)
+
+    def places(self, inside_objects: bool) -> Iterator[int]:
+        """Of the graph's outputs that it holds; those that objects hold where that is asked."""
+        if inside_objects or not self.is_object:
+            for part in self.parts:
+                yield from part.places(inside_objects)
 
     def _made(self, values: list[Any]) -> Any:
         if self.kind in _SEQUENCES:
@@ -116,7 +133,8 @@ def flatten_output(result: Any, root: nn.Module) -> tuple[Any, OutputForm | None
     taken = _Taken({id(part) for part in held})
     parts = tuple(map(taken.part, leaves))
     taken.check()
-    return tuple(taken.flat), OutputForm(tree, parts, frozenset(taken.inside_objects))
+    results = {place for part in parts for place in part.places(inside_objects=False)}
+    return tuple(taken.flat), OutputForm(tree, parts, frozenset(range(len(taken.flat))) - results)
 
 
 def _is_builtin(value: Any) -> bool:
@@ -135,15 +153,12 @@ class _Taken:
 
     Attributes:
         flat: what the graph returns.
-        inside_objects: places in it.
     """
 
     def __init__(self, known: Container[int]) -> None:
         self.flat: list[Any] = []
-        self.inside_objects: set[int] = set()
         self._known = known
         self._wholes: dict[int, Whole | None] = {}  # by id; None while its parts are taken
-        self._kinds: dict[type, bool] = {}  # of objects -> whether one of them holds a value
 
     def part(self, value: Any) -> Part:
         if isinstance(value, (fx.Proxy, torch.Tensor)):
@@ -156,15 +171,8 @@ class _Taken:
         if type(value) in _MAPPINGS:
             return self._whole(value, tuple(value), tuple(value.values()))
         if hasattr(value, "__dict__") and _is_plain_class(type(value)):
-            return self._object(value)
+            return self._whole(value, tuple(vars(value)), tuple(vars(value).values()))
         raise _unreturnable(type(value))
-
-    def _object(self, value: Any) -> Whole:
-        before = len(self.flat)
-        whole = self._whole(value, tuple(vars(value)), tuple(vars(value).values()))
-        self._kinds[type(value)] = self._kinds.get(type(value), False) or len(self.flat) > before
-        self.inside_objects.update(range(before, len(self.flat)))
-        return whole
 
     def _whole(self, value: Any, names: tuple[Any, ...], values: tuple[Any, ...]) -> Whole:
         if id(value) not in self._wholes:
@@ -177,10 +185,12 @@ class _Taken:
         return found
 
     def check(self) -> None:
-        """Raise for an object without tensors: whether forward made it, or it was there before, is not known."""
-        for kind, holds_values in self._kinds.items():
-            if not holds_values:
-                raise _unreturnable(kind)
+        """Raise for objects of a class, none of which holds a tensor: they may have been there before forward ran."""
+        objects = [whole for whole in self._wholes.values() if whole is not None and whole.is_object]
+        known = {whole.kind for whole in objects if any(True for _ in whole.places(inside_objects=True))}
+        for whole in objects:
+            if whole.kind not in known:
+                raise _unreturnable(whole.kind)
 
 
 def _is_plain_class(kind: type) -> bool:

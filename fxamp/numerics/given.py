@@ -14,7 +14,7 @@ log = logging.getLogger("fxamp")
 def copied(given: Any) -> Any:
     """The same arguments in other memory.
 
-    Tensors that share memory share it in the copy too, and gradients reach the originals of those that require them;
+    Tensors that share memory share it in the copy too, but for those with a gradient, whose originals it reaches;
     parameters stay themselves. An object that cannot be copied stays itself as well.
     """
     memo: dict[int, Any] = {}
@@ -29,6 +29,7 @@ def _copied_leaf(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
     except Exception as error:  # a lock, a generator, a handle ...
         log.debug("an argument of type %s cannot be copied: %s", type(value).__qualname__, error)
+        memo.clear()  # of what it had begun with
         return value
 
 

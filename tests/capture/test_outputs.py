@@ -76,6 +76,41 @@ def test_an_object_comes_back_as_eager_makes_it():
             torch.testing.assert_close(own.keys.float(), other.keys, rtol=0.02, atol=0.02)
 
 
+class Holder:
+    def __init__(self, cache):
+        self.cache = cache
+
+
+def test_an_object_that_only_holds_another_is_made_too():
+    model, _ = converted_and_plain(lambda cache, x: (cache, Holder(cache), x))
+    cache, holder, _ = model(torch.randn(4, 8))
+    assert type(holder) is Holder and holder.cache is cache
+
+
+def test_what_a_list_hands_out_beside_an_object_is_a_result():
+    def make(cache, x):
+        holder = Holder([cache.layers[0].keys])
+        return {"holder": holder, "kept": holder.cache, "more": Holder(cache.layers[0].keys + 1.0)}
+
+    model, _ = converted_and_plain(make)
+    result = model(torch.randn(4, 8))
+    assert result["kept"][0] is result["holder"].cache[0]
+    assert (result["kept"][0].dtype, result["more"].cache.dtype) == (torch.float32, BF16)
+
+
+def test_sizes_in_an_object_are_those_of_the_call():
+    class Sized(Net):
+        def forward(self, x):
+            holder = Holder(self.blocks[0](x))
+            holder.rows, holder.length, holder.text = x.shape[0], len(x), f"{x.shape[0]} rows"
+            return holder
+
+    model = fxamp.convert(Sized(), BF16)
+    for rows in (2, 5, 3):
+        found = model(torch.randn(rows, 8))
+        assert (found.rows, found.length, found.text) == (rows, rows, f"{rows} rows")
+
+
 def test_each_call_makes_its_own():
     model, _ = converted_and_plain()
     one, other = model(torch.zeros(4, 8))["cache"], model(torch.ones(4, 8))["cache"]
