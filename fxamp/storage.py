@@ -32,6 +32,7 @@ from fxamp.runtime.masters import (
     set_master,
 )
 from fxamp.runtime.padded_weights import make_room, renew_room
+from fxamp.runtime.recurrent_memory import lay_together, recurrent_layers
 
 log = logging.getLogger("fxamp")
 
@@ -79,13 +80,16 @@ def lower_parameters(
     """
     watch_plain_steps()
     tensors = dict(_named_tensors(model))
+    in_blocks = {weight for layer in recurrent_layers(model) for weight in layer.parameters()}
     done: list[Lowered] = []
     try:
         for name in names:
             tensor = tensors.get(name)
             if tensor is not None and not is_stored_low(tensor):
                 _lower(tensor, low, keep_masters, done)
-                make_room(tensor, multiple)
+                if tensor not in in_blocks:  # which grow behind each block of rows, not behind the last row
+                    make_room(tensor, multiple)
+        lay_together(model, is_stored_low)
     except BaseException:
         put_back(done)
         raise
@@ -264,6 +268,7 @@ def apply_exactly(model: nn.Module, apply: Callable[[], Any]) -> bool:
     for name, tensor in before.items():
         renew_room(tensor, now[name])
         _move_master(tensor, now[name], exact.get(name), now[name].dtype != dtypes[name])
+    lay_together(model, is_stored_low)
     return any(now[name].dtype != dtype for name, dtype in dtypes.items())
 
 

@@ -17,9 +17,11 @@ from fxamp.passes.base import Pass
 from fxamp.passes.costs import GATHERS
 from fxamp.passes.gemm_types import shape_of
 from fxamp.passes.reads import asked_dtype
+from fxamp.passes.recurrent_gemms import sequence_call
 from fxamp.passes.verify import casts_minimal, operands_agree
 from fxamp.runtime.packed_weights import packed_cast
 from fxamp.runtime.padded_weights import Growth, grown
+from fxamp.runtime.recurrent_memory import RecurrentCall
 
 # Bytes of low copies in one bucket: DistributedDataParallel sends as much at a time (`bucket_cap_mb=25`).
 BUCKET_BYTES = 25 << 20
@@ -72,6 +74,7 @@ class PackWeights(Pass):
     6. Pads of weights that are stored low (O2) are made by one copy in the same way.
     7. Buffers have buckets of their own: one may hold what the last call computed, and backward must not go there.
     8. No copy is made for `zeros_like(w)`, which reads no number of it: `zeros_like(w, dtype=low)`.
+    9. The weights of a recurrent call are in one bucket, however large: cuDNN reads them as one piece of memory.
     """
 
     ensures: ClassVar = (operands_agree, casts_minimal, packs_sound)
@@ -89,20 +92,51 @@ class PackWeights(Pass):
         reached = outputs_reached(graph, aliases)
         buckets: list[list[fx.Node]] = []
         open_buckets: dict[tuple[object, ...], tuple[list[fx.Node], int]] = {}
+        copies: dict[fx.Node, tuple[object, ...]] = {
+            node: (_dtype(node), _source_dtype(node), _is_buffer(node.args[0]), regions[node], reached[node])
+            for node in graph.nodes
+            if can_pack(node, aliases)
+        }
+        made_by = {_result(copy): copy for copy in copies}
+        done: set[fx.Node] = set()
         for node in graph.nodes:
             if node.target is packed_cast:  # packed before: what follows it is another bucket
                 open_buckets.clear()
-            if not can_pack(node, aliases):
+            if node not in copies or node in done:
                 continue
-            key = (_dtype(node), _source_dtype(node), _is_buffer(node.args[0]), regions[node], reached[node])
+            key = copies[node]
+            together = [copy for copy in _read_with(node, made_by) if copies[copy] == key and copy not in done]
             bucket, size = open_buckets.get(key, ([], 0))
-            nbytes = _nbytes(_result(node))
+            nbytes = sum(_nbytes(_result(copy)) for copy in together)
             if not bucket or size + nbytes > self.bucket_bytes:
                 bucket, size = [], 0
                 buckets.append(bucket)
-            bucket.append(node)
+            bucket += together
+            done.update(together)
             open_buckets[key] = (bucket, size + nbytes)
         return buckets
+
+
+def _read_with(copy: fx.Node, made_by: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """A copy, and those that a recurrent call reads with it, in its order."""
+    calls = filter(None, map(sequence_call, _result(copy).users))
+    weights = next((weights for weights, _ in calls), [])
+    return [made_by[weight] for weight in dict.fromkeys(weights) if weight in made_by] or [copy]
+
+
+def _recurrent_calls(results: list[fx.Node]) -> tuple[RecurrentCall, ...]:
+    """The recurrent calls all of whose weights are among the results; of two that share some, the first."""
+    found: list[RecurrentCall] = []
+    taken: set[int] = set()
+    for reader in dict.fromkeys(reader for result in results for reader in result.users):
+        call = sequence_call(reader)
+        if call is None or not set(call[0]) <= set(results) or len(set(call[0])) < len(call[0]):
+            continue
+        numbers = tuple(results.index(weight) for weight in call[0])
+        if taken.isdisjoint(numbers):
+            found.append(call[1]._replace(numbers=numbers))
+            taken.update(numbers)
+    return tuple(found)
 
 
 def is_weight_cast(node: fx.Node) -> bool:
@@ -220,6 +254,8 @@ def _pack(graph: fx.Graph, casts: list[fx.Node]) -> None:
         options: dict[str, Any] = {"pads": growths} if any(growths) else {}
         if _is_buffer(weights[0]):
             options["are_buffers"] = True
+        if calls := _recurrent_calls(results):
+            options["recurrent"] = calls
         packed = graph.call_function(packed_cast, (_dtype(first), *weights), options)
         items = [graph.call_function(operator.getitem, (packed, number)) for number in range(len(casts))]
     _describe(packed, casts, results)

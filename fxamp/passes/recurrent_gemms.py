@@ -17,12 +17,12 @@ from torch import fx
 from fxamp import ir
 from fxamp.passes.gemm_types import UNKNOWN_SIZES, Gemm, GemmDim, Place, count_of, operands, shape_of
 from fxamp.runtime.padded_weights import Dims
+from fxamp.runtime.recurrent_memory import GATES, RecurrentCall
 
 Position = tuple[int, int | None]
 """An argument, and the number in its list; None where it is no list."""
 
-_GATES = {"gru": 3, "lstm": 4, "rnn_relu": 1, "rnn_tanh": 1}
-OPS = frozenset({*_GATES, *(f"{op}_cell" for op in _GATES)})
+OPS = frozenset({*GATES, *(f"{op}_cell" for op in GATES)})
 """Recurrent ops, whole sequences and single steps."""
 
 
@@ -93,7 +93,7 @@ def describe_recurrent(node: fx.Node) -> Recurrent | str:
         return UNKNOWN_SIZES
     if ir.is_tuple(node) and not all(ir.mark(user).op == "getitem" and _index(user) is not None for user in node.users):
         return "its results are handed on as one tuple"
-    return _cell(node, _GATES[op.removesuffix("_cell")]) if op.endswith("_cell") else _sequence(node, _GATES[op])
+    return _cell(node, GATES[op.removesuffix("_cell")]) if op.endswith("_cell") else _sequence(node, GATES[op])
 
 
 def item_of(node: fx.Node) -> tuple[fx.Node, int] | None:
@@ -101,6 +101,24 @@ def item_of(node: fx.Node) -> tuple[fx.Node, int] | None:
     source = node.args[0] if node.args else None
     number = _index(node) if ir.mark(node).op == "getitem" and isinstance(source, fx.Node) else None
     return None if number is None or not isinstance(source, fx.Node) else (source, number)
+
+
+def sequence_call(node: fx.Node) -> tuple[list[fx.Node], RecurrentCall] | None:
+    """The weights of a call on a whole sequence, in its order, and the call; None for any other node."""
+    op, at = ir.mark(node).op, _weights_at(node)
+    if op not in GATES or node.op != "call_function" or node.kwargs or at is None:
+        return None
+    has_biases, layers, _, _, is_both = node.args[at + 1 : at + 6]
+    weights = _tensors(node.args[at])
+    if not isinstance(layers, int) or not weights or len(weights) % (layers * (2 if is_both else 1)):
+        return None
+    return weights, RecurrentCall(op, layers, bool(has_biases), bool(is_both), tuple(range(len(weights))))
+
+
+def _weights_at(node: fx.Node) -> int | None:
+    """Where the list of its weights stands among the arguments."""
+    at = next((position for position, value in enumerate(node.args) if isinstance(value, list)), -1)
+    return None if at < 2 or len(node.args) < at + 6 else at
 
 
 def _index(item: fx.Node) -> int | None:
@@ -112,8 +130,8 @@ def _index(item: fx.Node) -> int | None:
 
 
 def _sequence(node: fx.Node, gates: int) -> Recurrent | str:
-    at = next((position for position, value in enumerate(node.args) if isinstance(value, list)), -1)
-    if at < 2 or len(node.args) < at + 6:
+    at = _weights_at(node)
+    if at is None:
         return "arguments in an order that is not known"
     has_biases, layers, dropout, training, is_both = node.args[at + 1 : at + 6]
     weights, hidden = _tensors(node.args[at]), _tensors(node.args[at - 1])

@@ -11,22 +11,37 @@ precede one backward. A backward after an optimizer step uses the weights of its
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxamp.runtime.optimizer_steps import steps_taken
-from fxamp.runtime.padded_weights import Growth, copy_grown, empty_grown, grown, grows_in_rows, in_room, own_part
+from fxamp.runtime.padded_weights import (
+    Growth,
+    copy_grown,
+    empty_grown,
+    grown,
+    grown_shape,
+    grows_in_rows,
+    in_room,
+    own_part,
+)
 from fxamp.runtime.plain import must_be_plain
+from fxamp.runtime.recurrent_memory import RecurrentCall, empty_together
 
 Growths = tuple[Growth | None, ...]
 """One for each weight of a bucket: how its copy grows, None where it does not."""
+Calls = tuple[RecurrentCall, ...]
 
 
 def packed_cast(
-    dtype: torch.dtype, *weights: torch.Tensor, pads: Growths | None = None, are_buffers: bool = False
+    dtype: torch.dtype,
+    *weights: torch.Tensor,
+    pads: Growths | None = None,
+    are_buffers: bool = False,
+    recurrent: Calls = (),
 ) -> tuple[torch.Tensor, ...]:
     """Fresh copies of `weights` in `dtype`, with their strides; gradients flow back in the weights' dtype.
 
@@ -41,17 +56,40 @@ def packed_cast(
         weights: all of one dtype, on one device.
         pads: how each copy grows; None where none does.
         are_buffers: whether these are buffers, which have no gradient as a rule; otherwise they are parameters.
+        recurrent: the calls whose weights these are: cuDNN reads the copies for one of them as one piece of memory.
     """
     if must_be_plain(*weights) or (are_buffers and any([buffer.requires_grad for buffer in weights])):
         low = tuple([weight.to(dtype) for weight in weights])
         return low if pads is None else tuple(map(_grown, low, pads))
     if torch.is_grad_enabled() and not are_buffers:
-        return _apply(dtype, pads, *weights)  # type: ignore[no-untyped-call, no-any-return]
-    return _copies(weights, dtype) if pads is None else _grown_copies(weights, dtype, pads)
+        return _apply(dtype, pads, recurrent, *weights)  # type: ignore[no-untyped-call, no-any-return]
+    return _fresh(weights, dtype, pads, recurrent)
 
 
 def _grown(low: torch.Tensor, growth: Growth | None) -> torch.Tensor:
     return low if growth is None else grown(low, *growth)
+
+
+def _fresh(
+    weights: tuple[torch.Tensor, ...], dtype: torch.dtype, pads: Growths | None, recurrent: Calls
+) -> tuple[torch.Tensor, ...]:
+    places: dict[int, torch.Tensor] = {}
+    if recurrent:
+        growths = pads or (None,) * len(weights)
+        shapes = [
+            weight.shape if growth is None else grown_shape(weight.shape, growth[0])
+            for weight, growth in zip(weights, growths, strict=True)
+        ]
+        places = empty_together(recurrent, shapes, dtype, weights[0])
+    if pads is not None:
+        return _grown_copies(weights, dtype, pads, places)
+    if not places:
+        return _copies(weights, dtype)
+    copies = tuple(
+        [places[at] if at in places else torch.empty_like(each, dtype=dtype) for at, each in enumerate(weights)]
+    )
+    torch._foreach_copy_(copies, weights)
+    return copies
 
 
 def _copies(tensors: tuple[torch.Tensor, ...] | list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -60,23 +98,26 @@ def _copies(tensors: tuple[torch.Tensor, ...] | list[torch.Tensor], dtype: torch
     return copies
 
 
-def _grown_copies(weights: Sequence[torch.Tensor], dtype: torch.dtype, pads: Growths) -> tuple[torch.Tensor, ...]:
+def _grown_copies(
+    weights: Sequence[torch.Tensor], dtype: torch.dtype, pads: Growths, places: Mapping[int, torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     made, parts, sources, zeros = [], [], [], []
-    for weight, growth in zip(weights, pads, strict=True):
+    for number, (weight, growth) in enumerate(zip(weights, pads, strict=True)):
+        place = places.get(number)
         if growth is None:
-            copy = part = torch.empty_like(weight, dtype=dtype)
-        elif weight.dtype == dtype and (view := in_room(weight, growth)) is not None:
+            copy = part = torch.empty_like(weight, dtype=dtype) if place is None else place
+        elif place is None and weight.dtype == dtype and (view := in_room(weight, growth)) is not None:
             made.append(view)
             continue
         elif grows_in_rows(weight, growth[0]):
-            copy, size = empty_grown(weight, growth[0], dtype), weight.size(0)
+            copy, size = empty_grown(weight, growth[0], dtype) if place is None else place, weight.size(0)
             part, room = copy[:size], copy[size:]
             if growth[1]:
                 room.fill_(growth[1])
             else:
                 zeros.append(room)
         else:
-            made.append(copy_grown(weight, growth, dtype))
+            made.append(copy_grown(weight, growth, dtype, place))
             continue
         made.append(copy)
         parts.append(part)
@@ -99,14 +140,15 @@ class _PackedCast(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, pads: Growths | None, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, dtype: torch.dtype, pads: Growths | None, recurrent: Calls, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.pads = weights[0].dtype, pads
-        if pads is None:
-            copies = _copies(weights, dtype)
-        else:
-            copies, ctx.shapes = _grown_copies(weights, dtype, pads), [weight.shape for weight in weights]
-        is_needed = ctx.needs_input_grad[2:]
+        copies = _fresh(weights, dtype, pads, recurrent)
+        if pads is not None:
+            ctx.shapes = [weight.shape for weight in weights]
+        is_needed = ctx.needs_input_grad[3:]
         if False in is_needed:
             ctx.mark_non_differentiable(*[copies[i] for i, needed in enumerate(is_needed) if not needed])
         return copies
@@ -118,7 +160,7 @@ class _PackedCast(torch.autograd.Function):
         if ctx.pads is None and is_plain:
             usual = [grad for grad in grads if grad is not None and grad.is_contiguous()]
             if len(usual) == len(grads):
-                return None, None, *_copies(usual, ctx.dtype)
+                return None, None, None, *_copies(usual, ctx.dtype)
         if ctx.pads is not None:
             grads = tuple(
                 [_own_gradient(*of_one, ctx.dtype) for of_one in zip(grads, ctx.shapes, ctx.pads, strict=True)]
@@ -136,7 +178,7 @@ class _PackedCast(torch.autograd.Function):
             copies = _copies([grads[position] for position in together], ctx.dtype)  # type: ignore[misc]
             for position, copy in zip(together, copies, strict=True):
                 back[position] = copy
-        return None, None, *back
+        return None, None, None, *back
 
 
 def _are_batched(grads: tuple[torch.Tensor | None, ...]) -> bool:
@@ -178,15 +220,20 @@ class KeptCast:
         self._kept: _Kept | None = None
 
     def __call__(
-        self, dtype: torch.dtype, *weights: torch.Tensor, pads: Growths | None = None, are_buffers: bool = False
+        self,
+        dtype: torch.dtype,
+        *weights: torch.Tensor,
+        pads: Growths | None = None,
+        are_buffers: bool = False,
+        recurrent: Calls = (),
     ) -> tuple[torch.Tensor, ...]:
         if torch.is_grad_enabled() or must_be_plain(*weights) or not _can_be_kept(weights):
-            return packed_cast(dtype, *weights, pads=pads, are_buffers=are_buffers)
+            return packed_cast(dtype, *weights, pads=pads, are_buffers=are_buffers, recurrent=recurrent)
         kept = self._kept  # read once: copies of a model share this, and may be called by other threads
         if kept is None or not kept.is_of(weights):
             seen = _Kept.state_of(weights)  # before the copies: a write meanwhile is seen by the next call
             with torch.inference_mode(False):  # an inference tensor could not be used outside inference mode
-                copies = packed_cast(dtype, *[weight.detach() for weight in weights], pads=pads)
+                copies = packed_cast(dtype, *[weight.detach() for weight in weights], pads=pads, recurrent=recurrent)
             self._kept = kept = _Kept(tuple(map(weakref.ref, weights)), seen, copies)
         return kept.copies
 

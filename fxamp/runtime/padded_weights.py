@@ -62,10 +62,16 @@ def grown_shape(shape: Sequence[int], dims: Dims) -> tuple[int, ...]:
     return tuple(size + blocks * extra for size, (blocks, extra) in zip(shape, dims, strict=True))
 
 
-def copy_grown(weight: torch.Tensor, growth: Growth, dtype: torch.dtype) -> torch.Tensor:
-    """A fresh grown copy in `dtype`, laid out as the weight is: a copy that converts, and a fill of each border."""
+def copy_grown(
+    weight: torch.Tensor, growth: Growth, dtype: torch.dtype, place: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A fresh grown copy in `dtype`, laid out as the weight is: a copy that converts, and a fill of each border.
+
+    Args:
+        place: memory for it, of its sizes.
+    """
     dims, fill = growth
-    copy = empty_grown(weight, dims, dtype)
+    copy = empty_grown(weight, dims, dtype) if place is None else place
     sizes = _blocked(weight.shape, dims)
     part = copy if len(sizes) == copy.dim() else copy.view(_blocked(copy.shape, dims))
     for dim, size in enumerate(sizes):
