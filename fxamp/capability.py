@@ -1,7 +1,8 @@
-"""Which conversions an op makes by itself on a device: asked of torch, on tensors without data, never guessed."""
+"""What an op is on a device, one kernel or several: asked of torch, never guessed."""
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,50 @@ def conversions_inside(op: str, low: torch.dtype, device: str) -> int:
     return len(seen.found)
 
 
+# Recurrent ops on a sequence: the blocks in the rows of their weights, and how they are called.
+_RECURRENT: dict[str, tuple[int, Callable[..., Any]]] = {
+    "gru": (3, torch.gru),
+    "lstm": (4, lambda x, state, *others: torch.lstm(x, (state, state), *others)),
+    "rnn_relu": (1, torch.rnn_relu),
+    "rnn_tanh": (1, torch.rnn_tanh),
+}
+
+
+@functools.cache
+def is_fused_recurrent(op: str, dtype: torch.dtype, device: str) -> bool:
+    """Whether a device has a kernel for a whole recurrent layer, rather than several for each step of its sequence.
+
+    cuDNN takes bfloat16 from its version 9.13 on (pytorch/pytorch#164411). Asked with a layer of 8 units, on CUDA
+    devices only; other devices are taken to have what they need.
+
+    Args:
+        op: "lstm", "gru", "rnn_tanh" or "rnn_relu".
+        device: type of device, as torch.device.type.
+    """
+    if device != "cuda" or not torch.cuda.is_available():
+        return True
+    return not ops_of_recurrent(op, dtype, device).isdisjoint(("_cudnn_rnn", "miopen_rnn"))
+
+
+def ops_of_recurrent(op: str, dtype: torch.dtype, device: str) -> set[str]:
+    """Names of the ops that a small recurrent layer runs on a device."""
+    gates, call = _RECURRENT[op]
+    seen = _Names()
+    with (
+        _disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _without_autocast(device),
+        warnings.catch_warnings(action="ignore"),  # that the weights do not lie in one piece
+        seen,
+    ):
+        x = torch.zeros(1, 1, 8, dtype=dtype, device=device)
+        weights = [x.new_zeros(shape) for shape in ((gates * 8, 8), (gates * 8, 8), (gates * 8,), (gates * 8,))]
+        call(x, x, weights, True, 1, 0.0, False, False, False)
+    return seen.found
+
+
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     has_autocast = torch.amp.is_autocast_available(device)
     return torch.autocast(device, enabled=False) if has_autocast else contextlib.nullcontext()
@@ -55,3 +100,15 @@ class _Conversions(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and args[0].dtype != result.dtype:
             self.found.append(func)
         return result
+
+
+class _Names(TorchDispatchMode):
+    """Collects the names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.add(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))

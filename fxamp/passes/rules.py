@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
+from fxamp.capability import is_fused_recurrent
 from fxamp.dtypes import LOW_DTYPES, dtype_name, is_inexact
 from fxamp.ir import Colour, Reason
 from fxamp.lists import TRAITS
@@ -29,6 +30,7 @@ from fxamp.passes.ruling import Ruling, Verdict, start_ruling
 from fxamp.passes.spread import keep_last_sums, mark_born, protect_domains, spread_deny
 from fxamp.passes.streams import protect_streams
 from fxamp.passes.values import fix_destroyed_values, is_dot_product, is_sum_of_squares, mark_integers, spread_taint
+from fxamp.runtime.recurrent_memory import GATES
 
 
 def apply_rules(graph: fx.Graph, policy: Policy, fit_of: Callable[[fx.Node], Fit]) -> Ruling:
@@ -226,9 +228,19 @@ def _fix_allow(ruling: Ruling, node: fx.Node) -> None:
         if verdict is not None and verdict.reason.kind == "user cast":
             ruling.fix(node, "high", "user operand", f"the user cast its operand {origin.name} to float32", origin)
             return
+    if op in GATES and not ruling.policy.is_users_choice(op) and not _is_fused(op, ruling.policy):
+        low = dtype_name(ruling.policy.low)
+        ruling.fix(node, "high", "kernel", f"{ruling.policy.device} has one kernel for it in float32, none in {low}")
+        return
     row = ruling.policy.lists.row(op)
     why = "" if row is None else row.reason if row.origin == "default" else f"set by {row.origin}"
     ruling.fix(node, "low", "list", f"`{op}` is on the allow list: {why}")
+
+
+def _is_fused(op: str, policy: Policy) -> bool:
+    """Whether a recurrent layer is as few kernels low as in float32."""
+    high = is_fused_recurrent(op, torch.float32, policy.device)
+    return is_fused_recurrent(op, policy.low, policy.device) or not high
 
 
 def _is_mask(op: str, read: Read) -> bool:

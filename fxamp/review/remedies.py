@@ -233,6 +233,11 @@ def _integers(root: Row, lists: OpLists) -> Iterator[Remedy]:
         yield _override(root, "allow", _ANYWAY + danger)
 
 
+def _kernel(root: Row, lists: OpLists) -> Iterator[Remedy]:
+    yield Remedy("convert(..., dtype=torch.float16): there is a kernel for it", options={"dtype": "float16"})
+    yield _override(root, "allow", _ANYWAY + "torch then takes several kernels for each step of the sequence")
+
+
 def _boundary(root: Row, lists: OpLists) -> Iterator[Remedy]:
     yield Remedy(f"leave {root.name} out of boundaries=: its forward is then a part of this graph")
 
@@ -265,6 +270,7 @@ _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
     "ranges": _allowing("runs {it} low although values that were measured do not fit"),
     "plan": _planned,
     "boundary": _boundary,
+    "kernel": _kernel,
 }
 _DECISIVE = frozenset(("upstream", "aliasing"))
 """Kinds that decide by themselves: what their reason names is not what to change."""

@@ -128,7 +128,8 @@ def test_every_kind_of_reason_the_passes_give_has_a_case():
     }
     shown = {kind for case in CASES for kind in case.chain}
     assert len(kinds) > 15
-    assert kinds - shown == {"pack", "pad"}, "give each kind a case here and a remedy"
+    assert "kernel" in kinds  # it depends on the device: see tests/test_capability.py
+    assert kinds - shown == {"kernel", "pack", "pad"}, "give each kind a case here and a remedy"
 
 
 def test_a_module_a_line_a_class_and_an_op_are_found(language):
