@@ -20,6 +20,7 @@ from fxamp.capture.unseen import no_saved_tensor_hooks, unseen
 from fxamp.dynamo_variant import Rewrite, rewrite_dynamo_graph
 from fxamp.errors import OptionError
 from fxamp.options import Options
+from fxamp.recurrent_fakes import without_cudnn
 from fxamp.runtime.apex_casts import casts_into
 from fxamp.switches import kept_switches
 from fxamp.variant import Variant
@@ -104,7 +105,7 @@ def visit_graphs(
         with FakeCopyMode(mode):
             twin = copy.deepcopy(plain_tree(model))
             fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
-        with mode, unseen(model), no_saved_tensor_hooks():
+        with mode, unseen(model), no_saved_tensor_hooks(), without_cudnn(model):
             run = compile_apart(base.forward, show)
             with captures_apart(), kept_switches():
                 run(twin, *fake_args, **fake_kwargs)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fxamp.errors import CaptureError
 from fxamp.ir import ENGINE
+from fxamp.recurrent_fakes import asks_cudnn, like_recurrent, without_cudnn
 from fxamp.references import repointed
 
 UNKNOWN = object()
@@ -123,6 +124,8 @@ class Fakes:
         with quietly(), self._mode:
             if node.target in _WHERE:
                 args, kwargs = _with_bool_condition(args, kwargs, _WHERE[node.target])
+            if not kwargs and asks_cudnn(node.target, args):
+                return like_recurrent(*args)
             if node.op == "call_function":
                 return node.target(*args, **kwargs)  # type: ignore[operator]
             if node.op == "call_method":
@@ -139,7 +142,8 @@ class Fakes:
         given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         before = [value._version for value in given]
         try:
-            result = twin_of(module, self.of).forward(*args, **kwargs)
+            with without_cudnn(module):
+                result = twin_of(module, self.of).forward(*args, **kwargs)
         except Exception as error:
             if is_a_limit(error) or not _needs_hooks(module, given):
                 raise

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "fxamp"
 # What each room may import, besides itself. A file of its own line comes before its folder's.
 GROUND = {"errors", "dtypes", "references", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
-GRAPH = NAMES | {"canonical", "inplace", "ir", "lists", "fakes", "switches"}
+GRAPH = NAMES | {"canonical", "inplace", "ir", "lists", "fakes", "recurrent_fakes", "switches"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "words": set(),
@@ -23,7 +23,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ir": NAMES,
     "inplace": NAMES | {"ir"},
     "canonical": NAMES | {"inplace", "ir", "switches"},
-    "fakes": NAMES | {"ir"},
+    "recurrent_fakes": set(),
+    "fakes": NAMES | {"ir", "recurrent_fakes"},
     "data": GROUND,
     "whole": GROUND,
     "capability": set(),

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fxamp import ir
 from fxamp.fakes import UNKNOWN
+from fxamp.recurrent_fakes import SEQUENCES, like_recurrent
 
 
 def known_or_guessed(node: fx.Node) -> Any:
@@ -67,17 +68,8 @@ def _pad(data: Any, batch_sizes: Any, batch_first: bool, *_: Any) -> Any:
     return data.new_empty((*leading, *data.shape[1:])), torch.empty(batch, dtype=torch.int64)
 
 
-def _recurrent(data: Any, batch_sizes: Any, hx: Any, weights: Any, bias: bool, layers: int, *numbers: Any) -> Any:
-    directions = 2 if numbers[2] is True else 1
-    states = hx if isinstance(hx, (list, tuple)) else [hx]
-    return (data.new_empty((data.shape[0], states[0].shape[-1] * directions)), *map(torch.empty_like, states))
-
-
 _PACKED: dict[Any, Callable[..., Any]] = {
     torch._pack_padded_sequence: _pack,
     torch._pad_packed_sequence: _pad,
-    torch.lstm: _recurrent,
-    torch.gru: _recurrent,
-    torch.rnn_tanh: _recurrent,
-    torch.rnn_relu: _recurrent,
+    **dict.fromkeys(SEQUENCES, like_recurrent),
 }
