@@ -32,8 +32,8 @@ def run_low(module: nn.Module, options: Any, args: tuple[Any, ...], kwargs: dict
 
     Args:
         module: converted at O2 or O3.
-        options: of its conversion. At O3 floating inputs are made low, as the weights are. At O2 weights of one
-            dimension are read in float32: a norm of float32 values takes no low ones.
+        options: of its conversion. At O3 floating inputs are made low, as the weights are. At O2 weights of norms,
+            and others of one dimension, are read in float32: a norm of float32 values takes no low ones.
 
     Returns:
         What forward gives, low tensors in `options.output_dtype`.
@@ -46,18 +46,21 @@ def run_low(module: nn.Module, options: Any, args: tuple[Any, ...], kwargs: dict
     return result if options.output_dtype is None else _floats_as(options.output_dtype, result, {*LOW_DTYPES})
 
 
+_NORMS = (nn.LayerNorm, nn.RMSNorm)  # those whose weights may have more than one dimension
 _one_at_a_time = threading.RLock()
 
 
 @contextlib.contextmanager
 def _wide_vectors(module: nn.Module, opt_level: str) -> Iterator[None]:
-    """Parameters of one dimension are read in float32 at O2; other threads that ask for the same wait."""
+    """Weights of norms are read in float32 at O2; other threads that ask for the same wait."""
     if opt_level == "O3":
         yield
         return
     with _one_at_a_time:
-        low = ((path, weight) for path, weight in module.named_parameters() if is_stored_low(weight))
-        with _reparametrize_module(module, {path: weight.float() for path, weight in low if weight.dim() < 2}):
+        norms = {weight for part in module.modules() if isinstance(part, _NORMS) for weight in part.parameters()}
+        low = {path: weight for path, weight in module.named_parameters() if is_stored_low(weight)}
+        wide = {path: weight.float() for path, weight in low.items() if weight.dim() < 2 or weight in norms}
+        with _reparametrize_module(module, wide):
             yield
 
 
