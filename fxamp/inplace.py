@@ -62,7 +62,7 @@ def _mutated_by_function(node: fx.Node, target: Any) -> list[fx.Node]:
     if isinstance(target, torch._ops.OpOverload):
         return _mutated_by_schema(node, target)
     name = getattr(target, "__name__", "")
-    if target in _INPLACE_OPERATORS or target is operator.setitem or _is_inplace_name(name):
+    if target in _INPLACE_OPERATORS or target is operator.setitem or (_is_inplace_name(name) and not _is_word(target)):
         return ir.nodes_in(node.args[:1] or ir.argument_of(node, 0, "input"))
     if _asks_inplace(node, name):
         return ir.nodes_in(ir.argument_of(node, 0, "input"))
@@ -86,6 +86,11 @@ def _mutated_by_schema(node: fx.Node, overload: torch._ops.OpOverload) -> list[f
 
 def _is_inplace_name(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
+
+
+def _is_word(target: Any) -> bool:
+    """Whether a function's name ends as it does because it would be a word of Python: `operator.and_`."""
+    return getattr(target, "__module__", None) == operator.add.__module__
 
 
 def _asks_inplace(node: fx.Node, name: str) -> bool:

@@ -49,6 +49,8 @@ def _mode(node: fx.Node, argument: ir.Operand, lists: OpLists, output_mode: Mode
         return "any"
     if op in CASTS_INSIDE and asked_dtype(node) == torch.float32:
         return "any"
+    if compares_tensors(node):
+        return "any"
     if is_conversion(node):
         return "any" if converts_to(node) == torch.float32 else "with"
     row = lists.row(op)
@@ -58,6 +60,22 @@ def _mode(node: fx.Node, argument: ir.Operand, lists: OpLists, output_mode: Mode
         if argument.position == position or argument.keyword == keyword:
             return "with"
     return "high"
+
+
+_COMPARISONS = frozenset("eq ge gt le lt ne".split())
+
+
+def compares_tensors(node: fx.Node) -> bool:
+    """Whether the node compares two tensors: torch promotes what they are, and nothing is rounded for it.
+
+    A bound that was rounded while what it is compared with was not, or for one of two comparisons alone, would let a
+    value be on neither side, or on both.
+    """
+    if ir.mark(node).op not in _COMPARISONS or ir.holds_float32(node):  # `x.lt_(y)` writes floating numbers
+        return False
+    given = (*node.args, *(value for key, value in node.kwargs.items() if key != "out"))
+    tensors = [value for value in given if isinstance(value, fx.Node) and any(ir.tensors_in(ir.mark(value).type))]
+    return len(tensors) == 2
 
 
 def is_conversion(node: fx.Node) -> bool:
