@@ -17,7 +17,7 @@ from fxamp.passes.costs import Costs
 from fxamp.passes.literals import Fit
 from fxamp.passes.mincut import HIGH, LOW, Problem, SharedValue
 from fxamp.passes.policy import Policy
-from fxamp.passes.reads import compares_tensors, float_reads
+from fxamp.passes.reads import compares, float_reads
 from fxamp.passes.rules import apply_rules
 from fxamp.passes.ruling import Ruling, Verdict
 from fxamp.passes.settle_writes import must_be_high
@@ -56,7 +56,11 @@ class ColourNodes(Pass):
         reads = float_reads(node, self.policy.lists, self.policy.output_mode)
         ir.set_mark(node, modes=tuple((read.position, read.keyword, read.mode) for read in reads))
         if node not in ruling.participants:
-            text = "compares its operands as they come" if compares_tensors(node) else "handles no float32 value"
+            text = (
+                "compares its operands as they come"
+                if compares(node, self.policy.lists)
+                else "handles no float32 value"
+            )
             reason = Reason("type", text)
             ir.set_mark(node, colour=colour, precision="none", reason=reason)
             return

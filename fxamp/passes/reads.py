@@ -49,7 +49,7 @@ def _mode(node: fx.Node, argument: ir.Operand, lists: OpLists, output_mode: Mode
         return "any"
     if op in CASTS_INSIDE and asked_dtype(node) == torch.float32:
         return "any"
-    if compares_tensors(node):
+    if compares(node, lists):
         return "any"
     if is_conversion(node):
         return "any" if converts_to(node) == torch.float32 else "with"
@@ -63,19 +63,39 @@ def _mode(node: fx.Node, argument: ir.Operand, lists: OpLists, output_mode: Mode
 
 
 _COMPARISONS = frozenset("eq ge gt le lt ne".split())
+_RELATED = "fxamp_related"  # on a comparison: whether its operands were made of one another
+_FAR = 100  # values looked at for that
 
 
-def compares_tensors(node: fx.Node) -> bool:
-    """Whether the node compares two tensors: torch promotes what they are, and nothing is rounded for it.
+def compares(node: fx.Node, lists: OpLists) -> bool:
+    """Whether the node compares values that have nothing to do with each other, or one with a number.
 
-    A bound that was rounded while what it is compared with was not, or for one of two comparisons alone, would let a
-    value be on neither side, or on both.
+    torch promotes what they are, and nothing is rounded for it: a value or a bound that was rounded for one of two
+    comparisons alone would be on neither side, or on both. Where one operand was made of the other (`x == x.amax()`)
+    both must be read in one precision.
     """
     if ir.mark(node).op not in _COMPARISONS or ir.holds_float32(node):  # `x.lt_(y)` writes floating numbers
         return False
-    given = (*node.args, *(value for key, value in node.kwargs.items() if key != "out"))
-    tensors = [value for value in given if isinstance(value, fx.Node) and any(ir.tensors_in(ir.mark(value).type))]
-    return len(tensors) == 2
+    if _RELATED not in node.meta:
+        node.meta[_RELATED] = _share_a_source(ir.nodes_in((node.args, node.kwargs)), lists)
+    return not node.meta[_RELATED]
+
+
+def _share_a_source(values: list[fx.Node], lists: OpLists) -> bool:
+    """Whether some float32 value went into two of these; a GEMM makes a new one. True where that is far to seek."""
+    seen: set[fx.Node] = set()
+    for value in values:
+        made_of, waiting = {value}, [value]
+        while waiting:
+            node = waiting.pop()
+            if node in seen or len(seen) + len(made_of) > _FAR:
+                return True
+            given = () if lists.colour(ir.mark(node).op) == "allow" else node.all_input_nodes
+            new = [each for each in given if ir.holds_float32(each) and each not in made_of]
+            made_of.update(new)
+            waiting += new
+        seen |= made_of
+    return False
 
 
 def is_conversion(node: fx.Node) -> bool:
