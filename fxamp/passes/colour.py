@@ -17,7 +17,7 @@ from fxamp.passes.costs import Costs
 from fxamp.passes.literals import Fit
 from fxamp.passes.mincut import HIGH, LOW, Problem, SharedValue
 from fxamp.passes.policy import Policy
-from fxamp.passes.reads import compares, float_reads
+from fxamp.passes.reads import float_reads, is_exact_question, picks_positions
 from fxamp.passes.rules import apply_rules
 from fxamp.passes.ruling import Ruling, Verdict
 from fxamp.passes.settle_writes import must_be_high
@@ -56,11 +56,8 @@ class ColourNodes(Pass):
         reads = float_reads(node, self.policy.lists, self.policy.output_mode)
         ir.set_mark(node, modes=tuple((read.position, read.keyword, read.mode) for read in reads))
         if node not in ruling.participants:
-            text = (
-                "compares its operands as they come"
-                if compares(node, self.policy.lists)
-                else "handles no float32 value"
-            )
+            is_asking = reads and is_exact_question(node, self.policy.lists)
+            text = "reads its operands as they come" if is_asking else "handles no float32 value"
             reason = Reason("type", text)
             ir.set_mark(node, colour=colour, precision="none", reason=reason)
             return
@@ -130,6 +127,8 @@ def build_problem(graph: fx.Graph, policy: Policy, ruling: Ruling, aliases: Alia
                 continue
             if read.value not in ruling.born and value not in fixed:
                 implies[(value, HIGH if read.mode == "any" else reader)] = None
+            if picks_positions(node) and reader not in fixed and reader != value:
+                implies[(reader, value)] = None
             if read.mode != "any" and reader != value:
                 key = (read.value, aliases.epoch(read.value, node))
                 if _promotes(node, read.value, fixed, variables):

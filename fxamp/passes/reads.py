@@ -23,6 +23,7 @@ class Read:
     keyword: str
 
 
+_IN_8_BITS = frozenset({torch.bool, torch.uint8, torch.int8})
 # Conversions the user wrote: the result's dtype is theirs, whatever is read.
 CONVERSIONS = frozenset("to float half bfloat16 double long int short bool type type_as _to_copy item tolist".split())
 
@@ -49,7 +50,7 @@ def _mode(node: fx.Node, argument: ir.Operand, lists: OpLists, output_mode: Mode
         return "any"
     if op in CASTS_INSIDE and asked_dtype(node) == torch.float32:
         return "any"
-    if compares(node, lists):
+    if is_exact_question(node, lists):
         return "any"
     if is_conversion(node):
         return "any" if converts_to(node) == torch.float32 else "with"
@@ -62,7 +63,10 @@ def _mode(node: fx.Node, argument: ir.Operand, lists: OpLists, output_mode: Mode
     return "high"
 
 
-_COMPARISONS = frozenset("eq ge gt le lt ne".split())
+# Of one value: where it is largest or not zero, or in which order. Rounded values have other positions.
+_POSITIONS = frozenset("argmax argmin argsort count_nonzero nonzero nonzero_static".split())
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, *_IN_8_BITS})
+_COMPARISONS = frozenset("eq ge gt isin le lt ne".split())
 _RELATED = "fxamp_related"  # on a comparison: whether its operands were made of one another
 _FAR = 100  # values looked at for that
 
@@ -79,6 +83,29 @@ def compares(node: fx.Node, lists: OpLists) -> bool:
     if _RELATED not in node.meta:
         node.meta[_RELATED] = _share_a_source(ir.nodes_in((node.args, node.kwargs)), lists)
     return not node.meta[_RELATED]
+
+
+def is_exact_question(node: fx.Node, lists: OpLists) -> bool:
+    """Whether the node asks something of float32 values that has no float32 answer, and reads them as they come."""
+    if is_conversion(node):
+        return converts_to(node) in _INTEGERS or ir.mark(node).op in ("item", "tolist")
+    return compares(node, lists) or (ir.mark(node).op in _POSITIONS and not ir.holds_float32(node))
+
+
+def picks_positions(node: fx.Node) -> bool:
+    """Whether the node gives values and the positions they were found at (`topk`), and somebody reads the positions.
+
+    Values are then picked in the precision they have: rounded before, others would be the largest.
+    """
+    parts = ir.mark(node).type
+    if not isinstance(parts, tuple) or not any(found.dtype == torch.int64 for found in ir.tensors_in(parts)):
+        return False
+    for user in node.users:
+        place = user.args[1] if ir.mark(user).op == "getitem" and len(user.args) > 1 else None
+        part = parts[place] if isinstance(place, int) and place < len(parts) else parts
+        if user.users and any(found.dtype == torch.int64 for found in ir.tensors_in(part)):
+            return True
+    return False
 
 
 def _share_a_source(values: list[fx.Node], lists: OpLists) -> bool:
@@ -128,9 +155,6 @@ def dtype_of(value: object) -> torch.dtype | None:
     """The dtype of a node's one tensor, None for anything else."""
     kind = ir.mark(value).type if isinstance(value, fx.Node) else None
     return kind.dtype if isinstance(kind, ir.TensorType) else None
-
-
-_IN_8_BITS = frozenset({torch.bool, torch.uint8, torch.int8})
 
 
 def only_converts(node: fx.Node, dtype: torch.dtype) -> bool:

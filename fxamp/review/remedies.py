@@ -41,7 +41,7 @@ def remedies_for(chain: Sequence[Row], rows: Rows, lists: OpLists, outcomes: Out
     if row.precision == "low":
         return list(_towards_float32(row, root))
     if row.precision == "none":
-        return [Remedy("nothing: it handles no float32 value, and only float32 values change dtype")]
+        return [Remedy(f"nothing: it {row.reason}, and only float32 values change dtype")]
     if gives_no_float(row):
         return [Remedy(f"nothing: it gives {row.dtype}, and only float32 values change dtype")]
     if row.op == "parameter" and row.reason_kind == "parameter":

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves as leaves
 
 import fxamp
 
@@ -63,7 +64,7 @@ def test_operands_of_two_precisions_need_no_cast(op):
     report = fxamp.report(fxamp.convert(Net(lambda y, g: getattr(torch, op)(y, g)), torch.float16, (x,)))
     assert report.casts == 1  # of x
     (row,) = [row for row in report.rows if row.op == op]
-    assert row.precision == "none" and row.reason == "compares its operands as they come"
+    assert row.precision == "none" and row.reason == "reads its operands as they come"
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -109,6 +110,52 @@ def test_a_float32_value_that_a_gemm_reads_low_is_not_compared_low(function, lev
         autocast = model(x)[1:]
     for exact, ours, theirs in zip(model(x)[1:], converted(x)[1:], autocast, strict=True):
         assert (ours != exact).sum() <= 1.2 * (theirs != exact).sum() + 3
+
+
+POSITIONS = {
+    "argmax": lambda p: p.argmax(-1),
+    "argmin": lambda p: torch.argmin(p, dim=-1),
+    "argsort": lambda p: p.argsort(-1),
+    "topk": lambda p: p.topk(4)[1],
+    "values too": lambda p: torch.topk(p, 4),
+    "sort": lambda p: p.sort(-1).indices,
+    "max": lambda p: p.max(-1)[1],
+    "min": lambda p: torch.min(p, dim=-1).indices,
+    "median": lambda p: p.median(-1)[1],
+    "kthvalue": lambda p: p.kthvalue(3)[1],
+    "cummax": lambda p: p.cummax(-1)[1],
+    "nonzero": lambda p: p.count_nonzero(-1),
+    "integers": lambda p: p.long(),
+    "bool": lambda p: p.bool(),
+    "isin": lambda p: torch.isin(p, torch.linspace(0, 1, 33)),
+}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("level", ["strict", "balanced", "aggressive"])
+@pytest.mark.parametrize("function", POSITIONS.values(), ids=POSITIONS)
+def test_positions_are_those_of_the_value_and_not_of_its_low_copy(function, level, dtype):
+    """The low copy is there, for the GEMM: reading it would cost nothing."""
+
+    class Net(WithHead):
+        def forward(self, x):
+            p = self.a(x).float().sigmoid()
+            return self.head(p), function(p)
+
+    torch.manual_seed(0)
+    model, x = Net(None), torch.randn(512, 64)
+    converted = fxamp.convert(copy.deepcopy(model), dtype, (x,), level=level)
+    with torch.autocast("cpu", dtype):
+        expected = model(x)[1]
+    for ours, theirs in zip(leaves(converted(x)[1]), leaves(expected), strict=True):
+        assert ours.dtype == theirs.dtype and (ours != theirs).float().mean() < 1e-3
+
+
+def test_values_alone_may_be_picked_low():
+    """The largest of rounded values is the rounded largest."""
+    x = torch.randn(8, 64)
+    model = fxamp.convert(WithHead(lambda y, head: head(y.float().sigmoid().sort(-1)[0])), torch.bfloat16, (x,))
+    assert [row.precision for row in fxamp.report(model).rows if row.op == "sort"] == ["low"]
 
 
 RELATED = {
