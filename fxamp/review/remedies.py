@@ -40,10 +40,10 @@ def remedies_for(chain: Sequence[Row], rows: Rows, lists: OpLists, outcomes: Out
         return [Remedy("it is gone when its readers run in the precision of the value they read")]
     if row.precision == "low":
         return list(_towards_float32(row, root))
-    if row.precision == "none":
-        return [Remedy(f"nothing: it {row.reason}, and only float32 values change dtype")]
     if gives_no_float(row):
         return [Remedy(f"nothing: it gives {row.dtype}, and only float32 values change dtype")]
+    if row.precision == "none":
+        return [Remedy(f"nothing: it {row.reason}, and only float32 values change dtype")]
     if row.op == "parameter" and row.reason_kind == "parameter":
         return list(_parameter(row, rows, outcomes))
     return _towards_low(row, root, lists, outcomes)
