@@ -68,7 +68,7 @@ _POSITIONS = frozenset("argmax argmin argsort count_nonzero nonzero nonzero_stat
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, *_IN_8_BITS})
 _COMPARISONS = frozenset("eq ge gt isin le lt ne".split())
 _RELATED = "fxamp_related"  # on a comparison: whether its operands were made of one another
-_FAR = 100  # values looked at for that
+_FAR = 1000  # values looked at for that
 
 
 def compares(node: fx.Node, lists: OpLists) -> bool:
