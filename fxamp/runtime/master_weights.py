@@ -4,7 +4,7 @@ import collections
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         for table in HOOK_TABLES:
             setattr(self, table, collections.OrderedDict())
         self._patch_step_function()
-        self._adopt()
+        self._adopt(gradients.parameters(self))
 
     # The wrapped optimizer's own attributes
 
@@ -113,7 +113,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its low-precision parameters get masters."""
         self.optimizer.add_param_group(param_group)
-        self._adopt()
+        self._adopt(self.optimizer.param_groups[-1]["params"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; those that `unscale_` widened are 16 bits again."""
@@ -302,9 +302,12 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)
 
-    def _adopt(self) -> None:
-        """Give every trainable low-precision parameter what its mode needs, and float32 state."""
-        low = [p for p in gradients.parameters(self) if is_low(p)]
+    def _adopt(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give every trainable low-precision parameter what its mode needs, and float32 state.
+
+        Only where it is new here: some optimizers keep 16-bit state on purpose.
+        """
+        low = [p for p in parameters if is_low(p)]
         if self.masters == "fp32":
             for parameter in low:
                 if parameter.requires_grad:

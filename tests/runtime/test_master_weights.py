@@ -278,6 +278,37 @@ def test_learning_rate_scheduler(wraps_first, recwarn):
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
 
 
+class KeepsItsStateLow(torch.optim.Optimizer):
+    """As Adafactor of big_vision, and others that keep their momentum in 16 bits."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter, dtype=torch.bfloat16))
+            momentum.lerp_(parameter.grad.bfloat16(), 0.1)
+            parameter.sub_(momentum.float() * 0.1)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "kahan", "stochastic"])
+def test_a_group_that_is_added_leaves_the_others_state_as_it_is(masters):
+    first, second = (torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = MasterWeightOptimizer(KeepsItsStateLow([first]), masters=masters)
+
+    def step():
+        for parameter in (first, second):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step()
+    optimizer.add_param_group({"params": [second]})
+    assert optimizer.state[first]["momentum"].dtype == torch.bfloat16
+    step()
+    assert (first < 1).all() and (second < 1).all() and (master_of(second) is not None) == (masters == "fp32")
+
+
 def test_add_param_group_and_zero_grad():
     model = low_model()
     optimizer = MasterWeightOptimizer(torch.optim.SGD(model[0].parameters(), 0.1))
