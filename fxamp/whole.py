@@ -12,6 +12,11 @@ from typing import Any, BinaryIO
 
 from fxamp.errors import FxampError, OptionError
 
+try:
+    import fcntl
+except ImportError:  # Windows, which removes no file that somebody has open
+    fcntl = None  # type: ignore[assignment]
+
 
 def write_whole(path: Path, content: str | bytes, what: str) -> Path:
     """`put_whole` of `content`.
@@ -87,10 +92,29 @@ def put_whole(
 
 
 def remove_drafts(path: Path) -> None:
-    """Remove what writers of `path` left behind when they were killed; no other may be at work."""
+    """Remove what writers of `path` left behind when they were killed; those at work keep theirs."""
     target = Path(os.path.realpath(path))
     for draft in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 8}.part"):
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            handle = os.open(draft, os.O_RDONLY)
+            try:
+                if _claim(handle):
+                    draft.unlink()
+            finally:
+                os.close(handle)
+
+
+def _claim(handle: int) -> bool:
+    """Lock an open file, unless another process has; whoever is killed lets it go."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _status(path: Path) -> os.stat_result | None:
@@ -127,8 +151,8 @@ def _replace(
     check: Callable[[Path], object],
     there: os.stat_result | None,
 ) -> None:
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    draft, handle = _new_draft(target)
+    lock = os.dup(handle)  # until the draft has its name
     try:
         with os.fdopen(handle, "wb") as file:
             write(file)
@@ -142,7 +166,19 @@ def _replace(
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
+    finally:
+        os.close(lock)
     sync_directory(target.parent)
+
+
+def _new_draft(target: Path) -> tuple[Path, int]:
+    """A new file beside `target`, open and locked."""
+    while True:
+        draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        if _claim(handle) and draft.exists():  # else another writer found it before it was locked
+            return draft, handle
+        os.close(handle)
 
 
 def sync_directory(directory: Path) -> None:

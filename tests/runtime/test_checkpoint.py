@@ -5,6 +5,8 @@ import copy
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -289,6 +291,24 @@ def test_a_link_and_the_mode_stay(tmp_path):
     assert (tmp_path / "last.pt").is_symlink() and load_checkpoint(tmp_path / "runs" / "step1.pt") == {"step": 2}
     assert (tmp_path / "runs" / "step1.pt").stat().st_mode & 0o777 == 0o600
     assert os.listdir(tmp_path / "runs") == ["step1.pt"]
+
+
+SAVING = """
+import sys, torch, fxamp
+model = torch.nn.Linear(256, 256)
+for step in range(30):
+    fxamp.save_checkpoint(sys.argv[1], model=model, step=step)
+"""
+
+
+def test_several_processes_may_write_one_file(tmp_path):
+    """As ranks do that all save: each writes a draft of its own, and none takes another's away."""
+    path = tmp_path / "all.pt"
+    started = [subprocess.Popen([sys.executable, "-c", SAVING, path], stderr=subprocess.PIPE) for _ in range(3)]
+    ended = [(process.communicate()[1].decode(), process.returncode) for process in started]
+    assert [code for _, code in ended] == [0, 0, 0], ended
+    assert os.listdir(tmp_path) == ["all.pt"]
+    assert load_checkpoint(path, model=torch.nn.Linear(256, 256))["step"] == 29
 
 
 def test_interrupted_write_leaves_no_part(tmp_path, monkeypatch):
