@@ -294,8 +294,19 @@ def stamp(optimizer: torch.optim.Optimizer) -> Stamp:
     return Stamp(list(map(weakref.ref, found)), list(map(_VERSION, found)))
 
 
-def why_none(optimizer: torch.optim.Optimizer) -> str:
-    """Why no parameter of an optimizer has a gradient, with the counts that tell and the likely remedy."""
+def require_grad(outputs: Any) -> bool:
+    """Whether a tensor, or any in a list of tensors, requires grad; yes of an iterator, which can be read once."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.requires_grad
+    return not isinstance(outputs, (list, tuple)) or any(map(require_grad, outputs))
+
+
+def why_none(optimizer: torch.optim.Optimizer, had_history: bool | None) -> str:
+    """Why no parameter of an optimizer has a gradient, with the counts that tell and the likely remedy.
+
+    Args:
+        had_history: whether the loss that was scaled last required grad; None if none was scaled.
+    """
     every = list(parameters(optimizer))
     trainable = [parameter for parameter in every if parameter.requires_grad]
     counts = f"{len(every)} parameters, {len(trainable)} of them require grad, 0 have .grad"
@@ -307,10 +318,22 @@ def why_none(optimizer: torch.optim.Optimizer) -> str:
             "(model.to() of a tensor, not of a module); build the optimizer from model.parameters() "
             "after moving the model."
         )
+    if had_history is None:
+        return (
+            f"{counts}, and no loss was scaled: backward() never reached them. Either the loss was detached "
+            "(.item(), .detach(), torch.no_grad()), or the optimizer holds parameters of another model (one "
+            "that was replaced, copied or re-created after the optimizer was built)."
+        )
+    if not had_history:
+        return (
+            f"{counts}, and the loss that was scaled last does not require grad: it was detached (.item(), "
+            ".detach(), torch.no_grad()), or nothing that was trained went into it."
+        )
     return (
-        f"{counts}: backward() never reached them. Either the loss was detached (.item(), .detach(), "
-        "no_grad) or backward() was not called since zero_grad(), or the optimizer holds parameters of "
-        "another model (a model replaced, copied or re-created after the optimizer was built)."
+        f"{counts}, although the loss that was scaled last requires grad: backward() was not called since "
+        "zero_grad(), or the optimizer holds parameters of another model: one that was replaced, copied, "
+        "re-created, or moved with new parameters, after the optimizer was built. Build it from "
+        "model.parameters() of the model that gives the loss."
     )
 
 

@@ -250,7 +250,7 @@ class LossScaler(ScalerBase):
     def _empty_step(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> StepResult:
         if not self._has_warned_empty:
             self._has_warned_empty = True
-            log.warning("step() did nothing: %s", gradients.why_none(optimizer))
+            log.warning("step() did nothing: %s", gradients.why_none(optimizer, self._had_history))
         state["found_inf_per_device"] = {}
         assert self._scale is not None
         return result_of(optimizer, torch.ones_like(self._scale), self._scale, self._about(optimizer))

@@ -52,6 +52,7 @@ class ScalerBase(torch.amp.GradScaler):
         self._has_warned_empty = False
         self._looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._scale_calls = 0
+        self._had_history: bool | None = None  # whether what was scaled last required grad
         self.forget_iteration()
         if self._enabled and where is not None:
             self._begin_on(where)
@@ -106,6 +107,7 @@ class ScalerBase(torch.amp.GradScaler):
         if self._enabled:
             refuse_containers(outputs)
             self._scale_calls += 1
+            self._had_history = gradients.require_grad(outputs)
         try:
             return super().scale(outputs)
         except ValueError as error:

@@ -453,6 +453,24 @@ def test_gradients_on_no_parameter_warn_once_by_cause(caplog):
     assert "detached" in caplog.records[0].message and "another model" in caplog.records[0].message
 
 
+@pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: [loss, loss.detach()]])
+def test_a_detached_loss_and_a_foreign_parameter_are_told_apart(wrap, caplog):
+    trained, foreign = parameter(1.0), parameter(1.0)
+    scaler = LossScaler()
+    scaler.scale(wrap((trained * 2).detach()))
+    scaler.step(torch.optim.SGD([trained], 0.1))
+    (record,) = caplog.records
+    assert "detached" in record.message and "another model" not in record.message
+
+    caplog.clear()
+    scaler = LossScaler()
+    scaled = scaler.scale(wrap(trained * 2))
+    (scaled[0] if isinstance(scaled, list) else scaled).backward()
+    scaler.step(torch.optim.SGD([foreign], 0.1))
+    (record,) = caplog.records
+    assert "another model" in record.message and "detached" not in record.message
+
+
 def _holding(tensor):
     optimizer = torch.optim.SGD([parameter(0.0)], 0.1)
     optimizer.param_groups[0]["params"] = [tensor]
