@@ -181,8 +181,10 @@ class LossScaler(ScalerBase):
             raise self._order_error("step()", "this optimizer was already stepped since the last update()")
         if closure is not None:
             result = host_step.step_with_closure(self, optimizer, closure, max_grad_norm, args, kwargs)
-        elif not gradients.has_any(optimizer) and not self._groups(optimizer):
-            result = self._empty_step(optimizer, state)
+        elif not (gradients.has_any(optimizer) or self._groups(optimizer) or state["found_inf_per_device"]):
+            result = self._empty_step(
+                optimizer, state
+            )  # what unscale_() has found counts, also of gradients that are gone
         else:
             result = self._guarded_step(optimizer, state, max_grad_norm, args, kwargs)
         state["stage"] = OptState.STEPPED

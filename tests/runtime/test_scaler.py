@@ -453,6 +453,30 @@ def test_gradients_on_no_parameter_warn_once_by_cause(caplog):
     assert "detached" in caplog.records[0].message and "another model" in caplog.records[0].message
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("max_norm", [None, 100.0])
+def test_gradients_that_are_thrown_away_after_unscale_back_the_scale_off_as_torchs(max_norm, set_to_none):
+    """A common guard: the norm is not finite, so zero_grad() comes before step()."""
+
+    def run(scaler, **kwargs):
+        weight, seen = parameter(1.0), []
+        optimizer = torch.optim.SGD([weight], 0.1)
+        for _ in range(8):
+            optimizer.zero_grad()
+            scaler.scale(weight.sum() * 10.0).backward()
+            weight.grad = weight.grad.half().float()  # overflows while the scale is above 2**12
+            scaler.unscale_(optimizer)
+            if not torch.nn.utils.clip_grad_norm_([weight], 1.0).isfinite():
+                optimizer.zero_grad(set_to_none=set_to_none)
+            scaler.step(optimizer, **kwargs)
+            scaler.update()
+            seen.append((scaler.get_scale(), weight.item()))
+        return seen
+
+    ours = run(LossScaler(2.0**16, device="cpu"), **({} if max_norm is None else {"max_grad_norm": max_norm}))
+    assert ours == run(torch.amp.GradScaler("cpu", 2.0**16)) and ours[-1][0] < 2.0**13
+
+
 @pytest.mark.parametrize("wrap", [lambda loss: loss, lambda loss: [loss, loss.detach()]])
 def test_a_detached_loss_and_a_foreign_parameter_are_told_apart(wrap, caplog):
     trained, foreign = parameter(1.0), parameter(1.0)
