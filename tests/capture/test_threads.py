@@ -131,7 +131,10 @@ def test_threads_that_run_a_model_while_it_is_captured(train):
             thread.join()
     assert found == []
     assert len(calls) > len(threads)
-    assert int(model.layers[0][1].num_batches_tracked) == ((len(calls) + 9) if train else 0)
+    # torch's own counter loses an update when two threads add at once (seen: 5 of 2,983); a capture that undid
+    # the others' writes would lose all that were made during it.
+    counted, due = int(model.layers[0][1].num_batches_tracked), len(calls) + 9 if train else 0
+    assert due - due // 50 <= counted <= due
 
 
 def test_a_write_while_another_thread_runs_is_not_blamed_on_the_passes():
