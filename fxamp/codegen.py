@@ -38,7 +38,7 @@ def compile_graph(
     graph: fx.Graph,
     root: nn.Module,
     constants: dict[str, torch.Tensor],
-    build: Callable[[Any], Any] | None = None,
+    build: Callable[[nn.Module, Any], Any] | None = None,
 ) -> CompiledForward:
     """Compile a graph.
 
@@ -49,7 +49,7 @@ def compile_graph(
         graph: not changed.
         root: tells what each path is (parameter, buffer, plain attribute, module).
         constants: tensors that belong to no module.
-        build: makes the outputs into what forward returns; None: they are that.
+        build: makes (module, outputs) into what forward returns; None: they are that.
     """
     graph = fold_checkpoints(graph, eager_call(lambda inner: compile_graph(inner, root, constants).run))
     places = {
@@ -108,10 +108,10 @@ def _called(operator: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _building(forward: Callable[..., Any], build: Callable[[Any], Any] | None) -> Callable[..., Any]:
+def _building(forward: Callable[..., Any], build: Callable[[nn.Module, Any], Any] | None) -> Callable[..., Any]:
     if build is None:
         return forward
-    return lambda module, *inputs: build(forward(module, *inputs))
+    return lambda module, *inputs: build(module, forward(module, *inputs))
 
 
 def _access(root: nn.Module, path: str, op: str, constants: dict[str, torch.Tensor]) -> str:

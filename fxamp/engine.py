@@ -68,6 +68,7 @@ class Engine:
         self.live: frozenset[Place] = frozenset()  # numbers of modules that have changed between calls
         self.changes: collections.Counter[str] = collections.Counter()
         self._warned_changes: set[str] = set()
+        self.counters: set[str] = set()  # titles of attributes that forward itself sets
         self.variants: dict[Any, list[Variant]] = {}
         self.previews: list[Variant] = []
         self.structures: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDictionary()
@@ -154,6 +155,10 @@ class Engine:
             log.log(level, "%s: %s, because symbolic capture cannot follow it: %s", name, instead, text)
             self.fallbacks[text] = None
 
+    @property
+    def _may_use_dynamo(self) -> bool:
+        return bool(self.options.capture == "auto" and self.options.opt_level == "O1")
+
     def _may_run_low(self) -> bool:
         """Whether a call is one of inference, of a model whose weights are stored low by now."""
         return bool(self.variants) and not torch.is_grad_enabled()
@@ -215,7 +220,7 @@ class Engine:
             with _disable_current_modes(), no_saved_tensor_hooks(), no_jit_trace(), no_inference_mode():
                 variant = self._build(module, spec, inputs)
         except CaptureError as error:
-            if self.options.capture != "symbolic" and self.options.opt_level == "O1":
+            if self._may_use_dynamo:
                 self.refusals.add(key, module, error)  # Dynamo takes such calls; where it does not, try again
             raise
         if (settings := variant.captured.settings) is not None:
@@ -231,6 +236,8 @@ class Engine:
             mark_block(variant, self.paths)
         if variant.weights is not None:
             variant.weights.note(module)
+        self.live |= variant.captured.live
+        self.counters |= variant.captured.attributes_set
         known.append(variant)
         self.previews.clear()
         return variant
@@ -247,7 +254,7 @@ class Engine:
         try:
             variant = self.workshop.build(plain_tree(module), spec, inputs, options, self.live)
         except InvariantError as error:
-            if options.capture != "auto" or options.opt_level != "O1":
+            if not self._may_use_dynamo:
                 raise
             name = type(module).__qualname__
             log.warning(_BROKEN_RULE, name, error)
@@ -292,6 +299,11 @@ class Engine:
             self.changes.update(cell.title for cell in changed if (cell.path or "", cell.name) not in places)
         name = type(module).__qualname__
         for title, count in self.changes.items():
+            if count > self.most_changes and title in self.counters and self._may_use_dynamo:
+                raise CaptureError(
+                    f"forward of {name} sets {title} and decides on it in Python, so that it would be captured again "
+                    "and again. Set it outside of forward, or pass it as an argument."
+                )
             if count > self.most_changes and title not in self._warned_changes:
                 self._warned_changes.add(title)
                 log.warning(

@@ -68,8 +68,11 @@ class Variant:
     )
 
     def __post_init__(self) -> None:
-        cells = [cell for cell in self.captured.state if cell.is_plain]
-        self.plain = [(cell.path or "", cell.name, cell.frozen[1]) for cell in cells]  # tuples, for Dynamo
+        cells = self.captured.state
+        # Tuples, for Dynamo.
+        self.plain = [(cell.path or "", cell.name, cell.frozen[1]) for cell in cells if cell.is_plain]
+        self.empty = [(cell.path or "", cell.name) for cell in cells if cell.is_none]
+        self.kept = [(cell.path or "", cell.name, cell.frozen[0], cell.frozen[1]) for cell in cells if cell.is_kept]
         self.memory = memory_between(self.captured)
 
     @property
@@ -79,9 +82,7 @@ class Variant:
     def holds(self, module: nn.Module, inputs: list[Any]) -> bool:
         """Whether the graph is what the model's forward would do now. Dynamo and torch.jit.trace come through here."""
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            is_as_before = self.fits(module, inputs) and all(
-                getattr(_submodule(module, path), name, None) == value for path, name, value in self.plain
-            )
+            is_as_before = self.fits(module, inputs) and self._is_plain_state(module)
             return is_as_before and (self.numbers is None or self.numbers.holds(module, inputs))
         if not self._is_for(inputs) or not self._state(module).holds():
             return False
@@ -91,6 +92,20 @@ class Variant:
             return False
         is_as_before = self.numbers is None or self.numbers(module, inputs)
         return is_as_before and (self.weights is None or self.weights(module))
+
+    def _is_plain_state(self, module: nn.Module) -> bool:
+        """Whether the model's attributes are as they were, asked in words that Dynamo follows and guards."""
+        for path, name, value in self.plain:
+            if getattr(_submodule(module, path), name, None) != value:
+                return False
+        for path, name in self.empty:
+            if getattr(_submodule(module, path), name, None) is not None:
+                return False
+        for path, name, dtype, shape in self.kept:
+            kept = getattr(_submodule(module, path), name, None)
+            if not isinstance(kept, torch.Tensor) or kept.dtype != dtype or kept.shape != shape:
+                return False
+        return True
 
     def note_transforms(self, is_transformed: bool) -> None:
         """Note how it was made, where it has a batch norm that could be low: its statistics are float32."""

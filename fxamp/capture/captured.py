@@ -56,9 +56,15 @@ class Captured:
     settings: Settings | None = None
 
     @property
-    def build(self) -> Callable[[Any], Any] | None:
+    def build(self) -> Callable[[nn.Module, Any], Any] | None:
         """Makes what the graph returns into what forward returns; None where it is that already."""
         return None if self.output_form is None else self.output_form.build
+
+    @property
+    def attributes_set(self) -> frozenset[str]:
+        """Titles of the attributes that forward sets ("self.encoder.beta")."""
+        parts = () if self.output_form is None else self.output_form.attributes
+        return frozenset(f"self.{attribute.title}" for attribute, _ in parts)
 
     def text(self) -> str:
         """The graph as Python code."""

@@ -201,7 +201,9 @@ def _put(owner: Any, name: str, value: Any) -> None:
             del owner.cell_contents
         else:
             owner.cell_contents = value
-    elif isinstance(owner, (type, nn.Module)):
+    elif isinstance(owner, nn.Module):
+        owner.__dict__[name] = value
+    elif isinstance(owner, type):
         setattr(owner, name, value)
     elif value is MISSING:
         owner.pop(name, None)

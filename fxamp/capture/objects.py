@@ -169,7 +169,7 @@ def method_parts(value: Any) -> list[tuple[str, Any]] | None:
 
 
 # Packages that hold no state of a model's, but much of their own, and are handed no tensors.
-_TOOLS = frozenset({"mpmath", "pandas", "re", "scipy", "sympy", "tqdm"})
+_TOOLS = frozenset({"_pytest", "mpmath", "pandas", "pytest", "re", "scipy", "sympy", "tqdm"})
 _LIBRARIES = frozenset({*sys.stdlib_module_names, *_TOOLS, "torch", "fxamp", "numpy"}) - {"__main__"}
 # Written in Python: their methods tell which attributes matter, as those of the user's classes do.
 _WRAPPERS = (collections.UserDict, collections.UserList, collections.ChainMap)

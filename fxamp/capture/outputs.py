@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fxamp.capture.inputs import CONSTANTS
 from fxamp.capture.objects import walk
+from fxamp.capture.traces import Attribute, Change, State
 from fxamp.errors import CaptureError
 
 
@@ -29,17 +30,21 @@ class OutputForm:
         leaves: how each of its leaves is made; none where they are the graph's outputs in order.
         inside_objects: places of the graph's outputs that objects hold. They come in the dtype that they are computed
             in: a cache of keys and values in float32 would be twice the bytes, and two more casts of each.
+        attributes: what forward sets besides, and how each value is made.
     """
 
     tree: pytree.TreeSpec
     leaves: tuple["Part", ...] = ()
     inside_objects: frozenset[int] = frozenset()
+    attributes: tuple[tuple[Attribute, "Part"], ...] = ()
 
-    def build(self, flat: Sequence[Any]) -> Any:
-        """What forward returns in a call whose graph returns `flat`."""
+    def build(self, module: nn.Module, flat: Sequence[Any]) -> Any:
+        """What forward returns in a call whose graph returns `flat`; the model's attributes are set as it does."""
         if not self.leaves:
             return pytree.tree_unflatten(flat, self.tree)
         made: dict[int, Any] = {}
+        for attribute, part in self.attributes:
+            attribute.put(module, part.build(flat, made))
         return pytree.tree_unflatten([leaf.build(flat, made) for leaf in self.leaves], self.tree)
 
 
@@ -55,6 +60,9 @@ class Value:
     def places(self, inside_objects: bool) -> Iterator[int]:
         yield self.place
 
+    def constants(self) -> Iterator[Any]:
+        yield from ()
+
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
@@ -67,6 +75,10 @@ class Constant:
 
     def places(self, inside_objects: bool) -> Iterator[int]:
         yield from ()
+
+    def constants(self) -> Iterator[Any]:
+        """What is in it that is the same at each call."""
+        yield self.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +111,10 @@ class Whole:
             for part in self.parts:
                 yield from part.places(inside_objects)
 
+    def constants(self) -> Iterator[Any]:
+        for part in self.parts:
+            yield from part.constants()
+
     def _made(self, values: list[Any]) -> Any:
         if self.kind in _SEQUENCES:
             return self.kind(values)
@@ -110,31 +126,42 @@ class Whole:
 
 
 Part = Value | Constant | Whole
-_SEQUENCES = (list, tuple, set)
+_SEQUENCES = (list, tuple, set, torch.Size)
 _MAPPINGS = (dict, collections.OrderedDict)
 _PLAIN = (*CONSTANTS, int, float, complex, bytes, type, enum.Enum)
 
 
-def flatten_output(result: Any, root: nn.Module) -> tuple[Any, OutputForm | None]:
+def flatten_output(result: Any, state: State, changes: Sequence[Change] = ()) -> tuple[Any, OutputForm | None]:
     """What the graph returns for `result`, and how that becomes `result` again; None where it is that already.
 
     Args:
-        root: the model; what it holds itself is returned as it is.
+        state: of the model before forward ran; what it held is returned as it is.
+        changes: of attributes that the graph is to set.
 
     Raises:
-        CaptureError: a returned object is neither a tensor, a constant, a registered container nor of a plain class.
+        CaptureError: a returned object, or what an attribute is set to, is neither a tensor, a constant, a registered
+            container nor of a plain class.
     """
-    if _is_builtin(result):
+    if not changes and _is_builtin(result):
         return result, None
     leaves, tree = pytree.tree_flatten(result)
-    if all(map(_is_builtin, leaves)):
+    if not changes and all(map(_is_builtin, leaves)):
         return tuple(leaves), OutputForm(tree)
-    held = [part for module in root.modules() for value in vars(module).values() for part in walk(value)]
-    taken = _Taken({id(part) for part in held})
+    taken = _Taken({id(part) for value in state.held() for part in walk(value)})
     parts = tuple(map(taken.part, leaves))
+    attributes = tuple(_set_part(taken, change) for change in changes)
     taken.check()
-    results = {place for part in parts for place in part.places(inside_objects=False)}
-    return tuple(taken.flat), OutputForm(tree, parts, frozenset(range(len(taken.flat))) - results)
+    results = {place for part in (*parts, *(p for _, p in attributes)) for place in part.places(inside_objects=False)}
+    return tuple(taken.flat), OutputForm(tree, parts, frozenset(range(len(taken.flat))) - results, attributes)
+
+
+def _set_part(taken: "_Taken", change: Change) -> tuple[Attribute, Part]:
+    attribute = change.attribute
+    assert attribute is not None
+    try:
+        return attribute, taken.part(change.new)
+    except CaptureError as error:
+        raise CaptureError(f"forward sets attribute {attribute.title!r}: {error}") from None
 
 
 def _is_builtin(value: Any) -> bool:

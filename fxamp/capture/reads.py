@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from fxamp.capture.assignments import Assignments
 from fxamp.capture.effects import Effects
 from fxamp.capture.functions_of import codes_of, functions_in, globals_of
 from fxamp.capture.hooks import hook_writes
@@ -51,10 +52,18 @@ class Reads:
         root: the model.
         is_paused: whether what happens now is no part of the model's forward.
         lift: what stands in the graph for a number that is read anew at each call, None for all that is not.
+        assignments: what forward itself has set by now.
     """
 
-    def __init__(self, root: nn.Module, is_paused: Callable[[], bool], lift: Callable[[Place, Any], Any]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        is_paused: Callable[[], bool],
+        lift: Callable[[Place, Any], Any],
+        assignments: Assignments,
+    ) -> None:
         self._root = root
+        self._assignments = assignments
         self._paths = paths_of(root)
         self._is_paused = is_paused
         self._lift = lift
@@ -87,13 +96,15 @@ class Reads:
             try:
                 value = object.__getattribute__(module, name)
             except AttributeError:
-                if name not in _OWN and not self._is_paused():
+                if name not in _OWN and not self._is_paused() and not self._assignments.has(module, name):
                     self._keep_registered(self._own(module, name), name)
                 raise
             if name == "training" and id(module) not in self._paths and not self._is_paused():
                 self._keep(self._own(module, name), name, value)  # a module outside of the model's tree
             if name in _OWN or self._is_paused() or (name in _INHERITED and name not in module.__dict__):
                 return value
+            if name in module.__dict__ and self._assignments.has(module, name):
+                return self._assignments.value(module, name)
             return self._note(self._own(module, name), name, value)
 
         if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self._root.modules())):

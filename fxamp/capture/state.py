@@ -76,6 +76,16 @@ class Cell:
         is_constant = self.frozen[0] in (bool, int, float, str) and self.frozen[-1] is not LIFTED
         return self.path is not None and not self.kind and is_constant
 
+    @property
+    def is_none(self) -> bool:
+        """Whether it is a place of one of the model's modules that holds None."""
+        return self.path is not None and self.frozen[0] is type(None)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is a tensor that is a plain attribute of one of the model's modules."""
+        return self.path is not None and not self.kind and isinstance(self.frozen[0], torch.dtype)
+
     def with_frozen(self, stand_in: tuple[Any, ...]) -> "Cell":
         """The same place, holding something else."""
         return dataclasses.replace(self, frozen=stand_in)

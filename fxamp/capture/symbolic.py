@@ -23,7 +23,9 @@ from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.capture import attention, recurrent
+from fxamp.capture.assignments import Assignments
 from fxamp.capture.captured import Captured, settled
+from fxamp.capture.counters import check_repeatable, numbers_before, sets_numbers
 from fxamp.capture.creations import Creations, traced_sizes
 from fxamp.capture.functions import whole_functions
 from fxamp.capture.guesses import guess
@@ -34,6 +36,7 @@ from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import explained, unfollowable, user_line
 from fxamp.capture.mode_nodes import ModeNodes
 from fxamp.capture.numbers import plain_number
+from fxamp.capture.objects import is_library
 from fxamp.capture.outputs import OutputForm, flatten_output
 from fxamp.capture.promotion import Promotion, low_operands, widen
 from fxamp.capture.proxies import ValueProxy, WeightProxy, asks_of_autograd, is_static
@@ -55,7 +58,7 @@ from fxamp.capture.surroundings import (
     training_reads,
     unrepeatable_randomness,
 )
-from fxamp.capture.traces import untouched
+from fxamp.capture.traces import Change, State, untouched
 from fxamp.errors import CaptureError, FxampError, ShardedParameterError
 from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign, is_sharded
 from fxamp.recompute import Region
@@ -104,6 +107,19 @@ def _settled_trace(*given: Any) -> Captured:
 
 
 def _trace(
+    root: nn.Module, spec: CallSpec, example: list[Any] | None, fakes: Fakes, live: frozenset[Place]
+) -> Captured:
+    """A graph of forward, which reads numbers that forward sets (`self.steps += 1`) at each call."""
+    captured = _trace_once(root, spec, example, fakes, live)
+    if sets_numbers(captured) and not numbers_before(captured) <= live:
+        live |= numbers_before(captured)
+        captured = _trace_once(root, spec, example, fakes, live)
+    if sets_numbers(captured):
+        check_repeatable(captured, _trace_once(root, spec, example, fakes, live))
+    return captured
+
+
+def _trace_once(
     root: nn.Module, spec: CallSpec, example: list[Any] | None, fakes: Fakes, live: frozenset[Place]
 ) -> Captured:
     tracer = SymbolicTracer(spec, example, fakes, live)
@@ -159,6 +175,8 @@ class SymbolicTracer(fx.Tracer):
         self._modes: ModeNodes | None = None
         self._has_begun = False
         self._reads: Reads | None = None
+        self._before: State | None = None
+        self._assignments: Assignments | None = None
         self._opened: nn.Module | None = None
         self._region: Region | None = None
         self.device_type = "cpu"
@@ -170,9 +188,12 @@ class SymbolicTracer(fx.Tracer):
         self._tensor_paths = paths_of_tensors(root)
         self._hooks = {id(module): hooks_on(module) for module in root.modules()}
         self.device_type = autocast_device(root)
-        self._reads = Reads(root, lambda: not self.is_recording, self._numbers.instead_of)
+        self._before = State(root)
+        self._assignments = Assignments(root, lambda: not self.is_recording)
+        self._reads = Reads(root, lambda: not self.is_recording, self._numbers.instead_of, self._assignments)
         with (
-            untouched(root),
+            untouched(self._before),
+            self._assignments.noted(),
             grad_mode_reads(self),
             training_reads(root, self.training),
             unrepeatable_randomness(),
@@ -227,13 +248,32 @@ class SymbolicTracer(fx.Tracer):
                     "forward writes into a container among its arguments, and a graph holds no such writes"
                 )
             self._follow_modes()
-            flat, self.output_form = flatten_output(result, root)
+            flat, self.output_form = flatten_output(result, *self._attributes_set())
             for value in pytree.tree_leaves(flat):
                 if issubclass(type(value), fx.Proxy):
                     self.note_length(value.node)
             return flat
 
         return run, []
+
+    def _attributes_set(self) -> tuple[State, list[Change]]:
+        """The state before forward ran, and the attributes that it has set and the graph is to set.
+
+        Raises:
+            CaptureError: a module that is called as a whole may read one of them, before the graph has set any.
+        """
+        assert self._before is not None and self._assignments is not None
+        changes = self._assignments.among(self._before.changes())
+        for node in self.graph.find_nodes(op="call_module") if changes else ():
+            module = self.root.get_submodule(str(node.target))
+            if has_hooks(module) or not is_library(type(module)):
+                raise CaptureError(
+                    f"forward sets attribute {changes[0].title!r} and calls {node.target!r}, which may read it: it "
+                    "stays whole, for its hooks or the state it keeps, while a graph sets attributes at the end of a "
+                    "call. Pass the value as an argument."
+                )
+        self._before.taken = frozenset(change.attribute for change in changes if change.attribute)
+        return self._before, changes
 
     # --------------------------------------------------------------------------------- hooks of fx.Tracer
 

@@ -1,6 +1,7 @@
-"""Run a model's forward without leaving a trace on it."""
+"""Run a model's forward without leaving a trace on it, and tell which attributes it has set."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,57 +12,148 @@ from fxamp.capture.leaves import TABLES, recomputed_weights
 from fxamp.capture.objects import MISSING
 from fxamp.errors import CaptureError
 from fxamp.inplace import mutated
+from fxamp.ir import ENGINE
+
+# What nn.Module itself keeps there steers torch: `self.eval()` in forward is no value that a graph computes.
+_OF_TORCH = frozenset({*nn.Module().__dict__, "forward", ENGINE})
+
+
+@dataclasses.dataclass(frozen=True)
+class Attribute:
+    """An attribute of a module of a model that forward sets: a plain one, or a buffer that it replaces.
+
+    Attributes:
+        path: of the module.
+        is_buffer: whether it is registered as one.
+    """
+
+    path: str
+    name: str
+    is_buffer: bool = False
+
+    @property
+    def title(self) -> str:
+        return f"{self.path}.{self.name}".lstrip(".")
+
+    def put(self, root: nn.Module, value: Any) -> None:
+        """Set it, or remove it (MISSING); what the class does when it is set was done, and captured, in the trace."""
+        if value is MISSING:
+            self._table(root).pop(self.name, None)
+        else:
+            self._table(root)[self.name] = value
+
+    def held_in(self, root: nn.Module) -> Any:
+        """What it holds; MISSING where there is none."""
+        return self._table(root).get(self.name, MISSING)
+
+    def _table(self, root: nn.Module) -> dict[str, Any]:
+        module = root
+        for name in self.path.split(".") if self.path else ():
+            module = module._modules[name]  # type: ignore[assignment]
+        return module._buffers if self.is_buffer else module.__dict__
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What is other in a module than it was.
+
+    Attributes:
+        table: "__dict__", or the name of the dictionary of torch's in it.
+        name: the attribute, or the key.
+    """
+
+    path: str
+    table: str
+    name: Any
+    old: Any
+    new: Any
+
+    @property
+    def title(self) -> str:
+        name = self.name if isinstance(self.name, str) else self.table  # a hook has a number
+        return f"{self.path}.{name}".lstrip(".")
+
+    @property
+    def attribute(self) -> Attribute | None:
+        """The attribute that a graph can set, None where it is something else."""
+        if self.new is MISSING or not isinstance(self.name, str) or isinstance(self.new, nn.Parameter):
+            return None
+        if self.table == "_buffers" and self.old is not MISSING:
+            return Attribute(self.path, self.name, is_buffer=True)
+        if self.table == "__dict__" and self.name not in _OF_TORCH:
+            return Attribute(self.path, self.name)
+        return None
+
+
+class State:
+    """What the modules of a model hold, as it was before forward ran.
+
+    Attributes:
+        taken: the attributes that the graph sets as forward does.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        own = [(path, part) for path, part in root.named_modules() if not isinstance(part, torch.jit.ScriptModule)]
+        self._before = [(path, module, snapshot(module)) for path, module in own]
+        self.taken: frozenset[Attribute] = frozenset()
+
+    def changes(self) -> Iterator[Change]:
+        """What forward has set, changed or removed."""
+        for path, module, saved in self._before:
+            yield from _changes(path, module, saved)
+
+    def held(self) -> Iterator[Any]:
+        """What the modules' attributes held."""
+        for _, _, saved in self._before:
+            yield from saved["__dict__"].values()
+
+    def restore(self) -> None:
+        for _, module, saved in self._before:
+            restore(module, saved)
 
 
 @contextlib.contextmanager
-def untouched(root: nn.Module) -> Iterator[None]:
-    """Restore every attribute of every module on leaving; an attribute that forward sets is an error.
-
-    A graph holds no attribute writes, so a converted model would silently stop making them.
+def untouched(state: State) -> Iterator[None]:
+    """Restore every attribute of every module on leaving; one that forward has set, and no graph would, is an error.
 
     Raises:
         CaptureError: forward set, changed or removed an attribute; the model is as before.
     """
-    own = [(path, module) for path, module in root.named_modules() if not isinstance(module, torch.jit.ScriptModule)]
-    before = [(path, module, _snapshot(module)) for path, module in own]
     changed: list[str] = []
     try:
         yield
-        changed = [found for path, module, saved in before if (found := _difference(path, module, saved))]
+        changed = [change.title for change in state.changes() if change.attribute not in state.taken]
     finally:
-        for _, module, saved in before:
-            _restore(module, saved)
+        state.restore()
     if changed:
         raise CaptureError(
-            f"forward sets {changed[0]}, and a graph holds no attribute writes. Return the value instead, "
+            f"forward sets attribute {changed[0]!r}, and a graph holds no such writes. Return the value instead, "
             "write a buffer in place (self.buffer.copy_(value)), or convert the submodules that do the work."
         )
 
 
-def _snapshot(module: nn.Module) -> dict[str, dict[str, Any]]:
+def snapshot(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What a module holds now."""
     dictionaries = {name: value for name, value in module.__dict__.items() if name in TABLES}
     return {"__dict__": dict(module.__dict__), **{name: dict(value) for name, value in dictionaries.items()}}
 
 
-def _difference(path: str, module: nn.Module, saved: dict[str, dict[str, Any]]) -> str:
-    for owner, entries in saved.items():
-        now = module.__dict__ if owner == "__dict__" else module.__dict__[owner]
+def _changes(path: str, module: nn.Module, saved: dict[str, dict[str, Any]]) -> Iterator[Change]:
+    for table, entries in saved.items():
+        now = module.__dict__ if table == "__dict__" else module.__dict__[table]
         for name in [*entries, *(name for name in now if name not in entries)]:
             if name in TABLES or name in recomputed_weights(module):
                 continue
-            full = f"{path}.{name if isinstance(name, str) else owner}".lstrip(".")  # a hook has a number
             old, new = entries.get(name, MISSING), now.get(name, MISSING)
-            if old is not new and not _is_same_plain_value(old, new) and not _is_written_in_place(new, full):
-                return f"attribute {full!r}"
-    return ""
+            change = Change(path, table, name, old, new)
+            if old is not new and not _is_same_plain_value(old, new) and not _is_written_in_place(new, change.title):
+                yield change
 
 
 def _is_same_plain_value(old: Any, new: Any) -> bool:
-    if isinstance(old, (torch.Tensor, fx.Proxy)) or isinstance(new, (torch.Tensor, fx.Proxy)):
-        return False
-    if type(old) is not type(new) or not isinstance(old, (bool, int, float, str, tuple)):
-        return False
-    return bool(old == new)
+    if type(old) is tuple and type(new) is tuple:
+        return len(old) == len(new) and all(map(_is_same_plain_value, old, new))
+    return type(old) is type(new) and isinstance(old, (bool, int, float, str)) and old == new
 
 
 def _is_written_in_place(new: Any, path: str) -> bool:
@@ -69,12 +161,13 @@ def _is_written_in_place(new: Any, path: str) -> bool:
     node = new.node if issubclass(type(new), fx.Proxy) else None
     while isinstance(node, fx.Node):
         if node.op == "get_attr":
-            return node.target == path
+            return node.target == path and isinstance(node.meta.get("val"), torch.Tensor)
         node = next(iter(mutated(node)), None)
     return False
 
 
-def _restore(module: nn.Module, saved: dict[str, dict[str, Any]]) -> None:
+def restore(module: nn.Module, saved: dict[str, dict[str, Any]]) -> None:
+    """Let it hold that again."""
     for owner in TABLES:
         if owner in saved:
             _put_back(saved["__dict__"][owner], saved[owner])

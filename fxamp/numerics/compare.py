@@ -11,12 +11,13 @@ from tabulate import tabulate
 from torch import fx, nn
 
 from fxamp import ir
+from fxamp.capture.traces import State
 from fxamp.engine import engine_of
 from fxamp.errors import OptionError
 from fxamp.numerics.extent import check_not_empty
 from fxamp.numerics.modes import usable
 from fxamp.numerics.recording import Recorded, record
-from fxamp.numerics.run import arguments, call_of, check_module, floats_in, in_float32, loss_of, state_kept
+from fxamp.numerics.run import Call, arguments, call_of, check_module, floats_in, in_float32, loss_of, state_kept
 from fxamp.numerics.runner import Part
 from fxamp.numerics.underflow import Underflow, underflows
 from fxamp.rebuild import training_flags
@@ -153,7 +154,7 @@ def compare(
         check_left(converted, "compare looks at its outputs only")
         return _compare_whole(model, converted, inputs, loss_fn)
     call = call_of(converted, inputs)
-    with flags_of(converted, model) as flags:
+    with flags_of(converted, model) as flags, _attributes_of(call, model):
         other = dataclasses.replace(call, weights=model)
         exact = record(other, in_float32(call), loss_fn, as_float32=True, counting=True)
     mixed = record(call, None, loss_fn, scale, counting=True)
@@ -168,6 +169,20 @@ def _not_finite(exact: Sequence[torch.Tensor], mixed: Sequence[torch.Tensor]) ->
     pairs = [_pair(*both) for both in zip(exact, mixed, strict=False)]
     bad = sum(int((~torch.isfinite(one) & ~torch.isfinite(other)).sum()) for one, other in pairs)
     return bad / max(1, sum(one.numel() for one, _ in pairs))
+
+
+@contextlib.contextmanager
+def _attributes_of(call: Call, model: nn.Module) -> Iterator[None]:
+    """The model with what the converted one has in attributes that forward sets, such as a hidden state."""
+    form = None if call.variant is None else call.variant.captured.output_form
+    before = State(model)
+    try:
+        for attribute, _ in () if form is None else form.attributes:
+            if not attribute.is_buffer:
+                attribute.put(model, attribute.held_in(call.model))
+        yield
+    finally:
+        before.restore()
 
 
 @contextlib.contextmanager

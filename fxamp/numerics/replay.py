@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.capture.traces import Attribute
 from fxamp.engine import Engine
 from fxamp.numerics.extent import Extent, extent_of
 from fxamp.numerics.flow import CallFlow
@@ -19,6 +21,7 @@ from fxamp.numerics.nan import BadNode, bad_node, describe
 from fxamp.numerics.origin import Origin, of_output, origin_of, vanished_origin
 from fxamp.numerics.run import Call, floats_in, in_float32, state_kept
 from fxamp.numerics.watcher import watch_flow
+from fxamp.variant import Variant
 
 log = logging.getLogger("fxamp")
 
@@ -53,6 +56,7 @@ class Replay:
         self.weights = [(weight, _version(weight)) for weight in call.weights.parameters()]
         self.given = [(given, _version(given)) for given in _tensors(self.call)]
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in call.weights.buffers()]
+        self.attributes = [] if call.variant is None else list(_set_by(call.variant, call.weights))
         self.flags = [(module, module.training) for module in call.weights.modules()]
         self.random = torch.get_rng_state(), {device: torch.cuda.get_rng_state(device) for device in _devices(call)}
 
@@ -82,7 +86,7 @@ class Replay:
         """Keep the watch, and let go of what another run would need."""
         self.is_kept = False
         self.call = dataclasses.replace(self.call, args=(), kwargs={}, inputs=())
-        self.given, self.buffers = [], []
+        self.given, self.buffers, self.attributes = [], [], []
         self.gradients.clear()
 
     def origin(self, exact: CallFlow | None = None) -> Origin | None:
@@ -155,10 +159,12 @@ class Replay:
 
     @contextlib.contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        """Buffers, random numbers and training flags of the call; afterwards those of now."""
+        """Buffers, attributes, random numbers and training flags of the call; afterwards those of now."""
         now = [(module, module.training) for module, _ in self.flags]
         state, of_devices = self.random
         with state_kept(self.call.weights):
+            for attribute, value in self.attributes:
+                attribute.put(self.call.weights, value)
             for buffer, before in self.buffers:
                 buffer.data.copy_(before)
             torch.set_rng_state(state)
@@ -183,6 +189,13 @@ def first_bad(flow: CallFlow, exact: CallFlow | None = None) -> Origin | None:
     if found is None and flow.error is not None:
         found = vanished_origin(flow, exact or CallFlow())
     return found or of_output(flow, exact)
+
+
+def _set_by(variant: Variant, model: nn.Module) -> Iterator[tuple[Attribute, Any]]:
+    """What the attributes hold now that a graph is about to set."""
+    form = variant.captured.output_form
+    for attribute, _ in () if form is None else form.attributes:
+        yield attribute, _kept(attribute.held_in(model))
 
 
 class _HandBack(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.inputs import call_arguments
+from fxamp.capture.traces import State
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.engine import Engine, engine_of
 from fxamp.errors import CaptureError, OptionError
@@ -220,7 +221,7 @@ def _widened(value: Any) -> Any:
 
 @contextlib.contextmanager
 def state_kept(*models: nn.Module) -> Iterator[None]:
-    """Buffers, and torch's random numbers, are afterwards what they were: looking must not train batch norm.
+    """Attributes, buffers, and torch's random numbers, are afterwards what they were: a look must not train batch norm.
 
     So are blocks that ran as they are written, which they do until a backward that recomputes them is over. The
     caller's autocast and inference mode are off in between.
@@ -233,11 +234,14 @@ def state_kept(*models: nn.Module) -> Iterator[None]:
 def _random_and_buffers_kept(*models: nn.Module) -> Iterator[None]:
     buffers = {id(value): value for model in models for value in model.buffers()}.values()
     saved = [(value, value.detach().clone()) for value in buffers]
+    attributes = [State(model) for model in models]
     devices = sorted({value.device.index or 0 for model in models for value in model.parameters() if value.is_cuda})
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
+            for state in attributes:
+                state.restore()
             for value, before in saved:
                 if not torch.equal(value, before):  # by .data: a backward that saved the buffer may still come
                     value.data.copy_(before)

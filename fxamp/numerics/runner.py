@@ -126,7 +126,7 @@ class Runner(fx.Interpreter):
 def run_part(runner: Runner, inputs: Any) -> Any:
     """What the model's forward, or Dynamo, gets from a graph."""
     result, build = runner.run(*inputs), runner.captured.build
-    return result if build is None else build(result)
+    return result if build is None else build(runner.module, result)
 
 
 _switched: contextvars.ContextVar[list[tuple[nn.Module, Engine]]] = contextvars.ContextVar("blocks as written")

@@ -232,7 +232,7 @@ def inferred(self, x):
         (lambda self, x: self.fc(x) if x.mean() > 0 else x, "bool"),
         (lambda self, x: self.fc(x)[int(x.argmax())], "int"),
         (lambda self, x: self.fc(x) * x.sum().item().__float__(), "float"),
-        (lambda self, x: (setattr(self, "last", x), self.fc(x))[1], "sets attribute 'last'"),
+        (lambda self, x: (self.fc.eval(), self.fc(x))[1], "sets attribute 'fc.training'"),
         (lambda self, x: self.fc(x) * random.random(), "random module"),
         (lambda self, x: (torch.manual_seed(3), self.fc(x))[1], "torch random numbers"),
         (lambda self, x: self.fc(x) * (2 if x.is_leaf else 3), "autograd or memory layout"),

@@ -1,0 +1,87 @@
+"""The attributes of modules that forward sets while it is traced, by the thread that traces."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from fxamp.capture.traces import Change, restore, snapshot
+from fxamp.errors import CaptureError
+
+
+class Assignments:
+    """What one trace of forward sets.
+
+    What a module holds in the end does not tell: another thread that runs it may be setting the same attribute.
+
+    Args:
+        root: the model.
+        is_paused: whether what happens now is no part of the model's forward.
+    """
+
+    def __init__(self, root: nn.Module, is_paused: Callable[[], bool]) -> None:
+        self._root = root
+        self._own = {id(module) for module in root.modules()}
+        self._is_paused = is_paused
+        self._values: dict[tuple[int, str], Any] = {}
+        self._made: list[nn.Module] = []  # in forward
+        self._outside: dict[int, tuple[nn.Module, Any, str]] = {}  # of the model's tree: module, what it held, name
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what is set.
+
+        Raises:
+            CaptureError: an attribute of a module that is no part of the model's tree; it is as it was.
+        """
+        original_init: Any = nn.Module.__init__
+        original_set: Any = nn.Module.__setattr__
+
+        def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if not self._is_paused():
+                self._made.append(module)
+            original_init(module, *args, **kwargs)
+
+        def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+            if not self._is_paused():
+                self._note(module, name, value)
+            original_set(module, name, value)
+
+        space: Any = nn.Module
+        space.__init__, space.__setattr__ = init, set_attribute
+        try:
+            yield
+        finally:
+            space.__init__, space.__setattr__ = original_init, original_set
+            for module, before, _ in self._outside.values():
+                restore(module, before)
+        for module, _, name in self._outside.values():
+            raise CaptureError(
+                f"forward sets attribute {name!r} of a {type(module).__qualname__} that is no part of the model's tree "
+                "(it stands in a list, in a global, or is the model before conversion). Register it as a submodule, or "
+                "return the value."
+            )
+
+    def _note(self, module: nn.Module, name: str, value: Any) -> None:
+        if id(module) in self._own or any(module is each for each in self._made):
+            self._values[id(module), name] = value
+        else:
+            self._outside.setdefault(id(module), (module, snapshot(module), name))
+
+    def has(self, module: nn.Module, name: str) -> bool:
+        """Whether forward has set an attribute, or replaced a buffer, by now."""
+        return (id(module), name) in self._values
+
+    def value(self, module: nn.Module, name: str) -> Any:
+        """What forward has set it to."""
+        return self._values[id(module), name]
+
+    def among(self, changes: Iterable[Change]) -> list[Change]:
+        """Those changes that forward has made by setting an attribute, to what it was set to."""
+        return [
+            dataclasses.replace(change, new=self.value(module, change.name))
+            for change in changes
+            if change.attribute and self.has(module := self._root.get_submodule(change.path), change.name)
+        ]
