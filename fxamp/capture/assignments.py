@@ -5,9 +5,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
-from fxamp.capture.traces import Change, restore, snapshot
+from fxamp.capture.leaves import has_hooks
+from fxamp.capture.objects import is_library
+from fxamp.capture.traces import Change, State, restore, snapshot
 from fxamp.errors import CaptureError
 
 
@@ -17,13 +19,14 @@ class Assignments:
     What a module holds in the end does not tell: another thread that runs it may be setting the same attribute.
 
     Args:
-        root: the model.
+        before: what the model held until now.
         is_paused: whether what happens now is no part of the model's forward.
     """
 
-    def __init__(self, root: nn.Module, is_paused: Callable[[], bool]) -> None:
-        self._root = root
-        self._own = {id(module) for module in root.modules()}
+    def __init__(self, before: State, is_paused: Callable[[], bool]) -> None:
+        self.before = before
+        self._root = before.root
+        self._own = {id(module) for module in before.root.modules()}
         self._is_paused = is_paused
         self._values: dict[tuple[int, str], Any] = {}
         self._made: list[nn.Module] = []  # in forward
@@ -78,7 +81,25 @@ class Assignments:
         """What forward has set it to."""
         return self._values[id(module), name]
 
-    def among(self, changes: Iterable[Change]) -> list[Change]:
+    def to_be_set(self, graph: fx.Graph) -> list[Change]:
+        """What the graph of a whole forward is to set; `before` takes note of it.
+
+        Raises:
+            CaptureError: a module that is called as a whole may read one of them, before the graph has set any.
+        """
+        changes = self._among(self.before.changes())
+        for node in graph.find_nodes(op="call_module") if changes else ():
+            module = self._root.get_submodule(str(node.target))
+            if has_hooks(module) or not is_library(type(module)):
+                raise CaptureError(
+                    f"forward sets attribute {changes[0].title!r} and calls {node.target!r}, which may read it: it "
+                    "stays whole, for its hooks or the state it keeps, while a graph sets attributes at the end of a "
+                    "call. Pass the value as an argument."
+                )
+        self.before.taken = frozenset(change.attribute for change in changes if change.attribute)
+        return changes
+
+    def _among(self, changes: Iterable[Change]) -> list[Change]:
         """Those changes that forward has made by setting an attribute, to what it was set to."""
         return [
             dataclasses.replace(change, new=self.value(module, change.name))

@@ -78,8 +78,8 @@ class Creations(TorchFunctionMode):
 
     def _of_what_they_stand_for(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A question about dtypes: a parameter that is stored low answers as the float32 one it stands for."""
-        args, kwargs = fx.node.map_aggregate((args, kwargs), self.tracer._fake)
-        with self.tracer.aside():
+        args, kwargs = fx.node.map_aggregate((args, kwargs), self.tracer.values.fake)
+        with self.tracer.values.aside():
             return func(*args, **kwargs)
 
 

@@ -93,6 +93,7 @@ class State:
     """
 
     def __init__(self, root: nn.Module) -> None:
+        self.root = root
         own = [(path, part) for path, part in root.named_modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._before = [(path, module, snapshot(module)) for path, module in own]
         self.taken: frozenset[Attribute] = frozenset()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
-from fxamp.capture.symbolic import SymbolicTracer
+from fxamp.capture.tracer import SymbolicTracer
 from fxamp.engine import engine_of
 from fxamp.errors import CaptureError
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import fxamp
-from fxamp.capture.symbolic import SymbolicTracer
+from fxamp.capture.tracer import SymbolicTracer
 from fxamp.engine import engine_of
 from fxamp.errors import InvariantError
 from fxamp.passes.verify import keeps_state

@@ -11,7 +11,7 @@ from torch import nn
 
 import fxamp
 from fxamp.capture.refusals import Refusals
-from fxamp.capture.symbolic import SymbolicTracer
+from fxamp.capture.tracer import SymbolicTracer
 from fxamp.engine import engine_of
 from fxamp.errors import CaptureError
 

@@ -1,0 +1,92 @@
+"""The values of a trace's nodes for its example, as fake tensors."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxamp import ir
+from fxamp.capture.guesses import guess
+from fxamp.capture.inputs import misfit
+from fxamp.capture.locations import user_line
+from fxamp.capture.promotion import low_operands, widen
+from fxamp.errors import FxampError
+from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign
+
+
+class FakeValues:
+    """Runs the nodes of one trace on fake values, aside from what is traced.
+
+    Args:
+        example: the inputs of one call; None: no value is known.
+        fakes: makes and runs them.
+    """
+
+    def __init__(self, example: list[Any] | None, fakes: Fakes) -> None:
+        self._example = example
+        self._fakes = fakes
+        self._is_running = False
+        self._thread = threading.get_ident()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether what happens now is no part of forward: torch runs for the tracer itself, or in another thread."""
+        return self._is_running or threading.get_ident() != self._thread
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Run torch without recording anything."""
+        was, self._is_running = self._is_running, True
+        try:
+            yield
+        finally:
+            self._is_running = was
+
+    def fake(self, value: Any) -> Any:
+        with self.aside():
+            return self._fakes.of(value)
+
+    def is_fake(self, tensor: torch.Tensor) -> bool:
+        return self._fakes.made(tensor)
+
+    def of(self, node: fx.Node) -> Any:
+        """What the node gives for the example; UNKNOWN where that cannot be told.
+
+        Raises:
+            OptionError: the example's values do not fit the operation.
+        """
+        if self._example is None or any("val" not in given.meta for given in node.all_input_nodes):
+            return UNKNOWN
+        try:
+            return self.run(node)
+        except FxampError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
+            if operands := low_operands(node):  # an op that does not promote: torch.autocast takes the widest dtype
+                widen(node, operands, self.run)
+                return self.of(node)
+            if is_a_limit(error) or is_foreign(node.target):
+                return UNKNOWN
+            raise misfit(user_line(), _target_name(node), error, self._example) from None
+
+    def run(self, node: fx.Node) -> Any:
+        """What the node gives for its operands' values; which of them it writes is marked."""
+        given = [value.meta["val"] for value in node.all_input_nodes]
+        versions = [value._version if isinstance(value, torch.Tensor) else None for value in given]
+        with self.aside():
+            result = self._fakes.run(node, lambda value: value.meta["val"])
+        now = [value._version if isinstance(value, torch.Tensor) else None for value in given]
+        if now != versions:  # torch's own ops tell by their names, others only so
+            node.meta[ir.WRITES] = tuple(place for place, version in enumerate(now) if version != versions[place])
+        return result
+
+    def guess(self, node: fx.Node) -> Any:
+        with self.aside():
+            return guess(node, lambda values: self._fakes.run(node, values))
+
+
+def _target_name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

@@ -1,0 +1,355 @@
+"""Capture by symbolic tracing: an own `fx.Tracer` with explicit weights.
+
+1. GEMM, norm and activation modules are traced into, so that weights are values of the graph; modules that keep
+   state between calls (batch norm, recurrent layers), dropout, and modules with hooks stay `call_module`.
+2. With an example call every proxy carries a fake value; Python's `bool`, `len`, iteration and `int` on a value
+   that comes from shapes use it, and the source line of each such decision is recorded. Values that depend on
+   data are never guessed.
+3. Functions that make tensors (`arange`, `rand`...) become nodes, in-place operators and item assignments stay
+   in-place, `torch.no_grad` regions become nodes, and regions where the user switched autocast off are marked.
+4. Tracing leaves no mark on the model; what the graph could not repeat (a changed attribute, a drawn random
+   number) is an error that names it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from fxamp import ir
+from fxamp.capture import attention, recurrent
+from fxamp.capture.assignments import Assignments
+from fxamp.capture.creations import Creations, traced_sizes
+from fxamp.capture.fake_values import FakeValues
+from fxamp.capture.functions import whole_functions
+from fxamp.capture.inputs import CallSpec, unflatten_call
+from fxamp.capture.leaves import has_hooks, hooks_on, is_leaf
+from fxamp.capture.lengths import hands_on_open_length, has_open_length
+from fxamp.capture.live import LiveNumbers
+from fxamp.capture.locations import unfollowable, user_line
+from fxamp.capture.mode_nodes import ModeNodes
+from fxamp.capture.numbers import plain_number
+from fxamp.capture.outputs import OutputForm, flatten_output
+from fxamp.capture.promotion import Promotion
+from fxamp.capture.proxies import ValueProxy, WeightProxy, asks_of_autograd, is_static
+from fxamp.capture.reads import Place, Reads
+from fxamp.capture.settings import Settings
+from fxamp.capture.state import Cell, flag_cell
+from fxamp.capture.surroundings import (
+    asked_by_torch_check,
+    autocast_device,
+    grad_mode_reads,
+    honest_questions,
+    idle_autocast,
+    paths_of_tensors,
+    plain_answers,
+    training_reads,
+    unrepeatable_randomness,
+)
+from fxamp.capture.traces import State, untouched
+from fxamp.errors import CaptureError, ShardedParameterError
+from fxamp.fakes import UNKNOWN, Fakes, is_sharded
+from fxamp.recompute import Region
+from fxamp.switches import kept_switches, switches_found
+
+
+class SymbolicTracer(fx.Tracer):
+    """The tracer behind `capture_symbolic`; one instance traces once."""
+
+    def __init__(
+        self, spec: CallSpec, example: list[Any] | None, fakes: Fakes, live: frozenset[Place] = frozenset()
+    ) -> None:
+        super().__init__(param_shapes_constant=True)
+        self.spec = spec
+        self.example = example
+        self.values = FakeValues(example, fakes)
+        self.training: dict[str, bool] = {}
+        self.decisions: list[str] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.output_form: OutputForm | None = None
+        self.state: tuple[Cell, ...] = ()
+        self.settings: Settings | None = None
+        self.grad_mode: bool | None = None
+        self.gradients_outside = True
+        self._numbers = LiveNumbers(live, self._attribute)
+        self._tensor_paths: dict[int, str] = {}
+        self._weights: dict[str, WeightProxy] = {}
+        self._hooks: dict[int, list[object]] = {}  # id of a module -> those it has before forward runs
+        self._modes: ModeNodes | None = None
+        self._has_begun = False
+        self._reads: Reads | None = None
+        self._assignments: Assignments | None = None
+        self._opened: nn.Module | None = None
+        self._region: Region | None = None
+        self.device_type = "cpu"
+
+    # ------------------------------------------------------------------------------------------ one trace
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        self._promotion = Promotion(root, self.values.run)
+        self._tensor_paths = paths_of_tensors(root)
+        self._hooks = {id(module): hooks_on(module) for module in root.modules()}
+        self.device_type = autocast_device(root)
+        self._assignments = Assignments(State(root), lambda: not self.is_recording)
+        self._reads = Reads(root, lambda: not self.is_recording, self._numbers.instead_of, self._assignments)
+        with (
+            untouched(self._assignments.before),
+            self._assignments.noted(),
+            grad_mode_reads(self),
+            training_reads(root, self.training),
+            unrepeatable_randomness(),
+            kept_switches(),
+            torch.enable_grad(),
+            idle_autocast(self.device_type),
+            attention.plain_paths(),
+            whole_functions(self._function, self._checkpointed),
+            honest_questions(),
+            plain_answers(self),
+            traced_sizes(self),
+            Creations(self),
+            self._reads.noted(),
+        ):
+            graph = super().trace(root)
+        if self.output_form is not None and self.output_form.inside_objects:
+            graph.output_node().meta[ir.INSIDE_OBJECTS] = self.output_form.inside_objects
+        self.state, self.settings = self._reads.cells(self._numbers.decided), self._reads.settings
+        return graph
+
+    def state_so_far(self) -> tuple[Cell, ...]:
+        """What a trace that failed had read of Python's state."""
+        flags = (flag_cell(path, flag) for path, flag in self.training.items())
+        return () if self._reads is None else (*flags, *self._reads.cells(self._numbers.decided))
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        self._has_begun = True
+        self._modes = ModeNodes(self.create_node)
+        self.graph._graph_namespace.create_name("self", None)  # what generated code calls the module: no value's name
+        inputs = []
+        kinds = [leaf for leaf in self.spec.leaves if leaf[0] != "constant"]
+        for position in range(len(kinds)):
+            node = self.create_node("placeholder", f"input_{position}", (), {})
+            if self.example is not None:
+                node.meta["val"] = self.values.fake(self.example[position])
+                self._promotion.after(node)
+            inputs.append(self.proxy(node))
+        args, kwargs = unflatten_call(self.spec, inputs)
+        forward = self._said_again(self.root, args, kwargs) or self.root.forward
+        given = pytree.tree_flatten((args, kwargs))
+        assignments = self._assignments
+        assert assignments is not None
+
+        def run() -> Any:
+            result = forward(*args, **kwargs)
+            now = pytree.tree_flatten((args, kwargs))
+            if now[1] != given[1] or any(new is not old for new, old in zip(now[0], given[0], strict=True)):
+                raise CaptureError(
+                    "forward writes into a container among its arguments, and a graph holds no such writes"
+                )
+            self._follow_modes()
+            changes = assignments.to_be_set(self.graph)
+            flat, self.output_form = flatten_output(result, assignments.before, changes)
+            for value in pytree.tree_leaves(flat):
+                if issubclass(type(value), fx.Proxy):
+                    self.note_length(value.node)
+            return flat
+
+        return run, []
+
+    # --------------------------------------------------------------------------------- hooks of fx.Tracer
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if m is self._opened:
+            return False
+        return is_leaf(m) or recurrent.is_recurrent(m)  # one whose input has an unknown rank stays whole
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.evaluating:
+            return forward(*args, **kwargs)
+        try:
+            self.path_of_module(m)
+        except NameError:
+            return forward(*args, **kwargs)  # a module made inside forward: its operations are traced
+        if hooks_on(m) != self._hooks.get(id(m), []):
+            raise CaptureError(
+                f"{user_line()}: forward sets a hook on {self.path_of_module(m)!r} or takes one away, which a graph "
+                "would not do. Do to the result what the hook does."
+            )
+        instead = None if has_hooks(m) else self._said_again(m, args, kwargs)
+        if instead is None:
+            return super().call_module(m, forward, args, kwargs)
+        self._opened = m
+        return super().call_module(m, instead, args, kwargs)
+
+    def _said_again(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[..., Any] | None:
+        """A forward in the place of one that proxies cannot enter, None for any other module."""
+        if isinstance(module, torch.jit.ScriptModule):  # its forward is no Python function
+            return None
+        call = (module, args, kwargs, self.example is not None)
+        return recurrent.as_node(*call) or attention.as_node(*call)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self.evaluating or not isinstance(attr_val, torch.Tensor):
+            return attr_val
+        path = self._tensor_paths.get(id(attr_val))
+        if path is None:
+            return attr_val
+        if path not in self._weights and is_sharded(attr_val):
+            raise ShardedParameterError(
+                f"{user_line()}: {path} is sharded, and its forward runs outside of the unit that gathers it. "
+                "Name the modules that fully_shard is given: fxamp.convert(model, boundaries=...), then shard."
+            )
+        return self._weight(path, attr_val)
+
+    def _weight(self, path: str, tensor: torch.Tensor) -> WeightProxy:
+        """A tensor that is read at each call: one node, however often and by whichever way forward reaches it."""
+        if path not in self._weights:
+            node = self.create_node("get_attr", path, (), {})
+            node.meta["val"] = self.values.fake(tensor)
+            self._weights[path] = WeightProxy(node, self, tensor)
+        return self._weights[path]
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        if self._region is not None:
+            node.meta[ir.REGION] = self._region
+        return node
+
+    @contextlib.contextmanager
+    def _checkpointed(self, region: Region) -> Iterator[None]:
+        """Nodes made inside are recomputed in backward; a region inside a region is part of it."""
+        self._follow_modes()  # what the user's code left or entered before the region stays before it
+        was, self._region = self._region, self._region or region
+        modes = torch.is_grad_enabled(), switches_found()
+        try:
+            yield
+            self._follow_modes()
+            now = torch.is_grad_enabled(), switches_found()
+            if now != modes:
+                what = "the gradient mode" if now[0] != modes[0] else "a switch of torch's"
+                raise CaptureError(f"{user_line()}: a checkpointed function leaves {what} changed")
+        finally:
+            self._region = was
+
+    def _function(self, target: Callable[..., Any], args: Any, kwargs: Any) -> fx.Proxy:
+        return self.create_proxy("call_function", target, args, kwargs)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return ValueProxy(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        if issubclass(type(a), fx.Proxy):
+            return a.node
+        if isinstance(a, torch.Tensor):
+            return self._constant(a)
+        if isinstance(a, PackedSequence):
+            return self.create_proxy("call_function", PackedSequence, tuple(a), {}).node
+        if isinstance(a, torch.Generator):
+            raise CaptureError(f"{user_line()}: forward draws from a torch.Generator, and a graph holds none")
+        if isinstance(a, nn.Module):
+            raise CaptureError(f"a module ({type(a).__qualname__}) is passed to a function as an argument")
+        return super().create_arg(plain_number(a))
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
+        self._follow_modes()
+        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
+        node = proxy.node
+        node.meta["source"] = user_line()
+        node.meta["static"] = is_static(node)
+        if not torch.is_autocast_enabled(self.device_type):
+            node.meta["autocast"] = "off"
+        if kind == "call_module":
+            node.meta["inplace"] = bool(getattr(self.root.get_submodule(str(target)), "inplace", False))
+        if self.example is not None:
+            self._promotion.before(node)
+        if hands_on_open_length(node):
+            self.decisions.append(user_line())
+        value = self.values.of(node)
+        if value is not UNKNOWN:
+            node.meta["val"] = value
+            self._promotion.after(node)
+        elif self.example is not None:
+            node.meta[ir.GUESS] = self.values.guess(node)
+        return proxy
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        if asked_by_torch_check():
+            return False
+        return bool(self.decide(obj, "bool"))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        value = obj.node.meta.get("val", UNKNOWN)
+        if isinstance(value, torch.Tensor):
+            self.decisions.append(user_line())
+            return iter([obj[i] for i in range(value.shape[0])])  # type: ignore[index]
+        if isinstance(value, (tuple, list, torch.Size)):
+            self.note_length(obj.node)
+            return iter([obj[i] for i in range(len(value))])  # type: ignore[index]
+        raise self._unfollowable("iteration over a traced value")
+
+    def note_length(self, node: fx.Node) -> None:
+        """Record that Python has counted the items of a tuple."""
+        if has_open_length(node):
+            self.decisions.append(user_line())
+
+    # ---------------------------------------------------------------------------------------- fake values
+
+    def decide(self, proxy: fx.Proxy, question: str) -> Any:
+        """The Python value of a proxy whose value follows from shapes alone; the decision is recorded.
+
+        What follows from dtypes, devices and numbers of dimensions is the same at every call of the graph.
+        """
+        value = proxy.node.meta.get("val", UNKNOWN)
+        if asks_of_autograd(proxy.node):
+            raise self._unfollowable(f"Python's {question}() of what autograd or memory layout says")
+        if isinstance(value, (bool, int, float, str, torch.dtype, torch.device, torch.Size)) or value is None:
+            if not proxy.node.meta.get("static"):
+                if self._numbers.decide_on(proxy.node):
+                    self.decisions.append(user_line())
+            return value
+        raise self._unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))
+
+    def _attribute(self, path: str, value: Any) -> fx.Proxy:
+        """A proxy of a plain attribute, which is read at each call."""
+        node = self.create_node("get_attr", path, (), {})
+        node.meta["val"] = value
+        return self.proxy(node)
+
+    def _unfollowable(self, what: str, data: bool = False) -> CaptureError:
+        return unfollowable(what, self.example is not None, data)
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether what happens now is no part of forward."""
+        return self.values.is_running
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether what happens now is a part of forward."""
+        return self._has_begun and not self.evaluating
+
+    # ------------------------------------------------------------------------------------------ constants
+
+    def _constant(self, tensor: torch.Tensor) -> fx.Node:
+        if self.values.is_fake(tensor):
+            raise CaptureError(f"{user_line()}: a fake tensor of the capture leaked into the model")
+        path = self._tensor_paths.get(id(tensor))
+        if path is None:
+            path = f"_constant_{len(self.constants)}"
+            self.constants[path] = tensor
+            self._tensor_paths[id(tensor)] = path
+        return self._weight(path, tensor).node
+
+    def _follow_modes(self) -> None:
+        """Make nodes where the user's code switched a mode since the last node."""
+        if self._modes is not None and not self.evaluating:
+            self._modes.follow()
