@@ -4,7 +4,6 @@ A graph is made for one call structure and for the Python state it read; the eng
 one made, and falls back to Dynamo where a graph cannot hold the model. Copies of a model share one engine.
 """
 
-import collections
 import copy
 import dataclasses
 import logging
@@ -19,11 +18,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxamp.autocasting import outside_autocast, run_low
 from fxamp.capture.inputs import CallSpec, call_key, flatten_call
-from fxamp.capture.reads import Place
 from fxamp.capture.refusals import Refusals
 from fxamp.capture.selves import OtherSelves
 from fxamp.capture.symbolic import one_at_a_time
 from fxamp.capture.unseen import no_inference_mode, no_jit_trace, no_saved_tensor_hooks
+from fxamp.changes import Changes
 from fxamp.errors import CaptureError, InvariantError, OpListError, OptionError
 from fxamp.ir import BLOCK_PATH, ENGINE
 from fxamp.structure import Structure
@@ -49,8 +48,6 @@ class Engine:
 
     # A model that decides on shapes gets a graph for each; past this many the sizes are not worth a graph each.
     max_variants = 16
-    # Graphs that differ in Python state alone, and changes of one piece of it that pass without a warning.
-    most_changes = 4
 
     def __init__(self, options: Any, workshop: Workshop, dynamo: Any = None, is_frozen: bool = False) -> None:
         self.options = options
@@ -65,10 +62,7 @@ class Engine:
         self.refusals = Refusals()
         self.others = OtherSelves()
         self.is_frozen = is_frozen
-        self.live: frozenset[Place] = frozenset()  # numbers of modules that have changed between calls
-        self.changes: collections.Counter[str] = collections.Counter()
-        self._warned_changes: set[str] = set()
-        self.counters: set[str] = set()  # titles of attributes that forward itself sets
+        self.changes = Changes()
         self.variants: dict[Any, list[Variant]] = {}
         self.previews: list[Variant] = []
         self.structures: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDictionary()
@@ -208,7 +202,8 @@ class Engine:
                 return variant
         if (reason := self.refusals.reason(key, module)) is not None:
             raise CaptureError(reason)
-        self._follow_changes(module, [variant for variant in known if variant.fits(module, inputs)], known)
+        stale = [variant for variant in known if variant.fits(module, inputs)]
+        self.changes.follow(module, stale, known, self._may_use_dynamo)
         if sum(map(len, self.variants.values())) >= self.max_variants:
             raise CaptureError(
                 f"{type(module).__qualname__} asked for more than {self.max_variants} graphs: its forward decides on "
@@ -236,8 +231,7 @@ class Engine:
             mark_block(variant, self.paths)
         if variant.weights is not None:
             variant.weights.note(module)
-        self.live |= variant.captured.live
-        self.counters |= variant.captured.attributes_set
+        self.changes.note(variant)
         known.append(variant)
         self.previews.clear()
         return variant
@@ -252,7 +246,7 @@ class Engine:
         if is_transformed:
             options = dataclasses.replace(options, lists=options.lists.override(deny=["batch_norm"]))
         try:
-            variant = self.workshop.build(plain_tree(module), spec, inputs, options, self.live)
+            variant = self.workshop.build(plain_tree(module), spec, inputs, options, self.changes.live)
         except InvariantError as error:
             if not self._may_use_dynamo:
                 raise
@@ -283,38 +277,6 @@ class Engine:
             mark_block(variant, self.paths)
         self.previews = [variant]
         return variant
-
-    def _follow_changes(self, module: nn.Module, stale: list[Variant], known: list[Variant]) -> None:
-        """Python state that a graph was made with has changed: see that the next graph lasts longer.
-
-        A number becomes a value that is read at each call. A few graphs are kept for other state, which may come
-        back; the oldest makes room.
-        """
-        for variant in stale[-1:]:  # the newest graph tells what has changed since
-            changed = variant.changed_state(module)
-            places = {(cell.path or "", cell.name) for cell in changed if cell.is_number} - self.live
-            if places and len(places) == len(changed):
-                known.remove(variant)  # the next graph is for every value
-            self.live |= places
-            self.changes.update(cell.title for cell in changed if (cell.path or "", cell.name) not in places)
-        name = type(module).__qualname__
-        for title, count in self.changes.items():
-            if count > self.most_changes and title in self.counters and self._may_use_dynamo:
-                raise CaptureError(
-                    f"forward of {name} sets {title} and decides on it in Python, so that it would be captured again "
-                    "and again. Set it outside of forward, or pass it as an argument."
-                )
-            if count > self.most_changes and title not in self._warned_changes:
-                self._warned_changes.add(title)
-                log.warning(
-                    "%s of %s has changed %d times between calls, and each time the model is captured again. Pass "
-                    "it to forward as an argument, or keep it in a buffer.",
-                    title,
-                    name,
-                    count,
-                )
-        if len(stale) > self.most_changes:
-            known.remove(next(variant for variant in stale if variant in known))
 
     def freeze(self, module: nn.Module) -> None:
         """Keep the low weights from call to call while gradients are off, in these graphs and in later ones."""

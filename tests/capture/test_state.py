@@ -475,7 +475,7 @@ def test_state_that_changes_all_the_time_is_warned_about_and_stays_right(caplog)
         "self.mode of Net has changed 5 times between calls, and each time the model is captured again. "
         "Pass it to forward as an argument, or keep it in a buffer."
     ]
-    assert len(engine_of(converted).all_variants()) <= engine_of(converted).most_changes + 1
+    assert len(engine_of(converted).all_variants()) <= engine_of(converted).changes.most + 1
 
 
 def test_a_fallback_is_told_of_at_info_after_state_was_warned_about(caplog):

@@ -1,0 +1,73 @@
+"""Python state that changes between calls, and what it does to the graphs that were made with it."""
+
+import collections
+import logging
+
+from torch import nn
+
+from fxamp.capture.reads import Place
+from fxamp.errors import CaptureError
+from fxamp.variant import Variant
+
+log = logging.getLogger("fxamp")
+
+
+class Changes:
+    """Sees that a model whose Python state changes is not captured for each value of it.
+
+    Attributes:
+        live: numbers that have changed, or that forward counts: read at each call.
+    """
+
+    # Graphs that differ in Python state alone, and changes of one piece of it that pass without a word.
+    most = 4
+
+    def __init__(self) -> None:
+        self.live: frozenset[Place] = frozenset()
+        self._set_in_forward: set[str] = set()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._warned: set[str] = set()
+
+    def note(self, variant: Variant) -> None:
+        """Take note of what a new graph reads at each call, and sets."""
+        self.live |= variant.captured.live
+        self._set_in_forward |= variant.captured.attributes_set
+
+    def follow(self, module: nn.Module, stale: list[Variant], known: list[Variant], may_use_dynamo: bool) -> None:
+        """See that the next graph lasts longer than those whose state is not the model's any more.
+
+        A number becomes a value that is read at each call. A few graphs are kept for other state, which may come
+        back; the oldest makes room.
+
+        Args:
+            stale: graphs for such a call, made with other state.
+            known: all for such a call; those of no more use are removed.
+
+        Raises:
+            CaptureError: Dynamo is to take a model that changes by itself what it decides on.
+        """
+        for variant in stale[-1:]:  # the newest graph tells what has changed since
+            changed = variant.changed_state(module)
+            places = {(cell.path or "", cell.name) for cell in changed if cell.is_number} - self.live
+            if places and len(places) == len(changed):
+                known.remove(variant)  # the next graph is for every value
+            self.live |= places
+            self._counts.update(cell.title for cell in changed if (cell.path or "", cell.name) not in places)
+        name = type(module).__qualname__
+        for title in [title for title, count in self._counts.items() if count > self.most]:
+            if title in self._set_in_forward and may_use_dynamo:
+                raise CaptureError(
+                    f"forward of {name} sets {title} and decides on it in Python, so that it would be captured again "
+                    "and again. Set it outside of forward, or pass it as an argument."
+                )
+            if title not in self._warned:
+                self._warned.add(title)
+                log.warning(
+                    "%s of %s has changed %d times between calls, and each time the model is captured again. Pass "
+                    "it to forward as an argument, or keep it in a buffer.",
+                    title,
+                    name,
+                    self._counts[title],
+                )
+        if len(stale) > self.most:
+            known.remove(next(variant for variant in stale if variant in known))
