@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import keyword
 import linecache
+import operator
 import re
 import secrets
 from collections.abc import Callable
@@ -90,9 +91,10 @@ def _python_code(graph: fx.Graph, names: dict[fx.Node, str]) -> PythonCode:
 
 
 def _rebinds(node: fx.Node) -> bool:
-    """Whether it is an in-place operator on what may be no tensor."""
-    is_operator = node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator"
-    if not is_operator or getattr(node.target, "__name__", "") not in inplace_methods:
+    """Whether it is an in-place operator on what may be no tensor. An item that is assigned rebinds no name."""
+    if node.op != "call_function" or getattr(node.target, "__module__", "") != "_operator":
+        return False
+    if node.target is operator.setitem or getattr(node.target, "__name__", "") not in inplace_methods:
         return False
     return not (isinstance(node.args[0], fx.Node) and ir.is_tensor(node.args[0]))
 

@@ -188,4 +188,5 @@ def _use_results(graph: fx.Graph, call: fx.Node, outputs: list[fx.Node], members
     for position, node in enumerate(outputs):
         with graph.inserting_after(place):
             place = graph.call_function(operator.getitem, (call, position))
+        place.meta = {key: value for key, value in node.meta.items() if key != ir.REGION}
         node.replace_all_uses_with(place, delete_user_cb=lambda user: user not in members)
