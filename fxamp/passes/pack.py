@@ -16,7 +16,7 @@ from fxamp.passes.alias import Aliases, find_aliases, grad_regions
 from fxamp.passes.base import Pass
 from fxamp.passes.costs import GATHERS
 from fxamp.passes.gemm_types import shape_of
-from fxamp.passes.reads import asked_dtype
+from fxamp.passes.reads import READ_NO_NUMBER, asked_dtype
 from fxamp.passes.recurrent_gemms import sequence_call
 from fxamp.passes.verify import casts_minimal, operands_agree
 from fxamp.runtime.packed_weights import packed_cast
@@ -25,10 +25,6 @@ from fxamp.runtime.recurrent_memory import RecurrentCall
 
 # Bytes of low copies in one bucket: DistributedDataParallel sends as much at a time (`bucket_cap_mb=25`).
 BUCKET_BYTES = 25 << 20
-# Of their first argument they take sizes and strides, and its dtype where none is asked for.
-_READ_NO_NUMBER = frozenset(
-    "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_zeros new_tensor".split()
-)
 
 
 def packs_sound(graph: fx.Graph) -> None:
@@ -164,7 +160,7 @@ def _read_as_stored(graph: fx.Graph) -> bool:
     changed = False
     for node in list(graph.nodes):
         cast = node.args[0] if node.args else None
-        if ir.mark(node).op not in _READ_NO_NUMBER or not isinstance(cast, fx.Node) or not is_weight_cast(cast):
+        if ir.mark(node).op not in READ_NO_NUMBER or not isinstance(cast, fx.Node) or not is_weight_cast(cast):
             continue
         if asked_dtype(node) is None:
             node.kwargs = {**node.kwargs, "dtype": cast.args[1]}

@@ -28,6 +28,12 @@ _IN_8_BITS = frozenset({torch.bool, torch.uint8, torch.int8})
 CONVERSIONS = frozenset("to float half bfloat16 double long int short bool type type_as _to_copy item tolist".split())
 
 
+# Of their first argument they take sizes and strides, and its dtype where none is asked for.
+READ_NO_NUMBER = frozenset(
+    "empty_like full_like ones_like zeros_like new_empty new_full new_ones new_zeros new_tensor".split()
+)
+
+
 def float_reads(node: fx.Node, lists: OpLists, output_mode: Mode = "high") -> list[Read]:
     """Every float32 argument of a node, with how it is read.
 

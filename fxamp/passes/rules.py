@@ -6,6 +6,7 @@
    domain-sensitive argument (log, rsqrt, a denominator) through infer and clear nodes only.
 3. The level says which of the remaining infer nodes may be low at all ("eligible"); in bfloat16, 'balanced' keeps
    residual streams high.
+   So does it what leads to a question about positions: an argsort, a threshold, a bin (positions.py).
 4. Values that low precision would destroy are high: literals out of range and what they taint, exact integers,
    squares.
 What is left is free, and the cut decides.
@@ -25,6 +26,7 @@ from fxamp.passes.literals import Fit
 from fxamp.passes.overrides import override_for, protected_part
 from fxamp.passes.pin import follow_pin
 from fxamp.passes.policy import Policy
+from fxamp.passes.positions import protect_positions
 from fxamp.passes.reads import Read, asked_dtype, converts_to, is_conversion
 from fxamp.passes.ruling import Ruling, Verdict, start_ruling
 from fxamp.passes.spread import keep_last_sums, mark_born, protect_domains, spread_deny
@@ -51,6 +53,7 @@ def apply_rules(graph: fx.Graph, policy: Policy, fit_of: Callable[[fx.Node], Fit
         spread_deny(ruling)
         protect_domains(ruling)
         protect_streams(ruling)
+        protect_positions(ruling)
         keep_last_sums(ruling)
         mark_born(ruling)
     return ruling

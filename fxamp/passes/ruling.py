@@ -14,6 +14,9 @@ from fxamp.passes.literals import Fit
 from fxamp.passes.policy import Policy
 from fxamp.passes.reads import Read, float_reads, is_conversion
 
+# What they make holds small integers, exact in any dtype, but for a number that a literal gives them.
+EXACT_CREATORS = frozenset("zeros ones zeros_like ones_like new_zeros new_ones eye full full_like new_full".split())
+
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:

@@ -9,10 +9,8 @@ from torch import fx
 from fxamp import ir
 from fxamp.inplace import mutated
 from fxamp.lists import DOMAIN_SENSITIVE, TRAITS
-from fxamp.passes.ruling import Ruling, gives_exact, is_bounded
+from fxamp.passes.ruling import EXACT_CREATORS, Ruling, gives_exact, is_bounded
 from fxamp.passes.streams import TF32_EPS
-
-_EXACT_CREATORS = frozenset("zeros ones zeros_like ones_like new_zeros new_ones eye full full_like new_full".split())
 
 
 def spread_deny(ruling: Ruling) -> None:
@@ -179,11 +177,11 @@ def _is_born(ruling: Ruling, node: fx.Node) -> bool:
     if (is_bounded(node) or gives_exact(node)) and not strict:
         return True
     if verdict is not None and verdict.reason.kind == "creation":
-        return ir.mark(node).op in _EXACT_CREATORS and node not in ruling.tainted
+        return ir.mark(node).op in EXACT_CREATORS and node not in ruling.tainted
     if verdict is not None or ruling.colours[node] not in ("infer", "clear"):
         return False
     if not ruling.reads[node]:
-        return ir.mark(node).op in _EXACT_CREATORS
+        return ir.mark(node).op in EXACT_CREATORS
     return all(source in ruling.born for source in ruling.sources(node))
 
 

@@ -16,7 +16,7 @@ from fxamp.dtypes import dtype_name
 from fxamp.lists import TRAITS
 from fxamp.passes.ruling import Ruling
 
-_SUMS = frozenset({"add", "sub", "rsub", "addcmul"})
+SUMS = frozenset({"add", "sub", "rsub", "addcmul"})
 _NORMS = frozenset(
     """_fused_rms_norm batch_norm group_norm instance_norm layer_norm native_batch_norm native_group_norm
     native_layer_norm rms_norm""".split()
@@ -34,7 +34,7 @@ def protect_streams(ruling: Ruling) -> None:
     """
     if ruling.policy.level != "balanced" or torch.finfo(ruling.policy.low).eps <= TF32_EPS:
         return
-    low = _low_under_autocast(ruling)
+    low = low_under_autocast(ruling)
     sums = _sums_that_go_on(ruling, low)
     text = f"adds to a residual stream, which {dtype_name(ruling.policy.low)} would round anew at each sum"
     for node in sums:
@@ -43,7 +43,7 @@ def protect_streams(ruling: Ruling) -> None:
     _protect_what_begins_them(ruling, low, sums)
 
 
-def _low_under_autocast(ruling: Ruling) -> set[fx.Node]:
+def low_under_autocast(ruling: Ruling) -> set[fx.Node]:
     """GEMM results, and what is made of them alone by ops that autocast leaves in the dtype of their operands."""
     found: set[fx.Node] = set()
     for node in ruling.graph.nodes:
@@ -82,7 +82,7 @@ def _sums_that_go_on(ruling: Ruling, low: set[fx.Node]) -> dict[fx.Node, None]:
 def _is_sum(ruling: Ruling, node: fx.Node) -> bool:
     """Whether a node adds two values that are computed: a bias or a positional parameter makes no stream."""
     op = ir.mark(node).op
-    if op not in _SUMS or node in ruling.chosen or ruling.policy.is_users_choice(op):
+    if op not in SUMS or node in ruling.chosen or ruling.policy.is_users_choice(op):
         return False
     return sum(not ir.is_weight(_viewed(read.value)) for read in ruling.reads[node]) >= 2
 
@@ -95,7 +95,7 @@ def _viewed(node: fx.Node) -> fx.Node:
 
 
 def _protect_what_begins_them(ruling: Ruling, low: set[fx.Node], sums: Container[fx.Node]) -> None:
-    untouched = low | _branches(ruling, low) | ruling.chosen.keys()
+    untouched = low | branches(ruling, low) | ruling.chosen.keys()
     reaches: dict[fx.Node, fx.Node] = {}
     for node in reversed(ruling.graph.nodes):
         end = node if node in sums else reaches.get(node)
@@ -109,13 +109,16 @@ def _protect_what_begins_them(ruling: Ruling, low: set[fx.Node], sums: Container
             reaches.setdefault(source, end)
 
 
-def _branches(ruling: Ruling, low: set[fx.Node]) -> set[fx.Node]:
-    """What is made of a GEMM's result without a sum: rounding it again is little beside the stream."""
-    found = {node for node in low if ir.mark(node).op not in _SUMS}
+def branches(ruling: Ruling, low: set[fx.Node], ends: Container[str] = SUMS) -> set[fx.Node]:
+    """What is made of a GEMM's result and of weights, by ops that are none of `ends`.
+
+    Rounding it again is little beside the stream that it is added to.
+    """
+    found = {node for node in low if ir.mark(node).op not in ends}
     for node in ruling.graph.nodes:
         op, sources = ir.mark(node).op, ruling.sources(node)
         is_free = node.op.startswith("call") and node not in ruling.fixed and ruling.colours[node] in ("infer", "clear")
-        if not is_free or op in _SUMS or not any(source in found for source in sources):
+        if not is_free or op in ends or not any(source in found for source in sources):
             continue
         if all(source in found or ir.is_weight(source) for source in sources):
             found.add(node)

@@ -253,6 +253,7 @@ _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
     "rows": _allowing("picks low rows; the gradients of equal rows are then added in low precision"),
     "square": _allowing(_ANYWAY + "scale the operand down first, or the square overflows float16 from 256"),
     "upstream": _allowing(_ANYWAY + "rounding may take the argument out of the domain: -inf or NaN"),
+    "position": _allowing(_ANYWAY + "rounding changes positions, bins and what is larger"),
     "user cast": _user_cast,
     "user operand": _user_cast,
     "user region": _user_region,
@@ -272,7 +273,7 @@ _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
     "boundary": _boundary,
     "kernel": _kernel,
 }
-_DECISIVE = frozenset(("upstream", "aliasing"))
+_DECISIVE = frozenset(("upstream", "position", "aliasing"))
 """Kinds that decide by themselves: what their reason names is not what to change."""
 _FINAL = frozenset(("type", "boundary"))
 """Roots that no override can get past."""

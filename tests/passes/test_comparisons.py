@@ -219,3 +219,149 @@ class Masked(nn.Module):
 
     def forward(self, x, mask):
         return self.a(x) * self.function(mask, x < 1)
+
+
+class Asked(nn.Module):
+    """`value` is made of probabilities, of a GEMM's result and of a weight; a GEMM reads it too.
+
+    Args:
+        asks: of softmax, where torch.autocast leaves it low: it does on a CPU, and does not on a GPU.
+    """
+
+    def __init__(self, value, question, asks=None):
+        super().__init__()
+        self.asks = asks
+        self.a, self.head = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.weight = nn.Parameter(torch.rand(64))
+        self.value, self.question = value, question
+
+    def forward(self, x):
+        y = self.a(x)
+        p = torch.softmax(y * 3, -1, dtype=self.asks)
+        v = self.value(y, p, self.weight)
+        return self.question(v), self.head(p), self.head(v)
+
+
+VALUES = {
+    "probabilities": lambda y, p, w: p,
+    "probabilities, moved": lambda y, p, w: p + w,
+    "probabilities, twice a step away": lambda y, p, w: (torch.sigmoid(p) * 2.5).view(-1, 8, 8).flatten(1),
+    "scores, moved": lambda y, p, w: y.sigmoid() + w,
+    "scores, weighed": lambda y, p, w: y * w,
+    "scores, weighed, and a number": lambda y, p, w: y * w + 1,
+    "scores": lambda y, p, w: y.sigmoid() * 1.7,
+    "one of two": lambda y, p, w: torch.where(p > 0.01, p * 1.3, w),
+    "in place": lambda y, p, w: (p + 1).mul_(w).add_(p),
+}
+QUESTIONS = {
+    "argsort": lambda v: v.argsort(-1),
+    "topk": lambda v: v.topk(4)[1],
+    "values too": lambda v: torch.topk(v, 4)[1] + 0,
+    "threshold": lambda v: v > 0.37,
+    "bounds": lambda v: v.unsqueeze(-1) < torch.linspace(0, 2, 33),
+    "integers": lambda v: (v * 100).long(),
+    "round": lambda v: torch.round(v * 100),
+    "floor": lambda v: (v * 100).floor() * 1.0,
+    "sign": lambda v: torch.sign(v - 0.4),
+    "bucketize": lambda v: torch.bucketize(v, torch.linspace(0, 1, 97)),
+    "remainder": lambda v: v.remainder(0.1) > 0.05,
+}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_a_value_made_for_a_question_is_rounded_no_more_than_under_autocast(value, question, dtype):
+    found, autocast = _wrong_answers(value, question, dtype)
+    assert found <= 1.1 * autocast + 2
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+def test_a_sum_of_float32_and_low_is_rounded_once_more_at_most(question, dtype):
+    """What comes into such a sum may be a residual stream, which stays as low as it is."""
+    found, autocast = _wrong_answers(lambda y, p, w: p + y, question, dtype)
+    assert found <= 2 * autocast + 10
+
+
+def _wrong_answers(value, question, dtype):
+    """Of the converted model, and under autocast as it is on a GPU."""
+    torch.manual_seed(0)
+    model, x = Asked(value, question), torch.randn(256, 64)
+    reference = Asked(value, question, torch.float32)
+    reference.load_state_dict(model.state_dict())
+    with torch.autocast("cpu", dtype):
+        autocast = reference(x)[0]
+    exact, found = model(x)[0], fxamp.convert(copy.deepcopy(model), dtype, (x,))(x)[0]
+    return (found != exact).sum(), (autocast != exact).sum()
+
+
+def _row(converted, name):
+    return next(row for row in fxamp.report(converted).rows if row.name == name)
+
+
+def test_a_values_question_is_its_reason():
+    x = torch.randn(8, 64)
+    converted = fxamp.convert(Asked(VALUES["probabilities, moved"], QUESTIONS["argsort"]), torch.float16, (x,))
+    row = _row(converted, "add")
+    assert (row.precision, row.reason_kind) == ("high", "position")
+    assert row.reason == "what `argsort` (argsort) says of it is decided by the last bits, and softmax is float32"
+    answer = str(fxamp.explain(converted, "add"))
+    assert 'overrides={"add": "allow"}' in answer and "rounding changes positions" in answer
+    lowered = fxamp.convert(
+        Asked(VALUES["probabilities, moved"], QUESTIONS["argsort"]), torch.float16, (x,), overrides={"add": "allow"}
+    )
+    assert _row(lowered, "add").precision == "low"
+
+
+class Stream(nn.Module):
+    def __init__(self, question):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.begin, self.question = nn.Parameter(torch.rand(64)), question
+
+    def forward(self, x):
+        h = self.layers[0](x) + self.begin
+        for layer in self.layers[1:]:
+            h = h + layer(h).relu()
+        return self.layers[0](h), self.question(h)
+
+
+def test_a_question_of_a_stream_leaves_the_stream_low():
+    """Behind a sum that adds something low stands the rest of the model."""
+    x = torch.randn(8, 64)
+    asked, alone = (
+        fxamp.report(fxamp.convert(Stream(question), torch.float16, (x,)))
+        for question in (lambda h: (h == 0).all(-1), lambda h: None)
+    )
+    assert asked.casts == alone.casts
+    assert {row.precision for row in asked.rows if row.op == "add"} == {"low"}
+
+
+def test_what_low_precision_holds_exactly_stays_where_it_is():
+    """A mask is exact in any dtype: asking for it makes no node float32."""
+
+    class Masked(Asked):
+        def forward(self, x):
+            mask = 1.0 - (x > 0).float()
+            return self.head(self.a(x) * mask), mask == 0
+
+    x = torch.randn(8, 64)
+    rows = fxamp.report(fxamp.convert(Masked(None, None), torch.float16, (x,))).rows
+    assert [row.precision for row in rows if row.op in ("sub", "rsub")] == ["low"]
+
+
+def test_a_mask_in_the_dtype_of_a_value_leaves_the_value_low():
+    """`new_zeros` reads no number: what is asked of the mask is not asked of the value."""
+
+    class Windows(Asked):
+        def forward(self, x):
+            y = nn.functional.layer_norm(self.a(x), (64,))
+            mask = y.new_zeros(64)
+            mask[:8] = 1
+            mask = mask.masked_fill(mask != 0, -100.0)
+            return self.head(y) + mask
+
+    x = torch.randn(8, 64)
+    rows = fxamp.report(fxamp.convert(Windows(None, None), torch.float16, (x,))).rows
+    assert [row.precision for row in rows if row.op == "layer_norm"] == ["low"]

@@ -120,6 +120,14 @@ CASES = (
         *(("downstream", "list"), "through view"),
     ),
     Case("upstream", lambda m, x: m.a(x).sigmoid().log(), "sigmoid", "high", ("upstream", "list"), "`log`"),
+    Case(
+        "position",
+        lambda m, x: (m.a(x).sigmoid() + m.a.bias).argsort(-1),
+        "add",
+        "high",
+        ("position", "type"),
+        "`argsort`",
+    ),
     Case("literal", lambda m, x: m.a(x) + 1e-7, "add", "high", ("literal",), "1e-07"),
     Case(
         *("taint", lambda m, x: m.a(x).masked_fill(x > 0, -1e9) * 2.0, "mul", "high"),
