@@ -17,7 +17,7 @@ from fxamp.passes.costs import Costs
 from fxamp.passes.literals import Fit
 from fxamp.passes.mincut import HIGH, LOW, Problem, SharedValue
 from fxamp.passes.policy import Policy
-from fxamp.passes.reads import float_reads, is_exact_question, picks_positions
+from fxamp.passes.reads import float_reads, is_exact_question, picks_positions, sends_gradient_to_positions
 from fxamp.passes.rules import apply_rules
 from fxamp.passes.ruling import Ruling, Verdict
 from fxamp.passes.settle_writes import must_be_high
@@ -127,8 +127,11 @@ def build_problem(graph: fx.Graph, policy: Policy, ruling: Ruling, aliases: Alia
                 continue
             if read.value not in ruling.born and value not in fixed:
                 implies[(value, HIGH if read.mode == "any" else reader)] = None
-            if picks_positions(node) and reader not in fixed and reader != value:
-                implies[(reader, value)] = None
+            if picks_positions(node) or sends_gradient_to_positions(node):
+                for below, above in _down_to(node, read.value, ruling):
+                    ends = variables.find(below), variables.find(above)
+                    if ends[0] not in fixed and ends[0] != ends[1]:
+                        implies[ends] = None
             if read.mode != "any" and reader != value:
                 key = (read.value, aliases.epoch(read.value, node))
                 if _promotes(node, read.value, fixed, variables):
@@ -149,6 +152,15 @@ def build_problem(graph: fx.Graph, policy: Policy, ruling: Ruling, aliases: Alia
             prices[variable] = prices.get(variable, 0) + costs.high(node)
     values += tuple(_saved_for_backward(graph, costs, ruling, variables, prices))
     return _closed(Problem(tuple(v for v in free if v not in fixed), fixed, values, prices, tuple(implies)))
+
+
+def _down_to(node: fx.Node, value: fx.Node, ruling: Ruling) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """A node and the value it reads, and the same of the clear nodes that value comes through."""
+    yield node, value
+    origin = ruling.through_clear(value)
+    while value is not origin:
+        yield value, ruling.reads[value][0].value
+        value = ruling.reads[value][0].value
 
 
 def _promotes(node: fx.Node, value: fx.Node, fixed: dict[mincut.Variable, str], variables: UnionFind) -> bool:

@@ -114,6 +114,15 @@ def picks_positions(node: fx.Node) -> bool:
     return False
 
 
+def sends_gradient_to_positions(node: fx.Node) -> bool:
+    """Whether the gradient of each value goes to the place it was found at: of values that rounding made equal, to one.
+
+    (`amax` and `maximum` share it among equal ones, and have no say in this.)
+    """
+    is_pick = ir.mark(node).op in TRAITS["values_and_indices"]
+    return is_pick and any(found.requires_grad for found in ir.tensors_in(ir.mark(node).type))
+
+
 def _share_a_source(values: list[fx.Node], lists: OpLists) -> bool:
     """Whether some float32 value went into two of these; a GEMM makes a new one. True where that is far to seek."""
     seen: set[fx.Node] = set()

@@ -151,11 +151,45 @@ def test_positions_are_those_of_the_value_and_not_of_its_low_copy(function, leve
         assert ours.dtype == theirs.dtype and (ours != theirs).float().mean() < 1e-3
 
 
-def test_values_alone_may_be_picked_low():
-    """The largest of rounded values is the rounded largest."""
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_values_alone_may_be_picked_low(has_gradient):
+    """The largest of rounded values is the rounded largest; its gradient goes to one of those that are equal then."""
     x = torch.randn(8, 64)
-    model = fxamp.convert(WithHead(lambda y, head: head(y.float().sigmoid().sort(-1)[0])), torch.bfloat16, (x,))
-    assert [row.precision for row in fxamp.report(model).rows if row.op == "sort"] == ["low"]
+    model = WithHead(lambda y, head: head(y.float().sigmoid().sort(-1)[0])).requires_grad_(has_gradient)
+    rows = fxamp.report(fxamp.convert(model, torch.bfloat16, (x,))).rows
+    assert [row.precision for row in rows if row.op == "sort"] == ["high" if has_gradient else "low"]
+
+
+PICKS = {
+    "sort": lambda v: v.sort(-1)[0],
+    "topk": lambda v: v.topk(64, -1)[0],
+    "median": lambda v: v.median(-1, keepdim=True)[0] + v.detach() * 0,
+    "kthvalue": lambda v: v.kthvalue(3, -1, keepdim=True)[0] + v.detach() * 0,
+    "max": lambda v: v.max(-1, keepdim=True).values + v.detach() * 0,
+    "cummax": lambda v: v.cummax(-1)[0],
+    "pool": lambda v: nn.functional.max_pool1d(v[:, None], 3, 1, 1)[:, 0],
+}
+
+
+@pytest.mark.parametrize("level", ["strict", "balanced"])
+@pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
+def test_a_gradient_goes_to_the_place_that_was_picked_in_float32(pick, level):
+    """Of values that are nearly equal: rounded, they are, and another one of them gets the gradient."""
+
+    class Pick(WithHead):
+        def forward(self, x):
+            return self.head(pick(1 + 1e-3 * (x * self.weight)))
+
+    torch.manual_seed(0)
+    model, x = Pick(None), torch.randn(32, 64)
+    model.weight = nn.Parameter(torch.rand(64))
+    given, wanted = (copy.deepcopy(model) for _ in range(2))
+    found = fxamp.convert(given, torch.bfloat16, (x,), level=level)
+    direction = torch.randn(32, 64)
+    (found(x) * direction).sum().backward()
+    (wanted(x) * direction).sum().backward()
+    distance = (found.weight.grad - wanted.weight.grad).norm() / wanted.weight.grad.norm()
+    assert distance < 0.02
 
 
 RELATED = {
