@@ -36,11 +36,15 @@ class Attribute:
         return f"{self.path}.{self.name}".lstrip(".")
 
     def put(self, root: nn.Module, value: Any) -> None:
-        """Set it, or remove it (MISSING); what the class does when it is set was done, and captured, in the trace."""
+        """Set it; what the class does when it is set was done, and captured, in the trace."""
+        self._table(root)[self.name] = value
+
+    def put_back(self, root: nn.Module, value: Any) -> None:
+        """Make it what `held_in` gave: set, or not there."""
         if value is MISSING:
             self._table(root).pop(self.name, None)
         else:
-            self._table(root)[self.name] = value
+            self.put(root, value)
 
     def held_in(self, root: nn.Module) -> Any:
         """What it holds; MISSING where there is none."""

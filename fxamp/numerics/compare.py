@@ -179,7 +179,7 @@ def _attributes_of(call: Call, model: nn.Module) -> Iterator[None]:
     try:
         for attribute, _ in () if form is None else form.attributes:
             if not attribute.is_buffer:
-                attribute.put(model, attribute.held_in(call.model))
+                attribute.put_back(model, attribute.held_in(call.model))
         yield
     finally:
         before.restore()

@@ -164,7 +164,7 @@ class Replay:
         state, of_devices = self.random
         with state_kept(self.call.weights):
             for attribute, value in self.attributes:
-                attribute.put(self.call.weights, value)
+                attribute.put_back(self.call.weights, value)
             for buffer, before in self.buffers:
                 buffer.data.copy_(before)
             torch.set_rng_state(state)
