@@ -63,8 +63,9 @@ class ValueProxy(fx.Proxy):
             raise AttributeError(f"{type(value).__name__!r} object has no attribute {k!r}")
         if (isinstance(value, torch.Tensor) and k in _PLAIN) or isinstance(value, torch.device):
             return getattr(value, k)
-        if value is UNKNOWN and k == "is_cuda" and self.tracer.example is None:  # type: ignore[attr-defined]
-            return self.tracer.device_type == "cuda"  # type: ignore[attr-defined]  # a preview: as the weights are
+        if value is UNKNOWN and k in ("device", "is_cuda") and self.tracer.example is None:  # type: ignore[attr-defined]
+            kind = self.tracer.device_type  # type: ignore[attr-defined]  # a preview: as the weights are
+            return torch.device(kind) if k == "device" else kind == "cuda"
         attribute = AttributeProxy(self, k)
         if not callable(getattr(torch.Tensor, k, str)):  # .T, .data, .shape: what it is now, in this region
             found = attribute.node.meta.get("val", UNKNOWN)

@@ -273,6 +273,11 @@ def test_a_preview_makes_room_for_the_first_graph():
     assert not engine.previews and len(engine.all_variants()) == 1
 
 
+def test_a_preview_takes_inputs_to_be_where_the_weights_are():
+    converted = fxamp.convert(Model(lambda self, x: self.fc(x) if x.device.type == "cpu" else x), dtype=torch.bfloat16)
+    assert [row.op for row in fxamp.report(converted).rows].count("linear") == 1
+
+
 def test_more_sizes_than_graphs_are_left_to_dynamo():
     def body(self, x):
         return self.fc(x) if x.size(0) > 2 else self.fc(x) + 100
