@@ -143,7 +143,7 @@ class Fakes:
         before = [value._version for value in given]
         try:
             with without_cudnn(module):
-                result = twin_of(module, self.of).forward(*args, **kwargs)
+                result = _without_counting(twin_of(module, self.of)).forward(*args, **kwargs)
         except Exception as error:
             if is_a_limit(error) or not _needs_hooks(module, given):
                 raise
@@ -157,6 +157,15 @@ class Fakes:
                 "around it cannot see. Return the new value from it instead."
             )
         return result
+
+
+def _without_counting(twin: nn.Module) -> nn.Module:
+    """The twin, with a momentum for batch norms that average over all batches: their number, which no fake has,
+    decides on no size or dtype."""
+    for part in twin.modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.momentum is None:
+            part.momentum = 0.0
+    return twin
 
 
 def _needs_hooks(module: nn.Module, given: list[torch.Tensor]) -> bool:

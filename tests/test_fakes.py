@@ -164,3 +164,16 @@ def test_a_leaf_runs_on_a_copy_and_is_as_it_was():
     for name, (value, version, before) in state.items():
         assert model.state_dict(keep_vars=True)[name] is value and value._version == version, name
         assert torch.equal(value, before), name
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_a_batch_norm_that_averages_over_all_batches_has_a_value(norm):
+    """torch reads its counter as a number there, which a fake has not: all that came after it had no shapes."""
+    model = nn.Sequential(nn.Linear(8, 6), norm(6, momentum=None), nn.Unflatten(1, (2, 3)))
+    batch_norm, x = model[1], torch.randn(4, 8)
+    graph = fxamp.convert(model, torch.bfloat16, capture="symbolic", example_inputs=(x,))
+    assert [row.shape for row in fxamp.report(graph).rows if row.op == "unflatten"] == [(4, 2, 3)]
+    assert batch_norm.momentum is None and batch_norm.num_batches_tracked == 0
+    if norm is nn.BatchNorm1d:
+        graph(x).sum().backward()
+        assert batch_norm.num_batches_tracked == 1
