@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxamp
+from tests.zoo.measure import autocast
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -55,11 +56,11 @@ def distance(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> 
 def check(model: nn.Module, converted: nn.Module) -> None:
     """Two steps, no further from float32 than autocast's, give or take."""
     words, lengths = torch.randint(0, 40, (3, 7)), torch.tensor([7, 3, 5])
-    autocast = copy.deepcopy(model)
+    peer = copy.deepcopy(model)
     for _ in range(2):
         exact, ours = step(model, words, lengths), step(converted, words, lengths)
-        with torch.autocast("cpu", dtype=LOW):
-            theirs = step(autocast, words, lengths)
+        with autocast():
+            theirs = step(peer, words, lengths)
         assert distance(ours, exact) <= 1.2 * distance(theirs, exact)
 
 
