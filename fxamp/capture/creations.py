@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import grad_mode
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
+from fxamp.capture.identity import may_be_compared_by_identity
 from fxamp.capture.locations import user_line
 from fxamp.errors import CaptureError
 
@@ -61,6 +62,8 @@ class Creations(TorchFunctionMode):
                 return self.tracer.create_proxy("call_function", getattr, (args[0], field), {})
             if field in ("data", "grad"):
                 raise CaptureError(f"{user_line()}: forward reads .{field} of a tensor, which no graph holds")
+            if field == "dtype" and not may_be_compared_by_identity(sys._getframe(2)):
+                return self.tracer.create_proxy("call_function", getattr, (args[0], field), {})
             if field in _OF_DTYPES:
                 return self._of_what_they_stand_for(func, args, kwargs)
             return func(*args, **kwargs)

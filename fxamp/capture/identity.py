@@ -12,6 +12,7 @@ import functools
 import types
 
 from fxamp.capture.functions_of import codes_of
+from fxamp.capture.locations import is_library_file
 
 _PASSED_OVER = ("CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL")
 # What takes a value, and asks nothing of it by identity.
@@ -48,6 +49,22 @@ def is_compared_by_identity(frame: types.FrameType) -> bool:
         return any(_reads_by_identity(code, str(taker.argval), frozenset()) for code in codes_of(frame.f_code))
     around = [frame.f_code, *([frame.f_back.f_code] if frame.f_back is not None else [])]
     return any(_asks(inner) for code in around for inner in codes_of(code))
+
+
+def may_be_compared_by_identity(frame: types.FrameType | None) -> bool:
+    """Whether a frame, or one of those that called it, compares anything by identity: an answer that errs towards yes.
+
+    What is read in a loop over parameters is handed back through several functions (`module.dtype` of libraries), at
+    the farthest to the forward of the module that asks.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_library_file(file) and not file.startswith("<"):
+            return False
+        if any(_asks(code) for code in codes_of(frame.f_code)):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @functools.lru_cache(maxsize=1024)

@@ -88,7 +88,15 @@ def dtype_of(value):
     return value.dtype
 
 
+def dtype_of_parameters(module):
+    return next(weight.dtype for weight in module.parameters() if weight.is_floating_point())
+
+
 QUESTIONS = {
+    "a parameter's": lambda m, x, h, mask: next(m.parameters()).dtype is torch.float32,
+    "parameters', from a function": lambda m, x, h, mask: dtype_of_parameters(m) is torch.float32,
+    "parameters', among others": lambda m, x, h, mask: dtype_of_parameters(m) in (torch.float32, torch.float64),
+    "parameters', as a key": lambda m, x, h, mask: {torch.float32: True}[dtype_of_parameters(m)],
     "two at once": two_at_once,
     "conditional": conditional,
     "conditional, inline": lambda m, x, h, mask: (x.dtype if mask is None else mask.dtype) is torch.bool,
@@ -158,6 +166,25 @@ def test_a_conversion_to_a_dtype_that_is_only_compared_by_value_stays_relative()
 
     report = fxamp.report(fxamp.convert(Model(forward), LOW, (X, MASK)))
     assert not [row for row in report.rows if row.reason_kind == "user cast"]
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("of", ["next", "function", "dictionary"])
+def test_a_conversion_to_the_dtype_of_the_parameters_is_no_wish_for_float32(of, opt_level):
+    ways = {
+        "next": lambda m: next(m.parameters()).dtype,
+        "function": dtype_of_parameters,
+        "dictionary": lambda m: dict(m.named_parameters())["linear.weight"].dtype,
+    }
+
+    class Again(Model):
+        def forward(self, x):
+            return self.linear(self.linear(x).to(ways[of](self)))
+
+    model = nn.Sequential(Again(None), nn.Linear(8, 8))
+    converted = fxamp.convert(model, LOW, (X,), opt_level=opt_level, capture="symbolic")
+    assert [row.precision for row in fxamp.report(converted).rows if row.op == "linear"] == ["low"] * 3
+    assert converted(X).dtype == torch.float32
 
 
 @pytest.mark.parametrize("device_type", ["x.device.type", "keyword"])
