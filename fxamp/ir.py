@@ -196,6 +196,16 @@ def attribute(root: nn.Module | None, path: Any) -> Any:
     return value
 
 
+def kept_in(root: nn.Module, path: str) -> tuple[dict[str, Any], str]:
+    """Where the parameter, buffer or plain attribute at a dotted path is kept: a dictionary of its module, and the key.
+
+    What is there may be exchanged between calls; the dictionary stays.
+    """
+    owner, _, name = path.rpartition(".")
+    module = root.get_submodule(owner)
+    return next((each for each in (module._parameters, module._buffers) if name in each), module.__dict__), name
+
+
 # ------------------------------------------------------------------------------------------------- operands
 
 

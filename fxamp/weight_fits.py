@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxamp.ir import ENGINE
+from fxamp.ir import ENGINE, kept_in
 from fxamp.passes.literals import Fit, fit_in
 from fxamp.runtime import capturing
 from fxamp.runtime.optimizer_steps import steps_taken
@@ -56,7 +56,7 @@ class WeightFits:
             seen.note(module)
 
     def _unseen(self, module: nn.Module) -> "_Seen":
-        return _Seen([_place(module, path) for path in self._fits])
+        return _Seen([kept_in(module, path) for path in self._fits])
 
     def forget(self, module: nn.Module) -> None:
         """Look again at the next call: the model's parts are other objects than they were."""
@@ -117,9 +117,3 @@ def _are_the_same(before: list[Any], now: list[Any]) -> bool:
 
 
 _VERSION = operator.attrgetter("_version")
-
-
-def _place(module: nn.Module, path: str) -> tuple[dict[str, Any], str]:
-    owner, _, name = path.rpartition(".")
-    holder = module.get_submodule(owner)
-    return (holder._parameters if name in holder._parameters else holder._buffers), name

@@ -36,6 +36,17 @@ class Biased(nn.Module):
         return (self.fc(x) + self.bias).softmax(-1)
 
 
+class Plain(nn.Module):
+    """A layer scale that is neither a parameter nor a buffer."""
+
+    def __init__(self, gamma=1.0):
+        super().__init__()
+        self.fc, self.end, self.gamma = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), torch.full((8,), gamma)
+
+    def forward(self, x):
+        return self.end(self.fc(x) * self.gamma * 1e4)
+
+
 WRITES = {
     "load_state_dict": lambda model, name, value: model.load_state_dict({name: value}, strict=False),
     "load_state_dict, assigned": lambda model, name, value: model.load_state_dict(
@@ -74,6 +85,27 @@ def test_numbers_that_come_later_are_looked_at(make, name, value, write, is_call
     WRITES[write](model, name, torch.ones(8))
     plain.load_state_dict(model.state_dict())
     assert error(model, plain) < 2e-3
+
+
+@pytest.mark.parametrize("write", ["a new tensor", "copy_"])
+def test_numbers_of_a_plain_attribute_are_looked_at(write):
+    model = fxamp.convert(Plain(), torch.float16, X)
+    model(X)
+    if write == "copy_":
+        model.gamma.copy_(torch.full((8,), 1e-7))
+    else:
+        model.gamma = torch.full((8,), 1e-7)
+    plain = Plain(1e-7)
+    plain.load_state_dict(model.state_dict())
+    assert error(model, plain) < 2e-3
+
+
+def test_a_checkpoint_makes_no_new_graph_where_a_plain_attribute_is_as_before():
+    model = fxamp.convert(Plain(1e-7), torch.float16)
+    for _ in range(3):
+        model(X)
+        model.load_state_dict(model.state_dict())
+    assert len(engine_of(model).all_variants()) == 1
 
 
 def test_a_checkpoint_of_a_parent_is_seen_after_training():

@@ -102,6 +102,4 @@ def _place(module: Any, tensor: int | str | torch.Tensor) -> Place:
         return [tensor], 0
     if isinstance(tensor, int):
         return None, tensor
-    owner, _, name = tensor.rpartition(".")
-    part = module.get_submodule(owner)
-    return next((each for each in (part._parameters, part._buffers) if name in each), part.__dict__), name
+    return ir.kept_in(module, tensor)
