@@ -59,10 +59,7 @@ class Gemm:
 def shape_of(node: Any) -> tuple[int, ...] | None:
     """The sizes of a node's one tensor value; of a symbolic one, that of the example."""
     kind = ir.mark(node).type if isinstance(node, fx.Node) else None
-    if not isinstance(kind, TensorType) or kind.shape is None:
-        return None
-    sizes = [size if type(size) is int else size.node.hint for size in kind.shape]  # type: ignore[attr-defined]
-    return None if None in sizes else tuple(map(int, sizes))
+    return kind.shape if isinstance(kind, TensorType) else None
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

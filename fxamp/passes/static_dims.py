@@ -8,6 +8,7 @@ wrongly in another call, so whatever is not sure is not static.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxamp import ir
@@ -31,7 +32,10 @@ def static_dims(graph: fx.Graph, all_static: bool = False) -> dict[fx.Node, Stat
             the data decides.
     """
     if all_static and not any(ir.GUESS in node.meta for node in graph.nodes):
-        return {node: _everywhere(node, True) for node in graph.nodes}
+        found: dict[fx.Node, Static] = {}
+        for node in graph.nodes:
+            found[node] = _but_symbols(node.meta["val"]) if "val" in node.meta else _of(node, found)
+        return found
     return _forwards(graph, _forced_by_weights(graph, _forwards(graph, {})))
 
 
@@ -77,9 +81,18 @@ def _everywhere(node: fx.Node, value: bool) -> Static:
     return _fill(ir.mark(node).type, value)
 
 
+def _but_symbols(value: Any) -> Static:
+    """Of a value whose sizes are those of every call, but for those that are symbols."""
+    if isinstance(value, torch.Tensor):
+        return tuple(not isinstance(size, torch.SymInt) for size in value.shape)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_but_symbols, value))
+    return not isinstance(value, torch.SymInt)
+
+
 def _fill(kind: ir.ValueType, value: bool) -> Static:
     if isinstance(kind, TensorType):
-        return tuple(value and type(size) is int for size in kind.shape or ())
+        return (value,) * len(kind.shape or ())
     if isinstance(kind, tuple):
         return tuple(_fill(part, value) for part in kind)
     return value

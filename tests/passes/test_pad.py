@@ -566,8 +566,7 @@ def test_exported_with_a_dynamic_batch():
     assert torch.equal(exported.module()(numbers(7, 5)), model(numbers(7, 5)))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_dynamos_graphs_are_padded(dynamic):
+def test_dynamos_graphs_are_padded():
     model, plain = (
         fxamp.convert(whole_numbers(Residual()), BF16, pad="always", pad_to=n, capture="dynamo") for n in (8, 0)
     )
@@ -578,6 +577,24 @@ def test_dynamos_graphs_are_padded(dynamic):
     graphs = [variant.graph for variant in engine_of(model).all_variants()]
     states = {ir.mark(n).pad.state for graph in graphs for n in graph.nodes if ir.mark(n).op in ("conv2d", "linear")}
     assert states == {"padded"}
+
+
+@pytest.mark.parametrize(("changed", "states"), [(0, ["padded", "padded"]), (1, ["cannot", "cannot"])])
+def test_symbolic_sizes_are_not_padded(changed, states):
+    class Scores(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x)
+            return x @ x.transpose(-1, -2) @ x
+
+    model, plain = (
+        fxamp.convert(whole_numbers(Scores(8, 8)), BF16, pad="always", pad_to=n, capture="dynamo") for n in (8, 0)
+    )
+    for size in (5, 7, 6):
+        sizes = [3, 5, 8]
+        sizes[changed] = size
+        assert torch.equal(model(numbers(*sizes)), plain(numbers(*sizes)))
+    dynamic = engine_of(model).all_variants()[-1].graph
+    assert [ir.mark(node).pad.state for node in dynamic.nodes if ir.mark(node).op == "matmul"] == states
 
 
 def test_infinities_stay_where_they_were():
