@@ -1,4 +1,4 @@
-"""Scalars in the user's code that low precision would destroy (DESIGN 4.4a).
+"""Scalars in the user's code that low precision would destroy.
 
 x + 1e-5            # fp16: below eps/2 of 1.0, lost for every x of ordinary size
 x.masked_fill(m, -1e9)   # fp16: beyond 65504, an error or -inf

@@ -1,4 +1,4 @@
-"""How far low precision spreads (DESIGN 4.2 and 4.3): deny, domains, and the levels."""
+"""How far low precision spreads: deny, domains, and the levels."""
 
 import math
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Sums that go on: in a dtype with fewer bits than TF32 a residual stream stays float32 (DESIGN 4.3).
+"""Sums that go on: in a dtype with fewer bits than TF32 a residual stream stays float32.
 
 A residual stream is x + f(x) + g(x) + ...: each sum is an operand of the next, itself or behind a norm. In bfloat16
 every one of them would round the whole stream to 8 bits, once a block, while autocast adds in float32, because what

@@ -1,4 +1,4 @@
-"""Values that low precision would destroy (DESIGN 4.4): literals, what they taint, exact integers, squares."""
+"""Values that low precision would destroy: literals, what they taint, exact integers, squares."""
 
 import torch
 from torch import fx

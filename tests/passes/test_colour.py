@@ -104,7 +104,7 @@ def cost_of_cast(value, readers, inside, costs):
 
 
 def price(setting, ruling, precision):
-    """Cost of a colouring under the rules of DESIGN 4 and 5, None where it breaks one."""
+    """Cost of a colouring under the rules, None where it breaks one."""
     graph, costs, total = setting.graph, Costs.of(setting.graph), 0
     aliases, wanted, high = find_aliases(graph), {}, is_high_anyway(groups_of(graph), ruling)
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""How far low precision spreads: low-born values, the three levels, deny, domains (DESIGN 4.1 to 4.3)."""
+"""How far low precision spreads: low-born values, the three levels, deny, domains."""
 
 import pytest
 import torch

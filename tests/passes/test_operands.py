@@ -1,4 +1,4 @@
-"""Operands, kernels, containers and outputs (DESIGN 4.6)."""
+"""Operands, kernels, containers and outputs."""
 
 import operator
 

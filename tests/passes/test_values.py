@@ -1,4 +1,4 @@
-"""Values that low precision would destroy: literals, taint, exact integers, squares (DESIGN 4.4)."""
+"""Values that low precision would destroy: literals, taint, exact integers, squares."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the user wrote stays: casts, dtypes, autocast regions, overrides (DESIGN 4.1, 4.5, 4.6)."""
+"""What the user wrote stays: casts, dtypes, autocast regions, overrides."""
 
 import pytest
 import torch
