@@ -64,21 +64,6 @@ def solve(problem: Problem) -> dict[Variable, str]:
     return solution
 
 
-def cost(problem: Problem, sides: Mapping[Variable, str]) -> int | None:
-    """Total cost of a full assignment, None where it breaks an implication. Used by tests and reports."""
-    whole = {**sides, **problem.fixed}
-    if any(whole[above] == LOW and whole[below] == HIGH for above, below in problem.implies):
-        return None
-    total = sum(price for variable, price in problem.high_cost.items() if whole[variable] == HIGH)
-    for value in problem.values:
-        made = whole[value.producer]
-        if made == HIGH and any(whole[reader] == LOW for reader in value.readers):
-            total += value.to_low
-        if made == LOW and any(whole[reader] == HIGH for reader in value.readers):
-            total += value.to_high
-    return total
-
-
 def _simplify(value: SharedValue, fixed: Mapping[Variable, str]) -> SharedValue | None:
     """Drop the casts no colouring can avoid or needs; None where nothing is left to decide."""
     producer = fixed.get(value.producer)

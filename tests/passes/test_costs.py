@@ -15,6 +15,7 @@ from fxamp.passes.colour import build_problem, one_variable_each
 from fxamp.passes.costs import LAUNCH_BYTES, Costs, kept_by
 from fxamp.passes.rules import apply_rules
 from tests.language import DECIDE, captured, decided, node_of, policy, run_steps
+from tests.passes.test_mincut import cost
 
 X = torch.randn(2, 3, 8, requires_grad=True)
 
@@ -161,9 +162,9 @@ def test_the_cut_is_the_cheapest_colouring_bytes_and_all(seed):
     best = min(
         (price, sum(side == mincut.HIGH for side in sides))
         for sides in itertools.product((mincut.LOW, mincut.HIGH), repeat=len(problem.free))
-        if (price := mincut.cost(problem, dict(zip(problem.free, sides, strict=True)))) is not None
+        if (price := cost(problem, dict(zip(problem.free, sides, strict=True)))) is not None
     )
-    assert (mincut.cost(problem, found), sum(side == mincut.HIGH for side in found.values())) == best
+    assert (cost(problem, found), sum(side == mincut.HIGH for side in found.values())) == best
 
 
 def test_the_result_does_not_depend_on_the_order_of_anything():

@@ -7,8 +7,23 @@ import random
 import networkx as nx
 import pytest
 
-from fxamp.passes.mincut import HIGH, LOW, Problem, SharedValue, cost, solve
+from fxamp.passes.mincut import HIGH, LOW, Problem, SharedValue, solve
 from tests.work import lines
+
+
+def cost(problem, sides):
+    """Total cost of a full assignment, None where it breaks an implication."""
+    whole = {**sides, **problem.fixed}
+    if any(whole[above] == LOW and whole[below] == HIGH for above, below in problem.implies):
+        return None
+    total = sum(price for variable, price in problem.high_cost.items() if whole[variable] == HIGH)
+    for value in problem.values:
+        made = whole[value.producer]
+        if made == HIGH and any(whole[reader] == LOW for reader in value.readers):
+            total += value.to_low
+        if made == LOW and any(whole[reader] == HIGH for reader in value.readers):
+            total += value.to_high
+    return total
 
 
 def every_colouring(problem):
