@@ -272,6 +272,11 @@ def holds_float32(node: fx.Node) -> bool:
     return any(found.dtype == torch.float32 for found in tensors_in(mark(node).type))
 
 
+def has_gradient(node: fx.Node) -> bool:
+    """Whether backward passes through any tensor that the node gives."""
+    return any(found.requires_grad for found in tensors_in(mark(node).type))
+
+
 def is_tuple(node: fx.Node) -> bool:
     """Whether the node gives several values."""
     return isinstance(mark(node).type, tuple)

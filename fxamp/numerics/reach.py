@@ -90,7 +90,7 @@ def _made_by(flow: Flow, node: fx.Node) -> Iterator[str]:
 
 
 def _takes_gradients(node: fx.Node) -> bool:
-    return node.op == "output" or any(found.requires_grad for found in ir.tensors_in(ir.mark(node).type))
+    return node.op == "output" or ir.has_gradient(node)
 
 
 def _is_unseen(flow: Flow, name: str) -> bool:

@@ -166,7 +166,7 @@ def can_absorb(cast: fx.Node) -> bool:
     A reader's backward casts the gradient itself: with several readers that would be one cast each, and a sum in low
     precision, where the cast's own backward sums in float32 and casts once.
     """
-    has_gradient = any(found.requires_grad for found in ir.tensors_in(ir.mark(cast).type))
+    has_gradient = ir.has_gradient(cast)
     if not cast.users or (has_gradient and len(cast.users) > 1):
         return False
     return all(_rule(user, cast) is not None for user in cast.users)

@@ -183,7 +183,7 @@ def _cast_inside(
     """
     found = {}
     for key, nodes in promoting.items():
-        has_gradient = any(kind.requires_grad for kind in ir.tensors_in(ir.mark(key[0]).type))
+        has_gradient = ir.has_gradient(key[0])
         is_cast_anyway = any(fixed.get(other) == HIGH for other in readers.get(key, ()))
         if is_cast_anyway or (has_gradient and len(nodes) > 1):
             readers.setdefault(key, set()).update(map(variables.find, nodes))

@@ -62,10 +62,8 @@ class Costs:
                 return LAUNCH_BYTES
             return LAUNCH_BYTES + 1 if any(ir.mark(user).op in GATHERS for user in value.users) else 1
         is_packed = is_weight and any(ir.mark(user).op not in GATHERS for user in value.users)
-        types = list(ir.tensors_in(ir.mark(value).type))
-        elements = sum(math.prod(found.shape) for found in types if found.shape is not None)
-        backward = 2 if any(found.requires_grad for found in types) else 1
-        return max(1, backward * ((0 if is_packed else LAUNCH_BYTES) + BYTES_PER_CAST_ELEMENT * elements))
+        backward = 2 if ir.has_gradient(value) else 1
+        return max(1, backward * ((0 if is_packed else LAUNCH_BYTES) + BYTES_PER_CAST_ELEMENT * _elements(value)))
 
     def kept(self, graph: fx.Graph) -> list["Kept"]:
         """What is saved for backward, value by value; nothing where shapes are not known."""
@@ -107,14 +105,14 @@ class Kept:
 
 def kept_by(node: fx.Node) -> list[fx.Node]:
     """The float32 values that a node's backward needs: its inputs, its result, or none."""
-    if not _has_gradient(node):
+    if not ir.has_gradient(node):
         return []
     op = ir.mark(node).op
     found = [node] if op in _KEEPS_RESULT else []
     if op in _KEEPS_INPUTS:
         inputs = [given for given in node.all_input_nodes if ir.holds_float32(given) and not ir.is_weight(given)]
         if op in _KEEPS_THE_OTHER and len(node.all_input_nodes) > 1:
-            inputs = [given for given in inputs if any(map(_has_gradient, _others(node, given)))]
+            inputs = [given for given in inputs if any(map(ir.has_gradient, _others(node, given)))]
         found += inputs if op in _TAKES_MANY else inputs[:1] if op not in _KEEPS_THE_OTHER else inputs
     return found
 
@@ -125,10 +123,6 @@ _TAKES_MANY = frozenset({"scaled_dot_product_attention", "bilinear", "einsum", "
 def _others(node: fx.Node, given: fx.Node) -> list[fx.Node]:
     others = [value for value in node.all_input_nodes if value is not given]
     return others or [given]
-
-
-def _has_gradient(node: fx.Node) -> bool:
-    return any(found.requires_grad for found in ir.tensors_in(ir.mark(node).type))
 
 
 def _elements(value: fx.Node) -> int:

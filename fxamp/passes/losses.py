@@ -128,6 +128,6 @@ def _asks_only(reader: fx.Node) -> bool:
 
 def _carries_no_gradient(reader: fx.Node) -> bool:
     """Whether no gradient comes back from a reader, as far as the graph goes: it is the model's result."""
-    if reader.op == "output" or not any(found.requires_grad for found in ir.tensors_in(ir.mark(reader).type)):
+    if reader.op == "output" or not ir.has_gradient(reader):
         return True
     return ir.mark(reader).op in MOVES and all(map(_carries_no_gradient, reader.users))

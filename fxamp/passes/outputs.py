@@ -45,7 +45,7 @@ class ConnectOutputs(Pass):
 
     def _connect(self, graph: fx.Graph, copy: fx.Node, aliases: Aliases, regions: dict[fx.Node, int]) -> bool:
         value = copy.all_input_nodes[0]
-        readers = [user for user in value.users if user is not copy and _passes_gradient(user) and not _is_loss(user)]
+        readers = [user for user in value.users if user is not copy and ir.has_gradient(user) and not _is_loss(user)]
         if not readers or _is_written_after(value, aliases) or ir.REGION in value.meta:
             return False
         if any(regions[node] != regions[value] for node in (copy, *readers) if node.op != "output"):
@@ -68,15 +68,11 @@ class ConnectOutputs(Pass):
         return True
 
 
-def _passes_gradient(reader: fx.Node) -> bool:
-    return any(found.requires_grad for found in ir.tensors_in(ir.mark(reader).type))
-
-
 def _is_loss(reader: fx.Node) -> bool:
     """Whether all that is made of a value is a loss that reads it low."""
     if reader.target is low_loss.cross_entropy:
         return True
-    followers = [user for user in reader.users if _passes_gradient(user)]  # others ask for its device or sizes
+    followers = [user for user in reader.users if ir.has_gradient(user)]  # others ask for its device or sizes
     return ir.mark(reader).op in MOVES and bool(followers) and all(map(_is_loss, followers))
 
 
@@ -89,7 +85,7 @@ def _move_wide(graph: fx.Graph, reader: fx.Node, copy: fx.Node, aliases: Aliases
     moves: list[fx.Node] = [reader]
     ends: list[fx.Node] = []
     for move in moves:
-        followers = [user for user in move.users if _passes_gradient(user)]
+        followers = [user for user in move.users if ir.has_gradient(user)]
         if ir.mark(move).op not in MOVES or move in aliases.storage_of or ir.REGION in move.meta or not followers:
             return False
         for user in followers:

@@ -60,7 +60,7 @@ def _gain(planned: Planned) -> int:
     growth = math.prod(dim.size + extra for dim, extra in zip(gemm.dims, planned.extras, strict=True))
     aligned = 2 * gemm.macs * growth // math.prod(dim.size for dim in gemm.dims)
     saved = (UNALIGNED_SLOWDOWN * 2 * gemm.macs - aligned) // FLOPS_PER_BYTE
-    return saved * (GEMMS_PER_STEP if _needs_grad(gemm.node) else 1)
+    return saved * (GEMMS_PER_STEP if ir.has_gradient(gemm.node) else 1)
 
 
 def _cost(planned: Planned, plan: Plan, flow: Flow) -> int:
@@ -77,7 +77,7 @@ def _cost(planned: Planned, plan: Plan, flow: Flow) -> int:
         sliced = [user for user in value.users if not reads_as_it_is(value, user, flow, plan)]
         if any(not is_cast_of_part(value, user, flow) for user in sliced):
             total += _copy_cost(value)
-        elif sliced and _needs_grad(value):
+        elif sliced and ir.has_gradient(value):
             total += LAUNCH_BYTES  # the zeros behind the gradient
         how = flow.kept.get(value)
         total += 2 * sum(map(_copy_cost, value.all_input_nodes[1:])) if how is not None and how.with_stats else 0
@@ -100,7 +100,7 @@ def _copy_cost(value: fx.Node) -> int:
     """A pad or slice: one kernel that reads and writes the value, and another in backward."""
     shape = shape_of(value) or ()
     once = LAUNCH_BYTES + 4 * math.prod(shape)
-    return 2 * once if _needs_grad(value) or is_parameter(value) else once
+    return 2 * once if ir.has_gradient(value) or is_parameter(value) else once
 
 
 def _grows(value: fx.Node, plan: Plan) -> bool:
@@ -111,10 +111,6 @@ def _grows(value: fx.Node, plan: Plan) -> bool:
 def _weight_cost(value: fx.Node, wants: dict[int, int]) -> int:
     """Rows ride on the copy of the bucket; a weight that grows otherwise is copied, filled and converted back alone."""
     return 0 if set(wants) == {0} else 3 * LAUNCH_BYTES
-
-
-def _needs_grad(value: fx.Node) -> bool:
-    return any(found.requires_grad for found in ir.tensors_in(ir.mark(value).type))
 
 
 def _short(number: int) -> str:

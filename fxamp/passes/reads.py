@@ -120,7 +120,7 @@ def sends_gradient_to_positions(node: fx.Node) -> bool:
     (`amax` and `maximum` share it among equal ones, and have no say in this.)
     """
     is_pick = ir.mark(node).op in TRAITS["values_and_indices"]
-    return is_pick and any(found.requires_grad for found in ir.tensors_in(ir.mark(node).type))
+    return is_pick and ir.has_gradient(node)
 
 
 def _share_a_source(values: list[fx.Node], lists: OpLists) -> bool:

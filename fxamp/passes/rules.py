@@ -205,7 +205,7 @@ def _gathers_trained_rows(node: fx.Node) -> bool:
         return False
     tables = [given for given in node.all_input_nodes if ir.is_weight(given) and ir.holds_float32(given)]
     indices = [given for given in node.all_input_nodes if given not in tables and ir.is_tensor(given)]
-    trained = any(found.requires_grad for table in tables for found in ir.tensors_in(ir.mark(table).type))
+    trained = any(map(ir.has_gradient, tables))
     return trained and bool(indices)
 
 
