@@ -267,6 +267,18 @@ def tensors_in(value: ValueType) -> Iterator[TensorType]:
             yield from tensors_in(part)
 
 
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """The sizes of a node's one tensor (of a symbolic one those of the example), None for anything else."""
+    kind = mark(value).type if isinstance(value, fx.Node) else None
+    return kind.shape if isinstance(kind, TensorType) else None
+
+
+def dtype_of(value: Any) -> torch.dtype | None:
+    """The dtype of a node's one tensor, None for anything else."""
+    kind = mark(value).type if isinstance(value, fx.Node) else None
+    return kind.dtype if isinstance(kind, TensorType) else None
+
+
 def holds_float32(node: fx.Node) -> bool:
     """Whether the node gives at least one float32 tensor (by its logical type)."""
     return any(found.dtype == torch.float32 for found in tensors_in(mark(node).type))

@@ -12,7 +12,7 @@ from fxamp.dtypes import dtype_name
 from fxamp.inplace import mutated
 from fxamp.ir import Reason, TensorType
 from fxamp.passes.base import Pass
-from fxamp.passes.reads import dtype_of, is_mask_in_float32, only_converts
+from fxamp.passes.reads import is_mask_in_float32, only_converts
 from fxamp.passes.verify import casts_minimal, operands_agree
 
 Exactness = Literal["exact", "one rounding"]
@@ -136,14 +136,14 @@ class Absorb(Pass):
         return True
 
     def _is_up(self, node: fx.Node) -> bool:
-        return _is_cast(node, torch.float32) and dtype_of(node.args[0]) == self.low
+        return _is_cast(node, torch.float32) and ir.dtype_of(node.args[0]) == self.low
 
     def _is_down(self, node: fx.Node) -> bool:
-        return _is_cast(node, self.low) and dtype_of(node.args[0]) == torch.float32
+        return _is_cast(node, self.low) and ir.dtype_of(node.args[0]) == torch.float32
 
     def _is_users_up(self, node: fx.Node) -> bool:
         """`x.float()` in the user's code, of a value that is low."""
-        return only_converts(node, torch.float32) and dtype_of(node.args[0]) == self.low
+        return only_converts(node, torch.float32) and ir.dtype_of(node.args[0]) == self.low
 
 
 def _is_cast(node: fx.Node, dtype: torch.dtype) -> bool:

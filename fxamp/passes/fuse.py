@@ -10,7 +10,6 @@ from torch import fx
 from torch.nn import functional as F
 
 from fxamp import ir
-from fxamp.ir import TensorType
 from fxamp.passes.alias import find_aliases, grad_regions
 from fxamp.passes.base import Pass
 from fxamp.passes.overrides import override_for, protected_part
@@ -122,7 +121,7 @@ def _closed(result: fx.Node, members: set[fx.Node]) -> bool:
 def _rms_norm(node: fx.Node) -> Found | None:
     """An RMS norm that ends in its product with a weight."""
     for weight, rest in _products(node):
-        shape = _shape(weight)
+        shape = ir.shape_of(weight)
         if shape is None or len(shape) != 1 or not _is_float32(weight):
             continue
         members = {node}
@@ -239,16 +238,10 @@ def _near(found: Polynomial | None, wanted: Polynomial) -> bool:
 
 
 def _is_float32(value: Any) -> bool:
-    kind = ir.mark(value).type if isinstance(value, fx.Node) else None
-    return isinstance(kind, TensorType) and kind.dtype == torch.float32
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    kind = ir.mark(value).type if isinstance(value, fx.Node) else None
-    return kind.shape if isinstance(kind, TensorType) else None
+    return ir.dtype_of(value) == torch.float32
 
 
 def _fits(x: fx.Node, width: int) -> bool:
     """Whether the last dimension is `width` wide; where sizes are not known yet, the graph is never run."""
-    shape = _shape(x)
+    shape = ir.shape_of(x)
     return shape is None or (len(shape) > 0 and shape[-1] == width)

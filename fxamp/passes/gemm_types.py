@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 from torch import fx
 
@@ -56,12 +55,6 @@ class Gemm:
     nbytes: int
 
 
-def shape_of(node: Any) -> tuple[int, ...] | None:
-    """The sizes of a node's one tensor value; of a symbolic one, that of the example."""
-    kind = ir.mark(node).type if isinstance(node, fx.Node) else None
-    return kind.shape if isinstance(kind, TensorType) else None
-
-
 def operands(node: fx.Node) -> list[fx.Node]:
     """The tensor arguments of a GEMM."""
     return [value for value in node.all_input_nodes if isinstance(ir.mark(value).type, TensorType)]
@@ -69,4 +62,4 @@ def operands(node: fx.Node) -> list[fx.Node]:
 
 def count_of(node: fx.Node) -> int:
     """Elements of a node's tensor value; 1 where its sizes are not known."""
-    return math.prod(shape_of(node) or ())
+    return math.prod(ir.shape_of(node) or ())

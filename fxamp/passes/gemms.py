@@ -11,7 +11,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.passes import recurrent_gemms
-from fxamp.passes.gemm_types import UNKNOWN_SIZES, Gemm, GemmDim, Place, count_of, operands, shape_of
+from fxamp.passes.gemm_types import UNKNOWN_SIZES, Gemm, GemmDim, Place, count_of, operands
 from fxamp.passes.recurrent_gemms import describe_recurrent
 
 # (dimension name, ((position, keyword, dimension from the end or the front), ...), dimension of the result)
@@ -92,15 +92,15 @@ def describe(node: fx.Node) -> Gemm | str:
         return NO_RULE[op]
     if op in recurrent_gemms.OPS:
         return describe_recurrent(node)
-    out = shape_of(node)
-    if out is None or any(shape_of(value) is None for value in operands(node)):
+    out = ir.shape_of(node)
+    if out is None or any(ir.shape_of(value) is None for value in operands(node)):
         return UNKNOWN_SIZES
     if "out" in node.kwargs:
         return "it writes into out="
     groups = ir.argument_of(node, 6, "groups", 1) if op.startswith("conv") else 1
     if groups != 1:
         return f"{groups} groups: padding channels would move them between groups"
-    if any(size == 0 for value in (node, *operands(node)) for size in shape_of(value) or ()):
+    if any(size == 0 for value in (node, *operands(node)) for size in ir.shape_of(value) or ()):
         return "one of its sizes is 0"
     dims = _einsum_dims(node) if op == "einsum" else _table_dims(node, _TABLE[op])
     if isinstance(dims, str):
@@ -111,45 +111,45 @@ def describe(node: fx.Node) -> Gemm | str:
 
 
 def _table_dims(node: fx.Node, rows: tuple[_Row, ...]) -> tuple[GemmDim, ...] | str:
-    multiplied = [shape_of(ir.argument_of(node, place[0], place[1])) for place in rows[0][1]]
+    multiplied = [ir.shape_of(ir.argument_of(node, place[0], place[1])) for place in rows[0][1]]
     if any(shape is None or len(shape) < 2 for shape in multiplied):
         return _VECTOR
     found = []
     for name, places, out in rows:
         known = [place for place in (_place(node, *place) for place in places) if place is not None]
         position = known[0]
-        size = (shape_of(ir.argument_of(node, position.position, position.keyword)) or ())[position.dim]
+        size = (ir.shape_of(ir.argument_of(node, position.position, position.keyword)) or ())[position.dim]
         kept = tuple(place for place in known if _size_at(node, place) == size)
-        rank = len(shape_of(node) or ())
+        rank = len(ir.shape_of(node) or ())
         found.append(GemmDim(name, size, kept, None if out is None else out % rank))
     return tuple(found)
 
 
 def _place(node: fx.Node, position: int, keyword: str, dim: int) -> Place | None:
-    shape = shape_of(ir.argument_of(node, position, keyword))
+    shape = ir.shape_of(ir.argument_of(node, position, keyword))
     if shape is None or not -len(shape) <= dim < len(shape):
         return None
     return Place(position, keyword, dim % len(shape))
 
 
 def _size_at(node: fx.Node, place: Place) -> int | None:
-    shape = shape_of(ir.argument_of(node, place.position, place.keyword))
+    shape = ir.shape_of(ir.argument_of(node, place.position, place.keyword))
     return None if shape is None else shape[place.dim]
 
 
 def _macs(node: fx.Node, op: str, dims: tuple[GemmDim, ...]) -> int:
     if op.startswith("conv"):
-        weight = shape_of(ir.argument_of(node, 1, "weight")) or ()
+        weight = ir.shape_of(ir.argument_of(node, 1, "weight")) or ()
         pixels = node if "transpose" not in op else ir.argument_of(node, 0, "input")
         channels = weight[0]
         return count_of(pixels) * math.prod(weight) // channels
     if op == "scaled_dot_product_attention":
-        query, key = (shape_of(ir.argument_of(node, i, name)) or () for i, name in ((0, "query"), (1, "key")))
+        query, key = (ir.shape_of(ir.argument_of(node, i, name)) or () for i, name in ((0, "query"), (1, "key")))
         return math.prod(query[:-1]) * key[-2] * (dims[0].size + dims[1].size)
     if op == "einsum":
         sizes = _label_sizes(node)
         return math.prod(sizes.values()) if isinstance(sizes, dict) else 0
-    added = (shape_of(ir.argument_of(node, 1, "batch1")) or (1,))[0] if op == "addbmm" else 1
+    added = (ir.shape_of(ir.argument_of(node, 1, "batch1")) or (1,))[0] if op == "addbmm" else 1
     return count_of(node) * added * math.prod(dim.size for dim in dims if dim.name == "K")
 
 
@@ -181,7 +181,7 @@ def _label_sizes(node: fx.Node) -> dict[str, int] | str:
         return terms
     sizes: dict[str, int] = {}
     for term, value in zip(terms, node.args[1:], strict=False):
-        for label, size in zip(term, shape_of(value) or (), strict=False):
+        for label, size in zip(term, ir.shape_of(value) or (), strict=False):
             if sizes.setdefault(label, size) != size:
                 return "this einsum broadcasts a dimension"
     return sizes

@@ -14,7 +14,7 @@ from fxamp.dtypes import dtype_name
 from fxamp.ir import Reason
 from fxamp.passes.alias import Aliases, find_aliases, grad_regions
 from fxamp.passes.base import Pass
-from fxamp.passes.reads import dtype_of, only_converts
+from fxamp.passes.reads import only_converts
 from fxamp.passes.verify import casts_minimal, operands_agree
 from fxamp.runtime import low_loss
 
@@ -103,7 +103,7 @@ class ReadLogitsLow(Pass):
     def _is_conversion_up(self, node: fx.Node) -> bool:
         """A cast, ours or `x.float()` of the user's, whose argument is low."""
         is_cast = ir.mark(node).role == "cast" or only_converts(node, torch.float32)
-        return is_cast and dtype_of(node.args[0]) == self.low and dtype_of(node) == torch.float32
+        return is_cast and ir.dtype_of(node.args[0]) == self.low and ir.dtype_of(node) == torch.float32
 
 
 def _is_loss(node: fx.Node) -> bool:
@@ -111,7 +111,7 @@ def _is_loss(node: fx.Node) -> bool:
     if node.target is not functional.cross_entropy or not node.args:
         return False
     target = ir.argument_of(node, 1, "target")
-    indices = dtype_of(target)
+    indices = ir.dtype_of(target)
     return (
         ir.mark(node).precision == "high"
         and indices is not None

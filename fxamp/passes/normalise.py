@@ -11,7 +11,6 @@ from fxamp import ir
 from fxamp.inplace import mutated
 from fxamp.ir import TensorType
 from fxamp.passes.base import Pass
-from fxamp.passes.reads import dtype_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +107,8 @@ def _leave_out_empty(node: fx.Node) -> bool:
     if ir.mark(node).op != "cat" or node.op != "call_function" or not isinstance(operands, (list, tuple)):
         return False
     kept = [operand for operand in operands if not _is_made_empty(operand)]
-    own = dtype_of(node)
-    if len(kept) == len(operands) or own is None or own not in map(dtype_of, kept):
+    own = ir.dtype_of(node)
+    if len(kept) == len(operands) or own is None or own not in map(ir.dtype_of, kept):
         return False
     node.args = (kept, *node.args[1:]) if node.args else ()
     node.kwargs = {**node.kwargs, **({} if node.args else {"tensors": kept})}

@@ -11,7 +11,7 @@ from fxamp.ir import Reason
 from fxamp.passes.alias import Aliases, find_aliases, grad_regions
 from fxamp.passes.base import Pass
 from fxamp.passes.losses import MOVES
-from fxamp.passes.reads import dtype_of, only_converts
+from fxamp.passes.reads import only_converts
 from fxamp.passes.verify import casts_minimal, operands_agree, writes_land
 from fxamp.runtime import low_loss
 
@@ -104,7 +104,7 @@ def _move_wide(graph: fx.Graph, reader: fx.Node, copy: fx.Node, aliases: Aliases
 
 def _is_up(node: fx.Node) -> bool:
     """A cast to float32, ours or the user's."""
-    is_ours = ir.mark(node).role == "cast" and node.target == "to" and dtype_of(node) == torch.float32
+    is_ours = ir.mark(node).role == "cast" and node.target == "to" and ir.dtype_of(node) == torch.float32
     return is_ours or only_converts(node, torch.float32)
 
 

@@ -15,7 +15,6 @@ from fxamp.ir import Reason
 from fxamp.passes.alias import Aliases, find_aliases, grad_regions
 from fxamp.passes.base import Pass
 from fxamp.passes.costs import GATHERS
-from fxamp.passes.gemm_types import shape_of
 from fxamp.passes.reads import READ_NO_NUMBER, asked_dtype
 from fxamp.passes.recurrent_gemms import sequence_call
 from fxamp.passes.verify import casts_minimal, operands_agree
@@ -208,7 +207,7 @@ def growth_of(cast: fx.Node) -> Growth | None:
 
 def growth_by(pad: fx.Node) -> Growth | None:
     """What a pad of the padding pass makes of the value it reads; None for any other node."""
-    shape = shape_of(pad.args[0]) if ir.mark(pad).role == "pad" and pad.args else None
+    shape = ir.shape_of(pad.args[0]) if ir.mark(pad).role == "pad" and pad.args else None
     if shape is None or pad.target not in (grown, functional.pad):
         return None
     if pad.target is grown:
@@ -224,12 +223,11 @@ def _result(cast: fx.Node) -> fx.Node:
 
 
 def _dtype(copy: fx.Node) -> Any:
-    kind = ir.mark(copy).type
-    return copy.args[1] if is_weight_cast(copy) else getattr(kind, "dtype", None)
+    return copy.args[1] if is_weight_cast(copy) else ir.dtype_of(copy)
 
 
 def _source_dtype(copy: fx.Node) -> Any:
-    return getattr(ir.mark(copy.args[0]).type, "dtype", None)  # type: ignore[arg-type]
+    return ir.dtype_of(copy.args[0])
 
 
 def _nbytes(cast: fx.Node) -> int:

@@ -7,7 +7,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.passes.costs import LAUNCH_BYTES
-from fxamp.passes.gemm_types import Gemm, GemmDim, shape_of
+from fxamp.passes.gemm_types import Gemm, GemmDim
 from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, is_cast_of_part, reads_as_it_is, results_of
 from fxamp.passes.padding_values import is_parameter
 from fxamp.passes.recurrent_gemms import Recurrent
@@ -98,7 +98,7 @@ def carried(node: fx.Node, flow: Flow) -> list[fx.Node]:
 
 def _copy_cost(value: fx.Node) -> int:
     """A pad or slice: one kernel that reads and writes the value, and another in backward."""
-    shape = shape_of(value) or ()
+    shape = ir.shape_of(value) or ()
     once = LAUNCH_BYTES + 4 * math.prod(shape)
     return 2 * once if ir.has_gradient(value) or is_parameter(value) else once
 

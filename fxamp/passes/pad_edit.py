@@ -13,7 +13,6 @@ from fxamp.fakes import Fakes
 from fxamp.ir import Reason, TensorType
 from fxamp.lists import TRAITS
 from fxamp.passes.alias import Aliases, grad_regions
-from fxamp.passes.gemm_types import shape_of
 from fxamp.passes.gemms import OPS
 from fxamp.passes.pad_arguments import argument_at, grow_type, keep_scale, put, put_at
 from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, is_cast_of_part, reads_as_it_is
@@ -117,7 +116,7 @@ class PadEditor:
         assert out is not None
         while ir.mark(weight).role == "pad":
             weight = weight.args[0]
-        rank, rows = len(shape_of(weight) or ()), (shape_of(weight) or (0,))[0]
+        rank, rows = len(ir.shape_of(weight) or ()), (ir.shape_of(weight) or (0,))[0]
         with self.graph.inserting_before(node):
             column = self.graph.call_function(operator.getitem, (weight, (slice(None), *(0,) * (rank - 1))))
             zeros = self.graph.call_function(torch.zeros_like, (column,))
@@ -155,7 +154,7 @@ class PadEditor:
     def _cast_part(self, cast: fx.Node, padded: fx.Node) -> None:
         """Make a cast read the padded value: its gradient is converted into the padded one at once."""
         padding, dtype = self.flow.paddings[padded], cast.args[1]
-        dim = padding.dim - len(shape_of(padded) or ())  # from the back: a squeeze may have left fewer dimensions
+        dim = padding.dim - len(ir.shape_of(padded) or ())  # from the back: a squeeze may have left fewer dimensions
         cast.op, cast.target = "call_function", cast_of_part
         cast.args = (padded, dim, padding.extra, dtype)
         why = self.flow.refused.get((padded, cast), "nothing behind it reads the padding")
@@ -217,7 +216,7 @@ class PadEditor:
         if key not in self.made and not fill and self._makes_zeros(value, dims):
             self.made[key] = self._longer_zeros(value, dims, reader)
         if key not in self.made:
-            amounts = [0, 0] * len(shape_of(value) or ())
+            amounts = [0, 0] * len(ir.shape_of(value) or ())
             for dim, extra in dims.items():
                 amounts[-1 - 2 * dim] = extra
             while amounts[-2:] == [0, 0]:
@@ -237,7 +236,7 @@ class PadEditor:
         if ir.mark(value).op != "new_zeros" or value.kwargs or value in self.aliases.storage_of:
             return False
         sizes = _sizes_of_zeros(value)
-        return len(sizes) == len(shape_of(value) or ()) and all(type(sizes[dim]) is int for dim in dims)
+        return len(sizes) == len(ir.shape_of(value) or ()) and all(type(sizes[dim]) is int for dim in dims)
 
     def _longer_zeros(self, value: fx.Node, dims: dict[int, int], reader: fx.Node) -> fx.Node:
         sizes = _sizes_of_zeros(value)
@@ -271,7 +270,7 @@ class PadEditor:
             self.made[key] = self._cast_of_slice(value, reader)
         if key not in self.made:
             padding = self.flow.paddings[value]
-            rank = len(shape_of(value) or ())
+            rank = len(ir.shape_of(value) or ())
             with self.graph.inserting_before(reader):
                 if padding.blocks > 1:
                     dims = (*((1, 0),) * padding.dim, (padding.blocks, padding.extra))

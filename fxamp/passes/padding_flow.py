@@ -11,7 +11,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.passes.alias import Aliases, Storage
-from fxamp.passes.gemm_types import Gemm, GemmDim, Place, shape_of
+from fxamp.passes.gemm_types import Gemm, GemmDim, Place
 from fxamp.passes.padding_keep import Known, asks_only, keep, reads_masked
 from fxamp.passes.padding_values import Kept, Padding, is_parameter
 from fxamp.passes.recurrent_gemms import Recurrent, item_of
@@ -164,7 +164,7 @@ def _item_padding(node: fx.Node, plan: Plan) -> Padding | None:
     if taken is None or planned is None or not isinstance(planned.gemm, Recurrent):
         return None
     extra, blocks = planned.gemm.result(taken[1], planned.extras)
-    return Padding(len(shape_of(node) or ()) - 1, extra, blocks=blocks) if extra else None
+    return Padding(len(ir.shape_of(node) or ()) - 1, extra, blocks=blocks) if extra else None
 
 
 def results_of(node: fx.Node, flow: Flow) -> list[fx.Node]:

@@ -13,7 +13,6 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.ir import TensorType
-from fxamp.passes.gemm_types import shape_of
 from fxamp.passes.padding_values import PER_ELEMENT, SAME, Kept, Padding, per_element
 from fxamp.passes.static_dims import Static, dims_after, dims_of_getitem, is_static
 
@@ -50,7 +49,7 @@ def keep(node: fx.Node, given: Mapping[fx.Node, Padding], known: Known) -> Kept 
     source = node.args[0] if node.args else node.kwargs.get("input")
     if rule is None:
         return f"{op} {_WHY.get(op, 'is not known to act per element')}"
-    if not isinstance(source, fx.Node) or list(given) != [source] or shape_of(node) is None:
+    if not isinstance(source, fx.Node) or list(given) != [source] or ir.shape_of(node) is None:
         return f"{op} reads the padding in another way than its rule knows"
     return rule(node, source, given[source], known)
 
@@ -62,7 +61,7 @@ def asks_only(node: fx.Node, given: Mapping[fx.Node, Padding]) -> bool:
         return False
     if op == "size":
         dim = ir.argument_of(node, 1, "dim")
-        return isinstance(dim, int) and dim % len(shape_of(value[0]) or (0,)) != value[1].dim
+        return isinstance(dim, int) and dim % len(ir.shape_of(value[0]) or (0,)) != value[1].dim
     is_only_source = all(value[0] not in ir.nodes_in(argument) for argument in (node.args[1:], node.kwargs))
     return is_only_source and (op in _CREATIONS or (op == "getattr" and node.args[1] in ("device", "dtype", "ndim")))
 
@@ -72,7 +71,7 @@ _CREATIONS = frozenset({"dim", "new_empty", "new_full", "new_ones", "new_tensor"
 
 def reads_masked(node: fx.Node, value: fx.Node, padding: Padding) -> bool:
     """Whether a loss over classes reads masked logits as they are: their probability, and gradient, is 0."""
-    op, shape = ir.mark(node).op, shape_of(value)
+    op, shape = ir.mark(node).op, ir.shape_of(value)
     if op not in ("cross_entropy", "nll_loss") or not padding.masked or shape is None:
         return False
     target = ir.mark(ir.argument_of(node, 1, "target")).type if len(node.all_input_nodes) > 1 else None
@@ -117,7 +116,7 @@ def draws_random(node: fx.Node, root: nn.Module) -> bool:
 
 
 def _reorder(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -> Kept | str:
-    order = dims_after(node, len(shape_of(source) or ()))
+    order = dims_after(node, len(ir.shape_of(source) or ()))
     if order is None:
         return f"{ir.mark(node).op} with arguments that are not known"
     return Kept(dataclasses.replace(padding, dim=order.index(padding.dim)))
@@ -127,12 +126,12 @@ def _unsqueeze(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -
     dim = ir.argument_of(node, 1, "dim")
     if not isinstance(dim, int):
         return "unsqueeze at a place that is not known"
-    dim %= len(shape_of(node) or ())
+    dim %= len(ir.shape_of(node) or ())
     return Kept(dataclasses.replace(padding, dim=padding.dim + (dim <= padding.dim)))
 
 
 def _squeeze(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -> Kept | str:
-    dim, shape = ir.argument_of(node, 1, "dim"), shape_of(source) or ()
+    dim, shape = ir.argument_of(node, 1, "dim"), ir.shape_of(source) or ()
     if not isinstance(dim, int) or dim % len(shape) == padding.dim or not is_static(known.static, source, dim):
         return "squeeze of a dimension that is not known, not the same in every call, or padded"
     gone = shape[dim] == 1 and dim % len(shape) < padding.dim
@@ -148,7 +147,7 @@ def _getitem(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -> 
 
 
 def _flatten(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -> Kept | str:
-    rank = len(shape_of(source) or ())
+    rank = len(ir.shape_of(source) or ())
     start, end = ir.argument_of(node, 1, "start_dim", 0), ir.argument_of(node, 2, "end_dim", -1)
     if not isinstance(start, int) or not isinstance(end, int):
         return "flatten of dimensions that are not known"
@@ -162,12 +161,12 @@ def _flatten(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -> 
 
 def _are_ones(source: fx.Node, dims: set[int], known: Known) -> bool:
     """Whether the source's extent in these dimensions is 1 in every call."""
-    shape = shape_of(source) or ()
+    shape = ir.shape_of(source) or ()
     return all(shape[dim] == 1 and is_static(known.static, source, dim) for dim in dims)
 
 
 def _reshape(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -> Kept | str:
-    op, old, new = ir.mark(node).op, shape_of(source) or (), shape_of(node) or ()
+    op, old, new = ir.mark(node).op, ir.shape_of(source) or (), ir.shape_of(node) or ()
     behind = {*range(padding.dim + 1, len(old))}
     if not new or new[-1] != old[padding.dim] or not _are_ones(source, behind, known):
         return f"{op} mixes the padded dimension with others"
@@ -201,7 +200,7 @@ def _batch_norm(node: fx.Node, source: fx.Node, padding: Padding, known: Known) 
 
 def _pool(spatial: int) -> Rule:
     def pool(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -> Kept | str:
-        if padding.dim != len(shape_of(source) or ()) - 1 - spatial or padding.content != 0.0 or padding.masked:
+        if padding.dim != len(ir.shape_of(source) or ()) - 1 - spatial or padding.content != 0.0 or padding.masked:
             return f"{ir.mark(node).op} over the padded dimension, or of padding that is not zero"
         return Kept(padding)
 
@@ -216,7 +215,7 @@ def _interpolate(node: fx.Node, source: fx.Node, padding: Padding, known: Known)
 
 def _pad(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -> Kept | str:
     amounts, value = ir.argument_of(node, 1, "pad"), ir.argument_of(node, 3, "value")
-    if not isinstance(amounts, (tuple, list)) or padding.dim >= len(shape_of(source) or ()) - len(amounts) // 2:
+    if not isinstance(amounts, (tuple, list)) or padding.dim >= len(ir.shape_of(source) or ()) - len(amounts) // 2:
         return "the model pads that dimension itself"
     if value not in (None, 0) or padding.content != 0.0 or padding.masked:
         return "the model pads with another number"
@@ -224,7 +223,7 @@ def _pad(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -> Kept
 
 
 def _reduce(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -> Kept | str:
-    op, rank, dims = ir.mark(node).op, len(shape_of(source) or ()), ir.argument_of(node, 1, "dim")
+    op, rank, dims = ir.mark(node).op, len(ir.shape_of(source) or ()), ir.argument_of(node, 1, "dim")
     dims = (dims,) if isinstance(dims, int) else dims
     if not isinstance(dims, (tuple, list)) or not all(isinstance(dim, int) for dim in dims) or not dims:
         return f"{op} over everything would see the padding"
@@ -239,7 +238,7 @@ def _reduce(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -> K
 def _log_softmax(node: fx.Node, source: fx.Node, padding: Padding, known: Known) -> Kept | str:
     kind, dim = ir.mark(node).type, ir.argument_of(node, 1, "dim")
     is_high = isinstance(kind, TensorType) and kind.dtype == torch.float32
-    if padding.masked and is_high and isinstance(dim, int) and dim % len(shape_of(source) or ()) == padding.dim:
+    if padding.masked and is_high and isinstance(dim, int) and dim % len(ir.shape_of(source) or ()) == padding.dim:
         return Kept(padding)
     return f"log_softmax {_SEES}"
 

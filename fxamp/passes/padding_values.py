@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxamp import ir
 from fxamp.ir import TensorType
 from fxamp.lists import TRAITS
-from fxamp.passes.gemm_types import Place, shape_of
+from fxamp.passes.gemm_types import Place
 from fxamp.passes.static_dims import Static, is_static
 
 
@@ -72,7 +72,7 @@ SAME = frozenset(_SAME_OPS.split())
 
 def per_element(node: fx.Node, given: Mapping[fx.Node, Padding], static: Mapping[fx.Node, Static]) -> Kept | str:
     """The padding that is left behind an op that works element by element, or why none can be."""
-    op, out = ir.mark(node).op, shape_of(node)
+    op, out = ir.mark(node).op, ir.shape_of(node)
     placed = {value: _dim_in_result(value, padding.dim, out) for value, padding in given.items()}
     dims = set(placed.values())
     extras = {padding.extra for padding in given.values()}
@@ -94,7 +94,7 @@ def per_element(node: fx.Node, given: Mapping[fx.Node, Padding], static: Mapping
 
 
 def _dim_in_result(value: fx.Node, dim: int, out: tuple[int, ...] | None) -> int:
-    return dim + len(out or ()) - len(shape_of(value) or ())
+    return dim + len(out or ()) - len(ir.shape_of(value) or ())
 
 
 def _other_operand(
@@ -109,7 +109,7 @@ def _other_operand(
     value, op = operand.value, ir.mark(node).op
     if value in given:
         return None
-    shape = shape_of(value)
+    shape = ir.shape_of(value)
     if shape is None:
         number = value.meta.get("val")
         if isinstance(number, (int, float)) and op in ("mul", "div", "true_divide"):

@@ -166,12 +166,6 @@ def asked_dtype(node: fx.Node) -> torch.dtype | None:
     return named[0] if named else None
 
 
-def dtype_of(value: object) -> torch.dtype | None:
-    """The dtype of a node's one tensor, None for anything else."""
-    kind = ir.mark(value).type if isinstance(value, fx.Node) else None
-    return kind.dtype if isinstance(kind, ir.TensorType) else None
-
-
 def only_converts(node: fx.Node, dtype: torch.dtype) -> bool:
     """Whether the user's call converts to `dtype` and does nothing else: no other device, no memory format."""
     if node.op != "call_method" or ir.mark(node).role:
@@ -184,7 +178,7 @@ def only_converts(node: fx.Node, dtype: torch.dtype) -> bool:
 
 def is_mask_in_float32(node: fx.Node) -> bool:
     """Whether the user's call makes float32 of a mask or of bytes, which both low dtypes hold exactly."""
-    return only_converts(node, torch.float32) and dtype_of(node.args[0]) in _IN_8_BITS
+    return only_converts(node, torch.float32) and ir.dtype_of(node.args[0]) in _IN_8_BITS
 
 
 def converts_to(node: fx.Node) -> torch.dtype | None:

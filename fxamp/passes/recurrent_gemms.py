@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from fxamp import ir
-from fxamp.passes.gemm_types import UNKNOWN_SIZES, Gemm, GemmDim, Place, count_of, operands, shape_of
+from fxamp.passes.gemm_types import UNKNOWN_SIZES, Gemm, GemmDim, Place, count_of, operands
 from fxamp.runtime.padded_weights import Dims
 from fxamp.runtime.recurrent_memory import GATES, RecurrentCall
 
@@ -89,7 +89,7 @@ def describe_recurrent(node: fx.Node) -> Recurrent | str:
     op = ir.mark(node).op
     if node.op != "call_function" or node.kwargs:
         return "its weights belong to a module that stays whole, in gate blocks of the hidden size"
-    if any(shape_of(value) is None for value in operands(node)):
+    if any(ir.shape_of(value) is None for value in operands(node)):
         return UNKNOWN_SIZES
     if ir.is_tuple(node) and not all(ir.mark(user).op == "getitem" and _index(user) is not None for user in node.users):
         return "its results are handed on as one tuple"
@@ -169,21 +169,21 @@ def _describe(
     at: int,
     drops: bool = False,
 ) -> Recurrent | str:
-    data, first = node.args[0], shape_of(weights[0]) or ()
-    shape = shape_of(data) or ()
+    data, first = node.args[0], ir.shape_of(weights[0]) or ()
+    shape = ir.shape_of(data) or ()
     hidden, projected = first[0] // gates, 0
     if any(kind == "hr" for _, kind in named.values()):
-        projected = (shape_of(weights[1]) or (0, 0))[1]
+        projected = (ir.shape_of(weights[1]) or (0, 0))[1]
     if not shape or 0 in (*shape, *first) or first[1] != shape[-1]:
         return "one of its sizes is 0, or its input is not of the weights' size"
     rows, out = math.prod(shape[:-1]), projected or hidden
-    places = () if projected else (Place(at, "", len(shape_of(states[0]) or ()) - 1),)
-    rank = len(shape_of(node) or (0, 0, 0))
+    places = () if projected else (Place(at, "", len(ir.shape_of(states[0]) or ()) - 1),)
+    rank = len(ir.shape_of(node) or (0, 0, 0))
     dims = [GemmDim("K", shape[-1], (Place(0, "", len(shape) - 1),)), GemmDim("N", out, places, rank - 1)]
     dims += [GemmDim("H", hidden, (), rank - 1)] if projected else []
     sizes = [(count_of(weight), kind) for weight, (_, kind) in zip(weights, named.values(), strict=True)]
     macs = rows * sum(size for size, kind in sizes if kind != "bias")
-    steps = rows // max(1, (shape_of(states[0]) or (1,))[-2])
+    steps = rows // max(1, (ir.shape_of(states[0]) or (1,))[-2])
     again = sum(size for size, kind in sizes if kind in ("hh", "hr")) * max(0, steps - 1)  # read at every step
     nbytes = 2 * (sum(map(count_of, operands(node))) + again + rows * out * directions)
     return Recurrent(node, tuple(dims), rows, macs, nbytes, gates, hidden, projected, directions, named, at, drops)

@@ -14,7 +14,7 @@ from torch import fx
 from fxamp import ir
 from fxamp.ir import TensorType
 from fxamp.lists import TRAITS
-from fxamp.passes.gemm_types import Gemm, shape_of
+from fxamp.passes.gemm_types import Gemm
 from fxamp.passes.gemms import OPS, describe
 from fxamp.passes.recurrent_gemms import OPS as RECURRENT
 from fxamp.passes.recurrent_gemms import Recurrent
@@ -113,7 +113,7 @@ def _of(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     if op in _ROWS_OF_DATA and isinstance(given := found.get(node.all_input_nodes[0]), tuple):
         rows, gone = _ROWS_OF_DATA[op]
         return ((False,) * rows + given[gone:], (False,))
-    if shape_of(node) is None:
+    if ir.shape_of(node) is None:
         return _everywhere(node, False)
     if op in _SHAPED:
         return _SHAPED[op](node, found)
@@ -137,7 +137,7 @@ def _known(argument: Any, found: dict[fx.Node, Static]) -> bool:
 
 def _number(node: fx.Node, op: str, found: dict[fx.Node, Static]) -> Static:
     given = node.args[0] if node.args else None
-    if isinstance(given, fx.Node) and shape_of(given) is not None:
+    if isinstance(given, fx.Node) and ir.shape_of(given) is not None:
         if op == "size" or (op == "getattr" and node.args[1] == "shape"):
             dim = ir.argument_of(node, 1, "dim") if op == "size" else None
             return found[given][dim] if isinstance(dim, int) else found[given]
@@ -172,7 +172,7 @@ _ROWS_FIRST = frozenset({"bmm", "linear", "matmul", "mm", "scaled_dot_product_at
 
 
 def _gemm(node: fx.Node, gemm: Gemm, found: dict[fx.Node, Static]) -> Static:
-    dims = [False] * len(shape_of(node) or ())
+    dims = [False] * len(ir.shape_of(node) or ())
     first = node.args[0] if node.args else None
     if ir.mark(node).op in _ROWS_FIRST and isinstance(first, fx.Node):
         rows = found[first][:-1]
@@ -191,10 +191,10 @@ def _gemm(node: fx.Node, gemm: Gemm, found: dict[fx.Node, Static]) -> Static:
 
 def _same(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     """An op that keeps or broadcasts its operands' shapes: static where an operand of that size is."""
-    shape = shape_of(node) or ()
+    shape = ir.shape_of(node) or ()
     dims = [False] * len(shape)
     for value in node.all_input_nodes:
-        given = shape_of(value)
+        given = ir.shape_of(value)
         if given is None or len(given) > len(shape):
             continue
         for back in range(1, len(given) + 1):
@@ -210,20 +210,20 @@ def _sizes(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     given = node.args[0]
     sizes = node.args[1:] if len(node.args) != 2 else node.args[1]
     sizes = sizes or node.kwargs.get("shape", node.kwargs.get("size", ()))
-    shape = shape_of(node) or ()
+    shape = ir.shape_of(node) or ()
     if isinstance(sizes, fx.Node) or not isinstance(sizes, (tuple, list)):
         sizes = (sizes,)
     if len(sizes) != len(shape):
         return tuple(_known(sizes[0], found) for _ in shape) if len(sizes) == 1 else _everywhere(node, False)
     dims = [size != -1 and _known(size, found) for size in sizes]
     rest = [number for number, size in enumerate(sizes) if isinstance(size, int) and size == -1]
-    if rest and isinstance(given, fx.Node) and shape_of(given) is not None:
-        dims[rest[0]] = is_rest_static(shape_of(given) or (), found[given], shape, tuple(sizes), dims, rest[0])
+    if rest and isinstance(given, fx.Node) and ir.shape_of(given) is not None:
+        dims[rest[0]] = is_rest_static(ir.shape_of(given) or (), found[given], shape, tuple(sizes), dims, rest[0])
     return tuple(dims)
 
 
 def _permute(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
-    order = dims_after(node, len(shape_of(node) or ()))
+    order = dims_after(node, len(ir.shape_of(node) or ()))
     given = found.get(node.args[0])  # type: ignore[arg-type]
     if order is None or not isinstance(given, tuple) or len(given) != len(order):
         return _everywhere(node, False)
@@ -277,7 +277,7 @@ def dims_of_getitem(node: fx.Node) -> list[tuple[int | None, bool]] | None:
     None where it indexes with tensors or with numbers that are not known.
     """
     index = node.args[1] if isinstance(node.args[1], (tuple, list)) else (node.args[1],)
-    shape = shape_of(node.args[0])
+    shape = ir.shape_of(node.args[0])
     if shape is None or any(isinstance(item, (fx.Node, list, bool)) for item in index):
         return None
     named = sum(item is not None and item is not Ellipsis for item in index)

@@ -121,7 +121,7 @@ def _only_reduces(equation: str) -> bool:
 
 
 def _is_vector(operand: object) -> bool:
-    shape = getattr(ir.mark(operand).type, "shape", None) if isinstance(operand, fx.Node) else None
+    shape = ir.shape_of(operand)
     return shape is not None and len(shape) == 1
 
 

@@ -15,7 +15,6 @@ from fxamp.review.products import (
     argument_shape,
     attention,
     inside_module,
-    known_shape,
     recurrent,
 )
 
@@ -135,7 +134,7 @@ def _product(left: int, right: int, names: tuple[str, str]) -> Callable[[fx.Node
     """Measure for a product of two arguments at these positions."""
 
     def measure(node: fx.Node) -> Sizes | None:
-        a, b, out = argument_shape(node, left, names[0]), argument_shape(node, right, names[1]), known_shape(node)
+        a, b, out = argument_shape(node, left, names[0]), argument_shape(node, right, names[1]), ir.shape_of(node)
         if not a or not b or out is None:
             return None
         m = a[-2] if len(a) > 1 else 1
@@ -158,7 +157,7 @@ def _summed(node: fx.Node) -> Sizes | None:
 
 
 def _conv(node: fx.Node) -> Sizes | None:
-    weight, out = argument_shape(node, 1, "weight"), known_shape(node)
+    weight, out = argument_shape(node, 1, "weight"), ir.shape_of(node)
     if weight is None or out is None or len(out) != len(weight):
         return None
     return 1, out[0] * math.prod(out[2:]), weight[0], math.prod(weight[1:])

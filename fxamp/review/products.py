@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import fx, nn
 
@@ -13,15 +12,9 @@ Sizes = tuple[int, int, int, int]
 """batch, m, n, k: a product of `batch` times (m x k) by (k x n)."""
 
 
-def known_shape(value: Any) -> Shape | None:
-    """The shape of an argument that is one tensor of known type."""
-    kind = ir.mark(value).type if isinstance(value, fx.Node) else None
-    return kind.shape if isinstance(kind, ir.TensorType) else None
-
-
 def argument_shape(node: fx.Node, position: int, keyword: str) -> Shape | None:
     """The shape of a tensor argument."""
-    return known_shape(ir.argument_of(node, position, keyword))
+    return ir.shape_of(ir.argument_of(node, position, keyword))
 
 
 # -------------------------------------------------------------------------------------------------- recurrent
@@ -33,7 +26,7 @@ def recurrent(node: fx.Node) -> list[Sizes]:
     lstm(input, (h, c), [w_ih, w_hh, b_ih, b_hh, ...], ...); of a packed sequence, the data come first too.
     """
     x = argument_shape(node, 0, "input")
-    weights = [known_shape(given) for given in node.all_input_nodes if _is_weight(given)]
+    weights = [ir.shape_of(given) for given in node.all_input_nodes if _is_weight(given)]
     if not x:
         return []
     return [(1, math.prod(x[:-1]), shape[0], shape[1]) for shape in weights if shape and len(shape) == 2]
@@ -71,7 +64,7 @@ def einsum(node: fx.Node) -> list[Sizes]:
     """torch.einsum(equation, a, b, ...): from left to right, two operands at a time."""
     equation, *given = node.args if node.args else (None,)
     operands = given[0] if len(given) == 1 and isinstance(given[0], (list, tuple)) else given
-    shapes = [known_shape(operand) for operand in operands]
+    shapes = [ir.shape_of(operand) for operand in operands]
     if not isinstance(equation, str) or not shapes or any(shape is None for shape in shapes):
         return []
     left, _, result = equation.replace(" ", "").partition("->")
@@ -141,7 +134,7 @@ def bilinear(node: fx.Node) -> list[Sizes]:
 def chain(node: fx.Node) -> list[Sizes]:
     """linalg.multi_dot([a, b, c]), chain_matmul(a, b, c): as if from left to right."""
     operands = node.args[0] if node.args and isinstance(node.args[0], (list, tuple)) else node.args
-    shapes = [known_shape(given) for given in operands]
+    shapes = [ir.shape_of(given) for given in operands]
     known = [shape for shape in shapes if shape is not None and len(shape) == 2]
     if len(known) != len(shapes):
         return []
@@ -165,8 +158,8 @@ COMPOSED: Mapping[str, Callable[[fx.Node], list[Sizes]]] = {
 
 def inside_module(node: fx.Node, module: nn.Module) -> list[Sizes]:
     """The products with the weights of a module that stays whole, each as often as its input has rows."""
-    out = known_shape(node) or next((kind.shape for kind in ir.tensors_in(ir.mark(node).type)), None)
-    x = next((shape for given in node.all_input_nodes if (shape := known_shape(given))), None)
+    out = ir.shape_of(node) or next((kind.shape for kind in ir.tensors_in(ir.mark(node).type)), None)
+    x = next((shape for given in node.all_input_nodes if (shape := ir.shape_of(given))), None)
     if isinstance(module, nn.modules.conv._ConvNd):
         positions = (x if module.transposed else out) or ()
         weight = module.weight.shape
