@@ -255,6 +255,17 @@ def argument_of(node: fx.Node, position: int, keyword: str, default: Any = None)
     return default
 
 
+def replace_operand(node: fx.Node, operand: Operand, value: fx.Node) -> None:
+    """Replace one argument of a node, and no other that is the same value."""
+    swap = lambda given: value if given is operand.value else given  # noqa: E731
+    if operand.keyword:
+        node.kwargs = {**node.kwargs, operand.keyword: fx.node.map_arg(node.kwargs[operand.keyword], swap)}
+    else:
+        args = list(node.args)
+        args[operand.position] = fx.node.map_arg(args[operand.position], swap)
+        node.args = tuple(args)
+
+
 # ------------------------------------------------------------------------------------------------- values
 
 

@@ -46,7 +46,7 @@ class InsertCasts(Pass):
         made: dict[tuple[object, ...], fx.Node] = {}
         for reader, read, dtype in wanted:
             if (narrow := _narrow_source(read.value, dtype)) is not None:
-                _replace_argument(reader, read, narrow)
+                ir.replace_operand(reader, read, narrow)
                 continue
             is_late = modes[regions[reader]] and not modes[regions[read.value]]
             at_reader = is_late or ir.is_weight(read.value) or read.value in aliases.storage_of
@@ -55,7 +55,7 @@ class InsertCasts(Pass):
             if key not in made:
                 place = reader if at_reader else _behind(read.value, reader)
                 made[key] = _make_cast(graph, read.value, reader, dtype, aliases, self.policy.low, place)
-            _replace_argument(reader, read, made[key])
+            ir.replace_operand(reader, read, made[key])
         for node in [node for node in graph.nodes if ir.PROMOTED in node.meta and not node.users]:
             graph.erase_node(node)
         return bool(wanted)
@@ -128,15 +128,3 @@ def _behind(value: fx.Node, reader: fx.Node) -> fx.Node:
     while follower.op in ("placeholder", "get_attr") and follower is not reader:
         follower = follower.next
     return follower
-
-
-def _replace_argument(reader: fx.Node, read: Read, cast: fx.Node) -> None:
-    put = lambda given: cast if given is read.value else given  # noqa: E731
-    if read.keyword:
-        kwargs = dict(reader.kwargs)
-        kwargs[read.keyword] = fx.node.map_arg(kwargs[read.keyword], put)
-        reader.kwargs = kwargs
-    else:
-        args = list(reader.args)
-        args[read.position] = fx.node.map_arg(args[read.position], put)
-        reader.args = tuple(args)

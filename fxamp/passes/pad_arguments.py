@@ -52,14 +52,3 @@ def put_at(node: fx.Node, at: tuple[int, int | None], value: fx.Node) -> None:
         parts[at[1]] = value
         args[at[0]] = type(args[at[0]])(parts)
     node.args = tuple(args)
-
-
-def put(node: fx.Node, operand: ir.Operand, value: fx.Node) -> None:
-    """Replace one argument of a node, and no other that is the same value."""
-    swap = lambda given: value if given is operand.value else given  # noqa: E731
-    if operand.keyword:
-        node.kwargs = {**node.kwargs, operand.keyword: fx.node.map_arg(node.kwargs[operand.keyword], swap)}
-    else:
-        args = list(node.args)
-        args[operand.position] = fx.node.map_arg(args[operand.position], swap)
-        node.args = tuple(args)

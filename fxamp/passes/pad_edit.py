@@ -14,7 +14,7 @@ from fxamp.ir import Reason, TensorType
 from fxamp.lists import TRAITS
 from fxamp.passes.alias import Aliases, grad_regions
 from fxamp.passes.gemms import OPS
-from fxamp.passes.pad_arguments import argument_at, grow_type, keep_scale, put, put_at
+from fxamp.passes.pad_arguments import argument_at, grow_type, keep_scale, put_at
 from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, is_cast_of_part, reads_as_it_is
 from fxamp.passes.padding_values import PER_ELEMENT, Kept, is_parameter
 from fxamp.passes.recurrent_gemms import Recurrent
@@ -83,7 +83,7 @@ class PadEditor:
                 source = self._sliced(operand.value, node)
             is_bias = operand.position == 2 or operand.keyword == "bias"
             fill = self._lowest(node) if is_bias and node in self.flow.masked else 0.0
-            put(node, operand, self._padded(source, wants, node, fill))
+            ir.replace_operand(node, operand, self._padded(source, wants, node, fill))
         if node in self.flow.masked and ir.argument_of(node, 2, "bias") is None:
             self._add_masking_bias(planned)
         if ir.mark(node).op == "scaled_dot_product_attention":
@@ -136,7 +136,7 @@ class PadEditor:
             at = (operand.position, operand.keyword)
             dims = {place.dim: how.padding.extra for place in how.pads if (place.position, place.keyword) == at}
             if dims:
-                put(node, operand, self._padded(operand.value, dims, node))
+                ir.replace_operand(node, operand, self._padded(operand.value, dims, node))
         if how.grown is not None:
             self._grow_size(node, how.grown, how.padding.extra)
         if how.with_stats:

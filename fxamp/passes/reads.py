@@ -14,13 +14,10 @@ Mode = Literal["with", "high", "low", "any"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
+class Read(ir.Operand):
     """One float32 argument of a node and the precision it must have."""
 
-    value: fx.Node
     mode: Mode
-    position: int
-    keyword: str
 
 
 _IN_8_BITS = frozenset({torch.bool, torch.uint8, torch.int8})
@@ -44,7 +41,7 @@ def float_reads(node: fx.Node, lists: OpLists, output_mode: Mode = "high") -> li
     for argument in ir.arguments(node):
         if ir.holds_float32(argument.value):
             mode = _mode(node, argument, lists, output_mode)
-            found.append(Read(argument.value, mode, argument.position, argument.keyword))
+            found.append(Read(argument.position, argument.keyword, argument.value, mode))
     return found
 
 
