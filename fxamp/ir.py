@@ -24,6 +24,7 @@ RELATIVE = "fxamp_relative"
 CONVERTED_BACK = "fxamp_converted_back"
 # Set by a capture on a conversion to float32 that torch.autocast would make, see fxamp.capture.promotion.
 PROMOTED = "fxamp_promoted"
+# Set on a placeholder that is handed a parameter or a buffer: its path in the model.
 WEIGHT_PATH = "fxamp_weight_path"
 # Set by a capture on the nodes of a checkpointed region: which one, see fxamp.recompute.
 REGION = "checkpoint"
@@ -180,6 +181,11 @@ def canonical_op(node: fx.Node, root: nn.Module | None = None) -> str:
 def is_weight(node: fx.Node) -> bool:
     """Whether the node gives a parameter, a buffer or a constant of the model."""
     return node.op == "get_attr" or WEIGHT in node.meta
+
+
+def weight_path(node: fx.Node) -> str:
+    """Path, in the model, of the parameter, buffer or constant that the node gives."""
+    return str(node.meta.get(WEIGHT_PATH, node.target))
 
 
 def submodule(root: nn.Module | None, path: str) -> nn.Module:

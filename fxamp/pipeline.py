@@ -150,7 +150,7 @@ def _weight_reader(captured: Captured, options: Options, known: dict[str, Fit]) 
     def fit_of(node: fx.Node) -> Fit:
         if all(_is_gemm(user) for user in node.users):
             return "normal"
-        path = str(node.meta.get(ir.WEIGHT_PATH, node.target))
+        path = ir.weight_path(node)
         if path not in known:
             known[path] = fit_in(captured.weight(node), options.low)
         return known[path]

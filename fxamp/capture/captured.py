@@ -72,7 +72,7 @@ class Captured:
 
     def weight(self, node: fx.Node) -> Any:
         """The tensor a weight node of the graph stands for, None where it cannot be found."""
-        path = str(node.meta.get(ir.WEIGHT_PATH, node.target))
+        path = ir.weight_path(node)
         return self.constants.get(path, ir.attribute(self.root, path))
 
     def forget_values(self) -> None:

@@ -75,7 +75,7 @@ def names_kept(model: Any, low: torch.dtype) -> tuple[str, ...]:
 
 
 def _weight_path(given: fx.Node) -> str:
-    return str(given.meta.get(ir.WEIGHT_PATH, given.target)) if ir.is_weight(given) else ""
+    return ir.weight_path(given) if ir.is_weight(given) else ""
 
 
 def check_overrides(

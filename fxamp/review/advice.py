@@ -48,8 +48,8 @@ def unread_parameters(model: nn.Module, variants: Sequence[Variant]) -> list[str
                     with contextlib.suppress(AttributeError):
                         read.update(map(id, owner.get_submodule(str(node.target)).parameters()))
             elif ir.is_weight(node):
-                path = str(node.meta.get(ir.WEIGHT_PATH, node.target))
-                read.update(map(id, (variant.captured.weight(node), ir.attribute(model, path))))
+                weights = (variant.captured.weight(node), ir.attribute(model, ir.weight_path(node)))
+                read.update(map(id, weights))
     left = {name: weight for name, weight in model.named_parameters() if id(weight) not in read}
     if not left or not variants:
         return []

@@ -64,7 +64,7 @@ def _weights_read(variant: Variant) -> set[str]:
     nodes = list(variant.graph.nodes)
     whole = [str(node.target) for node in nodes if node.op == "call_module"]
     below = {f"{path}.{name}" for path in whole for name in _names_below(variant, path)}
-    return below | {str(node.meta.get(ir.WEIGHT_PATH, node.target)) for node in nodes if ir.is_weight(node)}
+    return below | {ir.weight_path(node) for node in nodes if ir.is_weight(node)}
 
 
 def _names_below(variant: Variant, path: str) -> Iterator[str]:
