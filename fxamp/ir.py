@@ -194,6 +194,13 @@ def submodule(root: nn.Module | None, path: str) -> nn.Module:
     return root.get_submodule(path)
 
 
+def module_at(root: nn.Module, path: str) -> nn.Module:
+    """The same by steps that Dynamo follows, and that cost little at every call."""
+    for name in path.split(".") if path else ():
+        root = root._modules[name]  # type: ignore[assignment]
+    return root
+
+
 def attribute(root: nn.Module | None, path: Any) -> Any:
     """The parameter, buffer or plain attribute at a dotted path, None where there is none."""
     value: Any = root

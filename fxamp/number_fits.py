@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxamp.ir import module_at
 from fxamp.passes.literals import ASKED, NumberFit, computed_of, number_fit
 
 
@@ -27,7 +28,7 @@ class NumberFits:
         leaves, self._compute = _computation(asked)
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self._given = [inputs.index(node) for node in leaves if node.op == "placeholder"]
-        self._places = [_place(str(node.target)) for node in leaves if node.op == "get_attr"]
+        self._places = [str(node.target).rpartition(".") for node in leaves if node.op == "get_attr"]
         self._is_added = [bool(node.meta[ASKED]) for node in asked]
         self._low = low
         self._fits = [
@@ -52,7 +53,8 @@ class NumberFits:
         return self._fit(self._numbers(module, inputs))
 
     def _numbers(self, module: nn.Module, inputs: list[Any]) -> list[Any]:
-        return [*[inputs[at] for at in self._given], *[_read(module, *place) for place in self._places]]
+        read = [getattr(module_at(module, owner), name) for owner, _, name in self._places]
+        return [*[inputs[at] for at in self._given], *read]
 
     def _fit(self, numbers: list[Any]) -> bool:
         found = self._compute(*numbers)
@@ -74,14 +76,3 @@ def _computation(asked: list[fx.Node]) -> tuple[list[fx.Node], Callable[..., tup
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in asked))
     return leaves, fx.GraphModule(nn.Module(), graph).forward
-
-
-def _place(path: str) -> tuple[tuple[str, ...], str]:
-    *owner, name = path.split(".")
-    return tuple(owner), name
-
-
-def _read(module: nn.Module, owner: tuple[str, ...], name: str) -> Any:
-    for part in owner:
-        module = module._modules[part]  # type: ignore[assignment]
-    return getattr(module, name)

@@ -96,13 +96,13 @@ class Variant:
     def _is_plain_state(self, module: nn.Module) -> bool:
         """Whether the model's attributes are as they were, asked in words that Dynamo follows and guards."""
         for path, name, value in self.plain:
-            if getattr(_submodule(module, path), name, None) != value:
+            if getattr(ir.module_at(module, path), name, None) != value:
                 return False
         for path, name in self.empty:
-            if getattr(_submodule(module, path), name, None) is not None:
+            if getattr(ir.module_at(module, path), name, None) is not None:
                 return False
         for path, name, dtype, shape in self.kept:
-            kept = getattr(_submodule(module, path), name, None)
+            kept = getattr(ir.module_at(module, path), name, None)
             if not isinstance(kept, torch.Tensor) or kept.dtype != dtype or kept.shape != shape:
                 return False
         return True
@@ -116,7 +116,7 @@ class Variant:
     def fits(self, module: nn.Module, inputs: list[Any]) -> bool:
         """Whether it was made for such inputs and these modes, whatever other Python state the model has."""
         return self._is_for(inputs) and all(
-            bool(_submodule(module, path).training) is flag for path, flag in self.captured.training
+            bool(ir.module_at(module, path).training) is flag for path, flag in self.captured.training
         )
 
     def _is_for(self, inputs: list[Any]) -> bool:
@@ -154,10 +154,3 @@ def takes_apart() -> bool:
 
 def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else value
-
-
-def _submodule(module: nn.Module, path: str) -> nn.Module:
-    """The module at a path, by steps that Dynamo follows."""
-    for name in path.split(".") if path else ():
-        module = module._modules[name]  # type: ignore[assignment]
-    return module

@@ -12,7 +12,7 @@ from fxamp.capture.leaves import TABLES, recomputed_weights
 from fxamp.capture.objects import MISSING
 from fxamp.errors import CaptureError
 from fxamp.inplace import mutated
-from fxamp.ir import ENGINE
+from fxamp.ir import ENGINE, module_at
 
 # What nn.Module itself keeps there steers torch: `self.eval()` in forward is no value that a graph computes.
 _OF_TORCH = frozenset({*nn.Module().__dict__, "forward", ENGINE})
@@ -51,9 +51,7 @@ class Attribute:
         return self._table(root).get(self.name, MISSING)
 
     def _table(self, root: nn.Module) -> dict[str, Any]:
-        module = root
-        for name in self.path.split(".") if self.path else ():
-            module = module._modules[name]  # type: ignore[assignment]
+        module = module_at(root, self.path)
         return module._buffers if self.is_buffer else module.__dict__
 
 
