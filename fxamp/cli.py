@@ -19,6 +19,7 @@ from fxamp.cli_review import DTYPES, converted, run_explain, run_inspect, run_li
 from fxamp.cli_types import new_file, number, path
 from fxamp.errors import FxampError, OptionError, nearest
 from fxamp.lists import COLOURS
+from fxamp.passes.policy import LEVELS
 from fxamp.review.announce import configure_logging
 from fxamp.targets import failure, is_of_print
 
@@ -323,7 +324,7 @@ def _add_model(parser: Any) -> None:
     help_levels = "O1: casts; O2: low parameters with float32 masters; O3: all low"
     parser.add_argument("--opt-level", choices=("O1", "O2", "O3"), default="O1", help=help_levels)
     help_level = "how far low precision spreads; default balanced"
-    parser.add_argument("--level", choices=("strict", "balanced", "aggressive"), default="balanced", help=help_level)
+    parser.add_argument("--level", choices=LEVELS, default="balanced", help=help_level)
     help_ranges = "decide by measured ranges: the file of fxamp profile --save"
     parser.add_argument("--ranges", type=path, metavar="FILE", help=help_ranges)
     help_override = "as convert(overrides=): module path, glob or node = colour; may be repeated"

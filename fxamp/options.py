@@ -15,7 +15,7 @@ from fxamp.dtypes import dtype_name, resolve_dtype
 from fxamp.engine import Engine, engine_of
 from fxamp.errors import OptionError, nearest
 from fxamp.ir import Colour
-from fxamp.lists import OpLists
+from fxamp.lists import COLOURS, OpLists
 from fxamp.passes.policy import LEVELS, Level
 from fxamp.runtime.masters import MASTER
 from fxamp.storage import is_stored_low
@@ -269,5 +269,5 @@ def _check_overrides(overrides: Any) -> dict[str, Colour]:
             f"overrides is a {type(overrides).__qualname__}. Give a dict such as {{'encoder.layer.3': 'deny'}}."
         )
     for key, colour in overrides.items():
-        _choose(f"overrides[{key!r}]", colour, ("allow", "infer", "deny", "clear"))
+        _choose(f"overrides[{key!r}]", colour, COLOURS)
     return dict(overrides)

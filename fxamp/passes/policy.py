@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -11,7 +11,8 @@ from fxamp.lists import OpLists
 from fxamp.passes.reads import Mode
 
 Level = Literal["strict", "balanced", "aggressive"]
-LEVELS: tuple[Level, ...] = ("strict", "balanced", "aggressive")
+LEVELS: tuple[Level, ...] = get_args(Level)
+"""Each level, with those that spread low precision further behind it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,12 +10,11 @@ from torch import nn
 from fxamp.errors import FxampError, OptionError
 from fxamp.passes.alias import find_aliases
 from fxamp.passes.losses import MOVES
+from fxamp.passes.policy import LEVELS
 from fxamp.review.report import Report, build_report, require_engine
 from fxamp.review.rows import Row
 from fxamp.review.trials import Trials
 
-_WIDENING = ("strict", "balanced", "aggressive")
-"""Each level, with those that spread low precision further behind it."""
 _Rows = Mapping[tuple[int, str], Row]
 
 
@@ -36,7 +35,7 @@ class Outcomes:
 
     def mildest_low(self, row: Row) -> str | None:
         """The first level beyond today's at which a node runs low, None where there is none."""
-        for level in _WIDENING[_WIDENING.index(self.options.level) + 1 :]:
+        for level in LEVELS[LEVELS.index(self.options.level) + 1 :]:
             after = self._rows(level, self._trials, level=level).get((row.graph, row.name))
             if after is not None and after.precision == "low" and after.op == row.op:
                 return level

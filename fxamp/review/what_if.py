@@ -12,6 +12,7 @@ from fxamp.engine import Engine
 from fxamp.errors import FxampError, OptionError, nearest
 from fxamp.lists import Op, OpLists
 from fxamp.passes.costs import LAUNCH_BYTES
+from fxamp.passes.policy import LEVELS
 from fxamp.review.find import find_rows
 from fxamp.review.report import Report, build_report, report, require_engine
 from fxamp.review.rows import Row
@@ -24,7 +25,6 @@ MAX_MOVES = 12
 """Moves that `suggest` tries."""
 _MOVABLE = ("list", "unlisted", "not low-born", "stream", "user region", "override")
 """Kinds of reason that a move may set aside; literals, squares and integers are facts about the numbers."""
-_WIDER = {"strict": "balanced", "balanced": "aggressive"}
 WORTH = 0.01
 """Share of all bytes that a move without a saved launch must save to be suggested."""
 
@@ -160,8 +160,7 @@ def _tries(built: Report, model: nn.Module) -> Iterator[tuple[str, Report, str]]
     for move, colour, name, why_not in list(_moves(built))[:MAX_MOVES]:
         with contextlib.suppress(FxampError):
             yield move, _tried(trials, built, _changes(built, engine, {colour: [name]})), why_not
-    if options.level in _WIDER:
-        wider = _WIDER[options.level]
+    for wider in LEVELS[LEVELS.index(options.level) + 1 :][:1]:
         yield f"convert(level={wider!r})", _tried(trials, built, {"level": wider}), f"level {options.level!r}"
 
 
