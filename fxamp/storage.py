@@ -19,6 +19,7 @@ from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.runtime.distributed import local
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.masters import (
+    LOGICAL,
     MASTER,
     attach_master,
     begin_load,
@@ -36,18 +37,17 @@ from fxamp.runtime.recurrent_memory import lay_together, recurrent_layers
 
 log = logging.getLogger("fxamp")
 
-_LOGICAL = "_fxamp_logical_dtype"
 _LOWERED = "_fxamp_lowered"  # on a module: {name of its tensor that was lowered: whether it has a master}
 
 
 def is_stored_low(tensor: object) -> bool:
     """Whether lower_parameters() lowered this tensor."""
-    return isinstance(tensor, torch.Tensor) and hasattr(tensor, _LOGICAL) and tensor.dtype in LOW_DTYPES
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, LOGICAL) and tensor.dtype in LOW_DTYPES
 
 
 def logical_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The dtype a tensor stands for: float32 for a lowered one, else its own."""
-    return getattr(tensor, _LOGICAL, tensor.dtype) if is_stored_low(tensor) else tensor.dtype
+    return getattr(tensor, LOGICAL, tensor.dtype) if is_stored_low(tensor) else tensor.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Lowered:
         self.tensor.data = self.exact
         self.tensor.grad = self.gradient
         detach_master(self.tensor)
-        delattr(self.tensor, _LOGICAL)
+        delattr(self.tensor, LOGICAL)
 
 
 def lower_parameters(
@@ -108,7 +108,7 @@ def _lower(tensor: torch.Tensor, low: torch.dtype, keep_masters: bool, done: lis
     values = exact.to(low)
     low_gradient = None if gradient is None else gradient.to(low)
     done.append(Lowered(tensor, exact, gradient))
-    setattr(tensor, _LOGICAL, torch.float32)
+    setattr(tensor, LOGICAL, torch.float32)
     tensor.grad = None  # of the other dtype, torch would not have it
     tensor.data = values
     tensor.grad = low_gradient
@@ -238,7 +238,7 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _mark_shard(tensor: torch.Tensor, has_master: bool) -> None:
     """Let a DTensor by which `fully_shard` has replaced a lowered parameter stand for float32 numbers, too."""
-    setattr(tensor, _LOGICAL, torch.float32)
+    setattr(tensor, LOGICAL, torch.float32)
     if has_master and not hasattr(tensor, MASTER):  # an optimizer may have given it one
         attach_master(tensor, tensor.detach().float())
         loosen(tensor)
@@ -277,8 +277,8 @@ def _move_master(old: torch.Tensor, new: torch.Tensor, exact: torch.Tensor | Non
 
     It may be another object now (`to_empty`), or the same with another's attributes (a DTensor).
     """
-    if not hasattr(new, _LOGICAL):
-        setattr(new, _LOGICAL, getattr(old, _LOGICAL, torch.float32))
+    if not hasattr(new, LOGICAL):
+        setattr(new, LOGICAL, getattr(old, LOGICAL, torch.float32))
     if exact is None:
         return
     if exact.is_meta and not new.is_meta:
@@ -298,7 +298,7 @@ def copy_marks(source: nn.Module, twin: nn.Module) -> None:
     copies = dict(_named_tensors(twin))
     for name, tensor in _named_tensors(source):
         if is_stored_low(tensor) and not is_stored_low(copies[name]):
-            setattr(copies[name], _LOGICAL, getattr(tensor, _LOGICAL))
+            setattr(copies[name], LOGICAL, getattr(tensor, LOGICAL))
             master = master_of(tensor)
             if master is not None:
                 attach_master(copies[name], master.detach().clone())

@@ -18,6 +18,7 @@ from fxamp.counting.gpu_kernels import gpu_kernels
 from fxamp.counting.zoo import MODELS, PUBLISHED, MakeStep, Step
 from fxamp.errors import CaptureError
 from fxamp.review.report import Report, report
+from fxamp.runtime.masters import LOGICAL
 from fxamp.runtime.padded_weights import note_room, with_room
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -141,7 +142,7 @@ def _lower(
             if id(parameter) not in made:
                 made[id(parameter)] = _roomy(parameter.detach().to(low), multiple)
             lowered = made[id(parameter)]
-            lowered._fxamp_logical_dtype = torch.float32  # type: ignore[attr-defined]
+            setattr(lowered, LOGICAL, torch.float32)
             model.get_submodule(owner)._parameters[leaf] = lowered
     return []
 

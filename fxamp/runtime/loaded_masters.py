@@ -13,10 +13,8 @@ import torch
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import OptionError
 from fxamp.runtime.distributed import local
-from fxamp.runtime.masters import is_low, master_of
+from fxamp.runtime.masters import LOGICAL, is_low, master_of
 from fxamp.runtime.rounding import Compensation, StochasticRounding, is_compensation
-
-LOGICAL = "_fxamp_logical_dtype"  # on parameters of a converted model (fxamp.storage), whose state dict is float32
 
 
 def check_masters(parameters: list[torch.Tensor], saved: Mapping[int, torch.Tensor]) -> None:
