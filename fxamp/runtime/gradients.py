@@ -52,10 +52,15 @@ def check_optimizer(optimizer: object, called: str) -> None:
         raise OptionError(f"{called} takes an optimizer, got a {type(optimizer).__name__}.")
 
 
+def has_masters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is a MasterWeightOptimizer, or a wrapper that hands on to one."""
+    return hasattr(optimizer, "widen_gradients_")
+
+
 def take_over(optimizer: torch.optim.Optimizer) -> None:
     """Let parameters have the gradients that the user has given their masters, where the optimizer has masters."""
     take = getattr(optimizer, "take_gradients", None)
-    if take is not None and hasattr(optimizer, "widen_gradients_"):
+    if take is not None and has_masters(optimizer):
         take()
 
 
@@ -170,7 +175,7 @@ def refuse_half(optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor])
 def warn_of_pure_bfloat16(optimizer: torch.optim.Optimizer) -> None:
     """Log a warning if an optimizer updates bfloat16 parameters directly."""
     pure = [name for name, p in names(optimizer) if p.dtype == torch.bfloat16 and p.requires_grad]
-    if pure and not hasattr(optimizer, "widen_gradients_"):
+    if pure and not has_masters(optimizer):
         log.warning(
             "%s updates bfloat16 parameters directly (%s): an update below 2^-9 of a weight is lost. Unless it "
             "compensates by itself, wrap it: fxamp.MasterWeightOptimizer(optimizer), or with masters='kahan' or "

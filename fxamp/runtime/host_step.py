@@ -33,7 +33,7 @@ def take_closure(
         OptionError: two closures, or one that cannot be called; something else for a step that takes a closure alone;
             none for one that needs it.
     """
-    if is_torchs(optimizer) or hasattr(optimizer, "widen_gradients_"):
+    if is_torchs(optimizer) or gradients.has_masters(optimizer):
         _refuse_others(optimizer, args, kwargs)
     given = [each for each in (*args, closure) if callable(each)]
     if closure is not None and (len(given) != 1 or not callable(closure)):
@@ -81,7 +81,7 @@ def plain_step(
             about = scaler._about(optimizer)
         return divisor
 
-    if closure is None and max_grad_norm not in (None, math.inf) and hasattr(optimizer, "widen_gradients_"):
+    if closure is None and max_grad_norm not in (None, math.inf) and gradients.has_masters(optimizer):
         with _dividing(optimizer, clip(_one(optimizer))):
             returned = optimizer.step(*args, **kwargs)
         about = scaler._about(optimizer)  # float32 gradients have been clipped in place

@@ -7,6 +7,7 @@ import torch
 
 from fxamp.errors import OptionError, nearest
 from fxamp.runtime.arguments import check_needs_no_closure
+from fxamp.runtime.gradients import has_masters
 
 MODES = ("fp32", "kahan", "stochastic")
 
@@ -17,7 +18,7 @@ def check_arguments(optimizer: Any, masters: Any, bucket_bytes: Any) -> None:
     Raises:
         OptionError: says which, and what is allowed.
     """
-    if hasattr(optimizer, "widen_gradients_"):
+    if has_masters(optimizer):
         raise OptionError("The optimizer is a MasterWeightOptimizer already; use it as it is.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"MasterWeightOptimizer takes a torch.optim.Optimizer, got a {type(optimizer).__name__}.")

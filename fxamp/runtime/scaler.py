@@ -202,7 +202,7 @@ class LossScaler(ScalerBase):
     ) -> StepResult:
         assert self._scale is not None
         is_scaled = state["stage"] is OptState.READY
-        unscales_itself = is_scaled and hasattr(optimizer, "widen_gradients_") and not self.may_be_below_one()
+        unscales_itself = is_scaled and gradients.has_masters(optimizer) and not self.may_be_below_one()
         if unscales_itself:
             self._check_inf_per_device(optimizer)
         elif is_scaled:
