@@ -13,7 +13,7 @@ from fxamp.passes.alias import Aliases, find_aliases
 from fxamp.passes.base import Pass
 from fxamp.passes.gemm_types import Gemm
 from fxamp.passes.gemms import OPS, describe
-from fxamp.passes.pad_costs import carried, extra_of, is_worth_a_look, padded_size, should_pad
+from fxamp.passes.pad_costs import VECTOR, carried, extra_of, is_worth_a_look, should_pad
 from fxamp.passes.pad_edit import PadEditor
 from fxamp.passes.pad_rules import can_pad
 from fxamp.passes.pad_verify import pads_minimal
@@ -151,7 +151,7 @@ def _padded_note(planned: Planned, flow: Flow, known: Known) -> PadNote:
     others = [
         f"{dim.name} = {dim.size} is not: {can_pad(gemm, dim, static) or 'its result is written in place'}"
         for dim, extra in zip(gemm.dims, planned.extras, strict=True)
-        if not extra and padded_size(dim.size, 8) != dim.size
+        if not extra and dim.size % VECTOR
     ]
     results = results_of(node, flow)
     is_kept = any(user in flow.kept or (made, user) not in flow.refused for made in results for user in made.users)

@@ -10,7 +10,6 @@ and with two directions the columns behind the first layer are two blocks, so bo
 
 import dataclasses
 import math
-from typing import Any
 
 from torch import fx
 
@@ -109,7 +108,7 @@ def sequence_call(node: fx.Node) -> tuple[list[fx.Node], RecurrentCall] | None:
     if op not in GATES or node.op != "call_function" or node.kwargs or at is None:
         return None
     has_biases, layers, _, _, is_both = node.args[at + 1 : at + 6]
-    weights = _tensors(node.args[at])
+    weights = ir.nodes_in(node.args[at])
     if not isinstance(layers, int) or not weights or len(weights) % (layers * (2 if is_both else 1)):
         return None
     return weights, RecurrentCall(op, layers, bool(has_biases), bool(is_both), tuple(range(len(weights))))
@@ -134,7 +133,7 @@ def _sequence(node: fx.Node, gates: int) -> Recurrent | str:
     if at is None:
         return "arguments in an order that is not known"
     has_biases, layers, dropout, training, is_both = node.args[at + 1 : at + 6]
-    weights, hidden = _tensors(node.args[at]), _tensors(node.args[at - 1])
+    weights, hidden = ir.nodes_in(node.args[at]), ir.nodes_in(node.args[at - 1])
     directions = 2 if is_both else 1
     if not isinstance(layers, int) or len(weights) % (layers * directions):
         return "weights in an order that is not known"
@@ -156,7 +155,7 @@ def _cell(node: fx.Node, gates: int) -> Recurrent | str:
         return "arguments in an order that is not known"
     kinds = ("ih", "hh", "bias", "bias")
     named: dict[Position, tuple[int, str]] = {(2 + number, None): (0, kinds[number]) for number in range(len(weights))}
-    return _describe(node, gates, 1, named, weights, _tensors(node.args[1]), 1)
+    return _describe(node, gates, 1, named, weights, ir.nodes_in(node.args[1]), 1)
 
 
 def _describe(
@@ -187,10 +186,6 @@ def _describe(
     again = sum(size for size, kind in sizes if kind in ("hh", "hr")) * max(0, steps - 1)  # read at every step
     nbytes = 2 * (sum(map(count_of, operands(node))) + again + rows * out * directions)
     return Recurrent(node, tuple(dims), rows, macs, nbytes, gates, hidden, projected, directions, named, at, drops)
-
-
-def _tensors(argument: Any) -> list[fx.Node]:
-    return ir.nodes_in(argument)
 
 
 def _normal(dims: Dims) -> Dims:
