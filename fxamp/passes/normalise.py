@@ -131,7 +131,7 @@ def _respell(graph: fx.Graph, node: fx.Node) -> bool:
     kind = ir.argument_of(node, 1, "dtype")
     if node.op != "call_method" or node.target != "type":
         return False
-    if isinstance(kind, torch.dtype) or _is_read(kind):
+    if isinstance(kind, torch.dtype) or _is_dtype_read(kind):
         node.target = "to"
     elif isinstance(kind, fx.Node) and kind.op == "call_method" and kind.target == "type" and len(kind.args) == 1:
         node.target = "type_as"
@@ -165,7 +165,7 @@ def _forget_relative_dtype(node: fx.Node) -> bool:
     given, own = ir.mark(node.args[0]).type, ir.mark(node).type
     if not isinstance(given, TensorType) or not isinstance(own, TensorType) or given.dtype != own.dtype:
         return False
-    reads = [value for value in (*node.args[1:], *node.kwargs.values()) if _is_read(value)]
+    reads = [value for value in (*node.args[1:], *node.kwargs.values()) if _is_dtype_read(value)]
     node.args = tuple(value for value in node.args if value not in reads)
     node.kwargs = {key: value for key, value in node.kwargs.items() if value not in reads}
     return bool(reads)
@@ -191,10 +191,6 @@ def _name_relative_dtype(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
-def _is_read(value: object) -> bool:
-    return isinstance(value, fx.Node) and _is_dtype_read(value)
-
-
 def _is_relative(node: fx.Node) -> bool:
     """`.type_as(y)`, `.to(y)`, `.to(y.dtype)`: the dtype comes from another value."""
     if node.target == "type_as" or ir.RELATIVE in node.meta:
@@ -205,12 +201,13 @@ def _is_relative(node: fx.Node) -> bool:
 
 
 def _reads_dtype(node: fx.Node) -> bool:
-    source = ir.argument_of(node, 1, "dtype")
-    return isinstance(source, fx.Node) and _is_dtype_read(source)
+    return _is_dtype_read(ir.argument_of(node, 1, "dtype"))
 
 
-def _is_dtype_read(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is getattr and node.args[1] == "dtype"
+def _is_dtype_read(value: object) -> bool:
+    if not isinstance(value, fx.Node) or value.op != "call_function":
+        return False
+    return value.target is getattr and value.args[1] == "dtype"
 
 
 def _stays_on_device(node: fx.Node) -> bool:
