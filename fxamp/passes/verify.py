@@ -162,10 +162,8 @@ def types_hold(root: nn.Module, fakes: Fakes, inputs: list[object]) -> Invariant
         given = iter(inputs)
         for node in graph.nodes:
             if node.op == "placeholder":
-                value = next(given)
-                values[node] = node.meta.get("val", fakes.of(value) if not isinstance(value, torch.Tensor) else None)
-                if values[node] is None:
-                    values[node] = fakes.of(value)
+                value, known = next(given), node.meta.get("val")
+                values[node] = fakes.of(value) if known is None else known
             elif node.op == "get_attr":
                 values[node] = _stored(node)
             elif node.op != "output":
