@@ -96,10 +96,9 @@ class Engine:
             if self.options.opt_level != "O1":
                 return outside_autocast(run_low, module, self.options, args, kwargs)
             return self._call_dynamo(module, args, kwargs)
-        if not self.blocks:
-            return outside_autocast(variant.compiled.run, module, *inputs)
         result = outside_autocast(variant.compiled.run, module, *inputs)
-        self.announce_new(module)  # of graphs that the blocks have made
+        if self.blocks:
+            self.announce_new(module)  # of graphs that the blocks have made
         return result
 
     def _recheck(self, module: nn.Module) -> "Engine":

@@ -61,9 +61,9 @@ class Variant:
     where: str = ""
     is_for_transforms: bool | None = None
     again: Callable[[Any], "Variant"] | None = dataclasses.field(default=None, repr=False, compare=False)
-    weights: "WeightCheck | None" = dataclasses.field(default=None, repr=False, compare=False)
-    numbers: "NumberCheck | None" = dataclasses.field(default=None, repr=False, compare=False)
-    checks: "weakref.WeakKeyDictionary[nn.Module, StateCheck]" = dataclasses.field(
+    weights: WeightCheck | None = dataclasses.field(default=None, repr=False, compare=False)
+    numbers: NumberCheck | None = dataclasses.field(default=None, repr=False, compare=False)
+    checks: weakref.WeakKeyDictionary[nn.Module, StateCheck] = dataclasses.field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
 
