@@ -9,11 +9,11 @@ from torch import fx
 from fxamp import ir
 
 # Tensors have no __imatmul__: x @= w makes a new value.
-_INPLACE_OPERATORS: frozenset[Any] = frozenset(
+INPLACE_OPERATORS: frozenset[Any] = frozenset(
     getattr(operator, name)
     for name in ("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split())
 )
-_INPLACE_METHODS = frozenset({"__setitem__", *(f"__{function.__name__}__" for function in _INPLACE_OPERATORS)})
+_INPLACE_METHODS = frozenset({"__setitem__", *(f"__{function.__name__}__" for function in INPLACE_OPERATORS)})
 # Functions with an `inplace` argument, and the position it has when it is not a keyword.
 INPLACE_FLAG = {
     "relu": 1,
@@ -62,7 +62,7 @@ def _mutated_by_function(node: fx.Node, target: Any) -> list[fx.Node]:
     if isinstance(target, torch._ops.OpOverload):
         return _mutated_by_schema(node, target)
     name = getattr(target, "__name__", "")
-    if target in _INPLACE_OPERATORS or target is operator.setitem or (_is_inplace_name(name) and not _is_word(target)):
+    if target in INPLACE_OPERATORS or target is operator.setitem or (_is_inplace_name(name) and not _is_word(target)):
         return ir.nodes_in(node.args[:1] or ir.argument_of(node, 0, "input"))
     if _asks_inplace(node, name):
         return ir.nodes_in(ir.argument_of(node, 0, "input"))

@@ -14,6 +14,7 @@ from fxamp.capture.locations import user_line
 from fxamp.capture.numbers import operator_of, plain_number
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
+from fxamp.inplace import INPLACE_OPERATORS
 
 
 def rank_of(value: Any) -> int | None:
@@ -183,31 +184,15 @@ def _has(value: Any, name: str) -> bool:
 _HASHED = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
 
-def _inplace_operator(name: str) -> Callable[[Any, Any], Any]:
-    function = getattr(operator, name)
-
+def _inplace_operator(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def write(self: ValueProxy, other: Any) -> Any:
         return self.tracer.create_proxy("call_function", function, (self, other), {})
 
     return write
 
 
-for _name in [
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-    "ifloordiv",
-    "imod",
-    "ipow",
-    "imatmul",
-    "iand",
-    "ior",
-    "ixor",
-    "ilshift",
-    "irshift",
-]:
-    setattr(ValueProxy, f"__{_name}__", _inplace_operator(_name))
+for _function in (*INPLACE_OPERATORS, operator.imatmul):
+    setattr(ValueProxy, f"__{_function.__name__}__", _inplace_operator(_function))
 
 
 class WeightProxy(ValueProxy):
