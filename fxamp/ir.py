@@ -338,6 +338,11 @@ def map_type(function: Callable[[TensorType], TensorType], value: ValueType) -> 
     return None
 
 
+def converted(value: ValueType, dtype: torch.dtype) -> ValueType:
+    """The value type with all its tensors in `dtype`."""
+    return map_type(lambda found: dataclasses.replace(found, dtype=dtype), value)
+
+
 def with_dtype(value: ValueType, dtype: torch.dtype) -> ValueType:
     """The value type with its float32 tensors in `dtype`."""
     return map_type(

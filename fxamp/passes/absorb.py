@@ -130,7 +130,7 @@ class Absorb(Pass):
         text = (
             f"its {dtype_name(self.low)} kernel computes in float32 and rounds once, as the two casts did ({exactness})"
         )
-        lowered = ir.map_type(lambda found: dataclasses.replace(found, dtype=self.low), mark.type)
+        lowered = ir.converted(mark.type, self.low)
         ir.set_mark(node, precision="low", type=lowered, reason=Reason("absorbed", text))
         _erase_unused(graph, casts)
         return True

@@ -110,7 +110,7 @@ def _make_cast(
             _describe(source, value, ir.mark(value).type, "cast")
             ir.set_mark(source, op="clamp", precision="high")
         cast = graph.call_method("to", (source, dtype))
-    kind = ir.map_type(lambda found: dataclasses.replace(found, dtype=dtype), ir.mark(value).type)
+    kind = ir.converted(ir.mark(value).type, dtype)
     _describe(cast, value, kind, "weight cast" if ir.is_weight(value) else "cast")
     ir.set_mark(cast, op="to", precision="low" if dtype == low else "high")
     return cast

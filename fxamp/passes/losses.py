@@ -82,7 +82,7 @@ class ReadLogitsLow(Pass):
         """The same move of the low value."""
         with graph.inserting_before(move):
             moved = graph.node_copy(move, lambda given: low if given is move.args[0] else given)
-        kind = ir.map_type(lambda found: dataclasses.replace(found, dtype=self.low), ir.mark(move).type)
+        kind = ir.converted(ir.mark(move).type, self.low)
         reason = Reason("absorbed", f"{loss.name} reads low logits", loss.name)
         ir.set_mark(moved, type=kind, precision="low", reason=reason)
         return moved

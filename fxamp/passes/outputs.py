@@ -92,7 +92,7 @@ def _move_wide(graph: fx.Graph, reader: fx.Node, copy: fx.Node, aliases: Aliases
             (ends if _is_up(user) else moves).append(user)
     reader.replace_input_with(value, copy)
     for move in moves:
-        kind = ir.map_type(lambda found: dataclasses.replace(found, dtype=torch.float32), ir.mark(move).type)
+        kind = ir.converted(ir.mark(move).type, torch.float32)
         reason = Reason("absorbed", f"it moves {copy.name}, which the caller gets in float32", copy.name)
         ir.set_mark(move, type=kind, precision="high", reason=reason)
     for end in dict.fromkeys(ends):
