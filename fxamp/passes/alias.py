@@ -7,6 +7,7 @@ import bisect
 import dataclasses
 
 import torch
+from networkx.utils import UnionFind
 from torch import fx
 
 from fxamp import ir
@@ -66,9 +67,9 @@ def find_aliases(graph: fx.Graph) -> Aliases:
     first: dict[object, fx.Node] = {}
     for node in graph.nodes:
         for key in _memory_keys(node):
-            sets.join(node, first.setdefault(key, node))
+            sets.union(node, first.setdefault(key, node))
         for source in may_share(node, writes.get(node, [])):
-            sets.join(node, source)
+            sets.union(node, source)
     for node, state in own.items():
         writes[node] = [*writes.get(node, ()), *state]
     return Aliases(_storages(graph, sets, writes), order)
@@ -100,15 +101,15 @@ def _written_by_modules(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def _storages(graph: fx.Graph, sets: "UnionFind", writes: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, Storage]:
-    written_roots = {sets.find(target) for targets in writes.values() for target in targets}
+def _storages(graph: fx.Graph, sets: UnionFind, writes: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, Storage]:
+    written_roots = {sets[target] for targets in writes.values() for target in targets}
     members: dict[object, list[fx.Node]] = {root: [] for root in written_roots}
     writers: dict[object, list[fx.Node]] = {root: [] for root in written_roots}
     places: dict[object, list[int]] = {root: [] for root in written_roots}
     for place, node in enumerate(graph.nodes):
-        if node.op != "output" and sets.find(node) in members:
-            members[sets.find(node)].append(node)
-        for root in dict.fromkeys(sets.find(target) for target in writes.get(node, ())):
+        if node.op != "output" and sets[node] in members:
+            members[sets[node]].append(node)
+        for root in dict.fromkeys(sets[target] for target in writes.get(node, ())):
             writers[root].append(node)
             places[root].append(place)
     result: dict[fx.Node, Storage] = {}
@@ -171,21 +172,3 @@ def grad_modes(graph: fx.Graph, at_start: bool) -> list[bool]:
             (mode,) = node.args
             modes.append(asked.get(mode, True) if isinstance(mode, fx.Node) else bool(mode))
     return modes
-
-
-class UnionFind:
-    """Disjoint sets of hashable things; a thing never seen is alone."""
-
-    def __init__(self) -> None:
-        self._parent: dict[object, object] = {}
-
-    def find(self, item: object) -> object:
-        root = item
-        while (above := self._parent.get(root, root)) is not root:
-            root = above
-        while item is not root:
-            self._parent[item], item = root, self._parent.get(item, item)
-        return root
-
-    def join(self, one: object, other: object) -> None:
-        self._parent[self.find(one)] = self.find(other)

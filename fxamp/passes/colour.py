@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
+from networkx.utils import UnionFind
 from torch import fx
 
 from fxamp import ir
@@ -11,7 +12,7 @@ from fxamp.inplace import mutated
 from fxamp.ir import Reason
 from fxamp.passes import mincut
 from fxamp.passes.absorb import can_promote
-from fxamp.passes.alias import Aliases, UnionFind
+from fxamp.passes.alias import Aliases
 from fxamp.passes.base import Pass
 from fxamp.passes.costs import Costs
 from fxamp.passes.literals import Fit
@@ -48,7 +49,7 @@ class ColourNodes(Pass):
         problem = build_problem(graph, self.policy, ruling, aliases, variables)
         sides = {**mincut.solve(problem), **problem.fixed}
         for node in graph.nodes:
-            self._mark(node, ruling, sides.get(variables.find(node)))
+            self._mark(node, ruling, sides.get(variables[node]))
         return False
 
     def _mark(self, node: fx.Node, ruling: Ruling, side: str | None) -> None:
@@ -100,10 +101,10 @@ def one_variable_each(graph: fx.Graph, aliases: Aliases) -> UnionFind:
     variables = UnionFind()
     for storage in aliases.storages:
         for node in storage.nodes[1:]:
-            variables.join(node, storage.nodes[0])
+            variables.union(node, storage.nodes[0])
     for node in graph.nodes:
         if ir.mark(node).op == "getitem" and isinstance(node.args[0], fx.Node) and ir.is_tuple(node.args[0]):
-            variables.join(node, node.args[0])
+            variables.union(node, node.args[0])
     return variables
 
 
@@ -112,24 +113,24 @@ def build_problem(graph: fx.Graph, policy: Policy, ruling: Ruling, aliases: Alia
     costs = Costs.of(graph)
     fixed: dict[mincut.Variable, str] = {**_ALWAYS}
     for node, verdict in ruling.fixed.items():
-        _fix(fixed, variables.find(node), verdict.precision)
+        _fix(fixed, variables[node], verdict.precision)
     for node in graph.nodes:
         if node in ruling.participants and node not in ruling.born and not ir.holds_float32(node):
-            fixed.setdefault(variables.find(node), HIGH)
+            fixed.setdefault(variables[node], HIGH)
     readers: dict[tuple[fx.Node, int], set[mincut.Variable]] = {}
     promoting: dict[tuple[fx.Node, int], list[fx.Node]] = {}
     implies: dict[tuple[mincut.Variable, mincut.Variable], None] = {}
     for node in graph.nodes:
         for read in float_reads(node, policy.lists, policy.output_mode):
-            reader = variables.find(node) if read.mode == "with" else read.mode
-            value = variables.find(read.value)
+            reader = variables[node] if read.mode == "with" else read.mode
+            value = variables[read.value]
             if read.mode == "with" and node not in ruling.participants:
                 continue
             if read.value not in ruling.born and value not in fixed:
                 implies[(value, HIGH if read.mode == "any" else reader)] = None
             if picks_positions(node) or sends_gradient_to_positions(node):
                 for below, above in _down_to(node, read.value, ruling):
-                    ends = variables.find(below), variables.find(above)
+                    ends = variables[below], variables[above]
                     if ends[0] not in fixed and ends[0] != ends[1]:
                         implies[ends] = None
             if read.mode != "any" and reader != value:
@@ -139,16 +140,16 @@ def build_problem(graph: fx.Graph, policy: Policy, ruling: Ruling, aliases: Alia
                 else:
                     readers.setdefault(key, set()).add(reader)
     inside = _cast_inside(promoting, readers, fixed, variables, costs)
-    free = dict.fromkeys(variables.find(n) for n in graph.nodes if n in ruling.participants)
+    free = dict.fromkeys(variables[n] for n in graph.nodes if n in ruling.participants)
     values = tuple(
-        SharedValue(variables.find(key[0]), frozenset(who), price, price - inside.get(key, 0))
+        SharedValue(variables[key[0]], frozenset(who), price, price - inside.get(key, 0))
         for key, who in readers.items()
         if (price := costs.cast(key[0]))
     )
-    values += tuple(SharedValue(variables.find(key[0]), frozenset({HIGH}), 0, price) for key, price in inside.items())
+    values += tuple(SharedValue(variables[key[0]], frozenset({HIGH}), 0, price) for key, price in inside.items())
     prices: dict[mincut.Variable, int] = {}
     for node in graph.nodes:
-        if node in ruling.participants and (variable := variables.find(node)) not in fixed:
+        if node in ruling.participants and (variable := variables[node]) not in fixed:
             prices[variable] = prices.get(variable, 0) + costs.high(node)
     values += tuple(_saved_for_backward(graph, costs, ruling, variables, prices))
     return _closed(Problem(tuple(v for v in free if v not in fixed), fixed, values, prices, tuple(implies)))
@@ -165,9 +166,9 @@ def _down_to(node: fx.Node, value: fx.Node, ruling: Ruling) -> Iterator[tuple[fx
 
 def _promotes(node: fx.Node, value: fx.Node, fixed: dict[mincut.Variable, str], variables: UnionFind) -> bool:
     """Whether a node that is high reads a low `value` as it is, beside an operand that is float32 anyway."""
-    if fixed.get(variables.find(node)) != HIGH or mutated(node) or not can_promote(node, value):
+    if fixed.get(variables[node]) != HIGH or mutated(node) or not can_promote(node, value):
         return False
-    return all(other is value or fixed.get(variables.find(other)) == HIGH for other in node.all_input_nodes)
+    return all(other is value or fixed.get(variables[other]) == HIGH for other in node.all_input_nodes)
 
 
 def _cast_inside(
@@ -186,7 +187,7 @@ def _cast_inside(
         has_gradient = ir.has_gradient(key[0])
         is_cast_anyway = any(fixed.get(other) == HIGH for other in readers.get(key, ()))
         if is_cast_anyway or (has_gradient and len(nodes) > 1):
-            readers.setdefault(key, set()).update(map(variables.find, nodes))
+            readers.setdefault(key, set()).update(map(variables.__getitem__, nodes))
         elif has_gradient:
             found[key] = costs.cast(key[0]) // 2
     return found
@@ -197,7 +198,7 @@ def _saved_for_backward(
 ) -> Iterator[SharedValue]:
     """A saved value takes 4 bytes an element if any of its keepers is high, and 2 if any is low."""
     for kept in costs.kept(graph):
-        keepers = frozenset(variables.find(node) for node in kept.keepers if node in ruling.participants)
+        keepers = frozenset(variables[node] for node in kept.keepers if node in ruling.participants)
         if len(keepers) == 1:  # the difference is the keeper's alone to pay
             keeper = next(iter(keepers))
             if keeper in prices:

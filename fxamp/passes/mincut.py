@@ -19,7 +19,7 @@ infinite capacity (Lawler, "Cutsets and partitions of hypergraphs", Networks 3, 
 import dataclasses
 from collections.abc import Hashable, Iterable, Mapping
 
-import networkx as nx
+from networkx.utils import UnionFind
 
 from fxamp.passes.maxflow import SINK, SOURCE, Network
 
@@ -95,7 +95,7 @@ class _Component:
 
 def _components(problem: Problem, values: list[SharedValue]) -> Iterable[_Component]:
     free = set(problem.free)
-    links = nx.utils.UnionFind(problem.free)
+    links = UnionFind(problem.free)
     touching = [[v for v in (value.producer, *value.readers) if v in free] for value in values]
     pairs = [[v for v in pair if v in free] for pair in problem.implies]
     for group in (*touching, *pairs):
