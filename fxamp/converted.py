@@ -20,7 +20,7 @@ from fxamp.compiling import make_ready, watch
 from fxamp.engine import Engine
 from fxamp.errors import OptionError
 from fxamp.ir import ENGINE
-from fxamp.storage import apply_exactly, copy_marks, load_exactly, take_over_writes
+from fxamp.storage import Marks, apply_exactly, load_exactly, mark, marks_of, take_over_writes
 from fxamp.views import own_state, plain_view
 
 # Weak on both sides: a sibling's class holds the user's, which it is derived from.
@@ -70,11 +70,11 @@ def _make_class(base: Any) -> type:
         engine = self.__dict__.get(ENGINE)
         if engine is None:
             return base.__reduce_ex__(self, protocol)
-        return _rebuild, (plain_view(self), engine)
+        return _rebuild, (plain_view(self), engine, marks_of(self))
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         twin = _rebuild(copy.deepcopy(plain_view(self), memo), copy.deepcopy(self.__dict__.get(ENGINE), memo))
-        copy_marks(self, twin)
+        mark(twin, marks_of(self), is_copy=True)
         memo[id(self)] = twin
         return twin
 
@@ -121,5 +121,7 @@ def _keep_unwrapped(forward: Any, plain: Any) -> None:
     del forward.__wrapped__
 
 
-def _rebuild(plain: nn.Module, engine: Engine | None) -> nn.Module:
+def _rebuild(plain: nn.Module, engine: Engine | None, marks: Marks | None = None) -> nn.Module:
+    if marks is not None:
+        mark(plain, marks)
     return plain if engine is None else make_sibling(plain, engine)

@@ -293,16 +293,29 @@ def _move_master(old: torch.Tensor, new: torch.Tensor, exact: torch.Tensor | Non
             exact.data = exact.to(new.device)
 
 
-def copy_marks(source: nn.Module, twin: nn.Module) -> None:
-    """Give a deep copy's tensors what copy.deepcopy of a Parameter leaves behind: their logical dtype and masters."""
-    copies = dict(_named_tensors(twin))
-    for name, tensor in _named_tensors(source):
-        if is_stored_low(tensor) and not is_stored_low(copies[name]):
-            setattr(copies[name], LOGICAL, getattr(tensor, LOGICAL))
-            master = master_of(tensor)
+Marks = dict[str, tuple[torch.dtype, torch.Tensor | None]]
+"""Of each lowered tensor the dtype it stands for, and its master."""
+
+
+def marks_of(model: nn.Module) -> Marks:
+    """What a deep copy, and a process to which torch.multiprocessing sends a model, do not get with its tensors."""
+    return {
+        name: (logical_dtype(tensor), master_of(tensor))
+        for name, tensor in _named_tensors(model)
+        if is_stored_low(tensor)
+    }
+
+
+def mark(model: nn.Module, marks: Marks, is_copy: bool = False) -> None:
+    """Give a model's tensors what they lack of `marks`; those of a copy have masters of their own."""
+    tensors = dict(_named_tensors(model))
+    for name, (logical, master) in marks.items():
+        tensor = tensors.get(name)
+        if tensor is not None and not is_stored_low(tensor):
+            setattr(tensor, LOGICAL, logical)
             if master is not None:
-                attach_master(copies[name], master.detach().clone())
-                loosen(copies[name])
+                attach_master(tensor, master.detach().clone() if is_copy else master)
+                loosen(tensor)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

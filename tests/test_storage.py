@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -135,6 +136,35 @@ def test_a_parent_loads_exact_numbers_into_a_copy():
     exact = {name: value + 2.0**-12 for name, value in parent.state_dict().items()}
     twin.load_state_dict(exact)
     assert all(torch.equal(value, exact[name]) for name, value in twin.state_dict().items())
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+@pytest.mark.parametrize("place", ["alone", "a part"])
+def test_another_process_gets_the_exact_numbers(place, opt_level, caplog):
+    model = converted(opt_level)
+    exact = {name: value.clone() for name, value in model.state_dict().items()}
+    sent = model if place == "alone" else nn.ModuleDict({"q": model})
+    got = pickle.loads(ForkingPickler.dumps(sent))  # as torch.multiprocessing hands it over: without attributes
+    twin = got if place == "alone" else got["q"]
+    state = twin.state_dict()
+    assert {name: value.dtype for name, value in state.items()} == dict.fromkeys(exact, torch.float32)
+    assert all(torch.equal(state[name], value) for name, value in exact.items())
+    assert torch.equal(twin(X), model(X))
+    assert fxamp.report(twin).low_precision_nodes == fxamp.report(model).low_precision_nodes
+    assert caplog.text == ""
+
+
+def test_another_process_trains_on_with_the_masters_of_its_optimizer():
+    model = converted("O2")
+    optimizer = fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 2.0**-12))
+    steps(model, optimizer)
+    exact = {name: value.clone() for name, value in model.state_dict().items()}
+    twin, theirs = pickle.loads(ForkingPickler.dumps((model, optimizer)))
+    for parameter in twin.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    theirs.step()
+    state = twin.state_dict()
+    assert all(torch.equal(state[name], value - 2.0**-12) for name, value in exact.items())
 
 
 def test_names_that_a_users_hook_maps_are_loaded_exactly():
