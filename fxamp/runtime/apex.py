@@ -258,6 +258,8 @@ def _unscale(scaler: LossScaler, optimizers: list[torch.optim.Optimizer], delay_
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """The float32 tensors an optimizer updates, whose `.grad` is unscaled after scale_loss.
 
+    Without a scaler it is there after `loss.backward()`, where they are asked for anew.
+
         torch.nn.utils.clip_grad_norm_(fxamp.master_params(optimizer), max_norm=1.0)
 
     Args:

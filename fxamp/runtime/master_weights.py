@@ -70,6 +70,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    _used: gradients.Stamp | None = None  # the gradients of the last step, which nobody clips any more
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, masters: str = "fp32", bucket_bytes: int = BUCKET_BYTES
@@ -123,13 +124,19 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def master_params(self) -> Iterator[torch.Tensor]:
         """The float32 tensors that are updated: masters, and parameters that need none.
 
-        A `.grad` that one is given here is that of the model's parameter too.
+        Between backward and step they have the gradients of the model's parameters, which are float32 from here to
+        zero_grad(), and a `.grad` that one is given here is the parameter's too. Those kept from before the backward
+        have none until `unscale_`.
         """
         self._loaded.settle(self._rounding)
+        is_used = self._used is not None and self._used.holds(self)
         for parameter in gradients.parameters(self):
-            master_gradients.take_gradient(parameter)
-            master_gradients.mirror_gradient(parameter)
             master = master_of(parameter)
+            if master is not None and not is_used:
+                master_gradients.widen_gradients_([parameter])
+            else:
+                master_gradients.take_gradient(parameter)
+                master_gradients.mirror_gradient(parameter)
             yield parameter if master is None else master
             master_gradients.take_gradient(parameter)
 
@@ -179,6 +186,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if closure is not None:
             return self._call_whole(self.optimizer.step, closure, gives_back=False)
         inverse = None if grad_scale is None else grad_scale.double().reciprocal().float()
+        returned = self._step_all(inverse, found_inf)
+        self._used = gradients.stamp(self)
+        return returned
+
+    def _step_all(self, inverse: torch.Tensor | None, found_inf: torch.Tensor | None) -> Any:
         bare = step_of_each(self.optimizer)
         if bare is None:
             every = list(buckets(list(gradients.parameters(self)), sys.maxsize))

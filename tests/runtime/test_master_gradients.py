@@ -138,6 +138,64 @@ def test_given_without_a_scale(change, ways, max_norm):
     assert_masters_are(optimizer, plain_loop(change, max_norm=max_norm))
 
 
+def clip(every):
+    torch.nn.utils.clip_grad_norm_(every, 1.0)
+
+
+@pytest.mark.parametrize("listed", [MasterWeightOptimizer.master_params, amp.master_params])
+@pytest.mark.parametrize("change", [*CHANGES, clip])
+def test_changed_without_a_scale(change, listed):
+    parameters = weights(torch.bfloat16)
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(parameters, lr=0.25, momentum=0.5))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(parameters).backward()
+        if step == 1:
+            change(listed(optimizer))
+        optimizer.step()
+    assert_masters_are(optimizer, plain_loop(change))
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("zeroes", ["optimizer", "parameters", "parameters in place"])
+def test_a_look_at_masters_changes_no_step(zeroes, micro_steps):
+    parameters, reference = weights(torch.float16), weights()
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(parameters, lr=0.25, momentum=0.5))
+    plain, scaler = torch.optim.SGD(reference, lr=0.25, momentum=0.5), LossScaler(SCALE)
+    for _ in range(3):
+        for _ in range(micro_steps):
+            loss_of(reference).backward()
+            scaler.scale(loss_of(parameters)).backward()
+            for master, parameter in zip(optimizer.master_params(), reference, strict=True):
+                assert torch.equal(master.grad, parameter.grad * SCALE)
+        assert not scaler.step(optimizer).skipped
+        scaler.update()
+        plain.step()
+        plain.zero_grad()
+        if zeroes == "optimizer":
+            optimizer.zero_grad()
+        for parameter in parameters:
+            if zeroes == "parameters":
+                parameter.grad = None
+            elif zeroes == "parameters in place":
+                parameter.grad.zero_()
+    assert_masters_are(optimizer, reference)
+
+
+@pytest.mark.parametrize("scaler_class", [LossScaler, NoOpLossScaler])
+def test_after_the_step_a_look_at_masters_leaves_the_gradients_as_they_are(scaler_class):
+    parameters = weights(torch.bfloat16)
+    optimizer, scaler = MasterWeightOptimizer(torch.optim.SGD(parameters, lr=0.25)), scaler_class()
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(parameters)).backward()
+        result = scaler.step(optimizer)
+        scaler.update()
+        assert len(list(optimizer.master_params())) == len(parameters)
+        assert {parameter.grad.dtype for parameter in parameters} == {torch.bfloat16}
+        assert result.grad_norm == pytest.approx((3 * 1 + 5 * 4 + 2 * 9) ** 0.5)
+
+
 @pytest.mark.parametrize("scaler_class", [LossScaler, NoOpLossScaler])
 def test_given_where_the_model_has_none(scaler_class):
     weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
