@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,7 +91,10 @@ class Fakes:
         owner = value if value._base is None else value._base
         if owner.is_leaf and owner.grad is not None:
             return self._without_gradient(value)
-        return self._mode.from_tensor(value, static_shapes=True)
+        with warnings.catch_warnings():
+            # torch reads `.grad` of a tensor with a history, and hides its warning only after filters had their say.
+            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor", category=UserWarning)
+            return self._mode.from_tensor(value, static_shapes=True)
 
     def _without_gradient(self, value: torch.Tensor) -> FakeTensor:
         """A fake for a tensor that has a gradient, or for a view of one.

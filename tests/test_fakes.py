@@ -1,5 +1,7 @@
 """Fake twins of real tensors: what a capture knows of a tensor without running anything on it."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -53,6 +55,15 @@ def test_one_tensor_has_one_twin_and_views_share_their_storage():
     assert fakes.of(weight) is fakes.of(weight)
     storages = {fakes.of(value).untyped_storage()._cdata for value in (weight, weight.t(), weight.view(-1))}
     assert len(storages) == 1
+
+
+def test_warnings_as_errors_do_not_keep_a_value_with_a_history_out_of_a_graph():
+    fed = nn.Linear(4, 8)(torch.randn(2, 4))
+    converted = fxamp.convert(nn.Linear(8, 2), dtype=torch.bfloat16, capture="symbolic")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        converted(fed).sum().backward()
+    assert fxamp.report(converted).low_precision_nodes == 1
 
 
 def test_in_place_writes_are_refused_where_torch_refuses_them():
