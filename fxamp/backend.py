@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from fxamp import ir, pipeline
@@ -128,6 +129,7 @@ class DynamoForward:
             self.protected = protected_lines(base, module, args, kwargs)
             self._compiled = compile_apart(base.forward, _weak_backend(self))
         running = self._compiled, self.variants, failed_captures()  # held while it runs, whatever other threads do
+        known = len(running[1])
         try:
             inside = plain_inside(module, self._nested) if self._nested else contextlib.nullcontext()
             with modes_wait(), casts_into(self.options.low), inside, captures_apart(self._give_up, self._is_patient()):
@@ -139,6 +141,10 @@ class DynamoForward:
             if refused is None:
                 raise
             raise refused from error
+        finally:
+            if len(running[1]) > known and _are_fake(args, kwargs):
+                for variant in running[1][known:]:
+                    variant.is_preview = True
         if (refusal := self._taken_refusal()) is not None:
             raise refusal
         return result
@@ -195,6 +201,7 @@ class DynamoForward:
             self._refusal = error
             raise
         variant.captured.forget_values()
+        variant.maker = self._seen
         self.variants.append(variant)
         self._grown_at = self.calls
         self._captures[frame_number()] += 1
@@ -242,6 +249,11 @@ def _weak_backend(forward: DynamoForward) -> Callable[..., Any]:
         return run
 
     return backend
+
+
+def _are_fake(*given: Any) -> bool:
+    """Whether a call is one on fake tensors, for whose graphs Dynamo takes no others."""
+    return any(isinstance(value, FakeTensor) for value in pytree.tree_leaves(given))
 
 
 def _device_of(example_inputs: list[Any]) -> torch.device:

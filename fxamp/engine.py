@@ -292,7 +292,8 @@ class Engine:
 
     def all_variants(self) -> list[Variant]:
         """Every graph there is: those that run, or the preview before the first call."""
-        return [*self._own_variants(), *(self.dynamo.variants if self.dynamo else ())] or self.previews
+        made = [*self._own_variants(), *(self.dynamo.variants if self.dynamo else ())]
+        return [variant for variant in made if not variant.is_preview] or made or self.previews
 
     def _own_variants(self) -> list[Variant]:
         return [variant for known in self.variants.values() for variant in known]

@@ -44,7 +44,8 @@ class Variant:
         compiled: the rewritten graph as a function.
         total_nodes: of the captured graph, before any pass.
         where: the block of the model it is for, "" for the model itself.
-        is_preview: made without example inputs, from assumed types: never run, only shown.
+        is_preview: made from assumed types or for fake tensors: never run on data, only shown.
+        maker: the model whose call made it, where Dynamo did.
         again: the graph as it was captured, rewritten under other options; None where the model can be captured
             again instead.
         weights: whether the model's weights still fit the low dtype as they did; None where none was looked at.
@@ -59,6 +60,7 @@ class Variant:
     total_nodes: int
     is_preview: bool = False
     where: str = ""
+    maker: "weakref.ref[nn.Module] | None" = dataclasses.field(default=None, repr=False, compare=False)
     is_for_transforms: bool | None = None
     again: Callable[[Any], "Variant"] | None = dataclasses.field(default=None, repr=False, compare=False)
     weights: WeightCheck | None = dataclasses.field(default=None, repr=False, compare=False)

@@ -143,6 +143,52 @@ def test_around_blocks_that_no_graph_can_hold_the_model_runs_as_written(caplog):
     assert "stem.weight" in report.outside[0] and "head.weight" in report.outside[0]
 
 
+class Kept:
+    def __init__(self):
+        self.values = []
+
+    def add(self, value):
+        self.values.append(value)
+
+
+class KeepingBlock(nn.Module):
+    """Symbolic capture cannot follow the object it is given; Dynamo can."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x, kept):
+        x = self.fc(x)
+        kept.add(x)
+        return x.relu()
+
+
+class KeepingNet(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.blocks = nn.ModuleList(KeepingBlock() for _ in range(depth))
+
+    def forward(self, x):
+        kept = Kept()
+        for block in self.blocks:
+            x = block(x, kept)
+        return x
+
+
+@pytest.mark.parametrize("example", [None, (X,)])
+def test_blocks_that_dynamo_captures_count_as_often_as_they_run(example):
+    converted = fxamp.convert(KeepingNet(3), LOW, boundaries="blocks", example_inputs=example)
+    if example is not None:
+        report = fxamp.report(converted)
+        assert (report.is_preview, report.low_precision_nodes) == (True, 3)
+    for x in (X, X):
+        converted(x)
+        report = fxamp.report(converted)
+        assert (report.casts_to_low, report.weight_casts, report.low_precision_nodes) == (3, 6, 3)
+        assert not report.is_preview and not report.outside[1:]
+
+
 def test_blocks_that_differ_have_graphs_of_their_own():
     _, converted = pair(numbered=True)
     assert len(set(map(id, engine_of(converted).blocks.values()))) == 3

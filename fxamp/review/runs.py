@@ -58,21 +58,33 @@ def _runs(calls: Sequence[Call], above: str, engine: Engine, model: nn.Module) -
         block = model.get_submodule(above + path)
         inner = engine.blocks.get(above + path) or engine_of(block)
         inside: Counter[int] = Counter()
-        for variant in _taken(inner, block, args, kwargs) if inner is not None else ():
+        for variant in _taken(inner, block, above + path, args, kwargs) if inner is not None else ():
             found[id(variant)] += 1
             inside |= _runs(list(_calls(variant)), f"{above}{path}.", engine, model)  # one of the graphs takes the call
         found.update(inside)
     return found
 
 
-def _taken(engine: Engine, block: nn.Module, args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> list[Variant]:
+def _taken(
+    engine: Engine, block: nn.Module, path: str, args: tuple[Any, ...] | None, kwargs: dict[str, Any]
+) -> list[Variant]:
     """The graphs that take a call of a block: one for training, one for evaluation, and so on."""
     known, inputs = [each for some in engine.variants.values() for each in some], None
     if args is not None:
         with contextlib.suppress(CaptureError):
             key, inputs = call_key(args, kwargs)
             known = engine.variants.get(key, known)
-    return [variant for variant in known if _fits(variant, block, inputs)] or known or engine.all_variants()
+    return [variant for variant in known if _fits(variant, block, inputs)] or known or _of_block(engine, path)
+
+
+def _of_block(engine: Engine, path: str) -> list[Variant]:
+    """Dynamo's graphs for a block: it makes them for each of equal blocks, but where those of another hold for it."""
+    made: dict[Any, list[Variant]] = {}
+    for variant in engine.all_variants():
+        made.setdefault(variant.maker, []).append(variant)
+    groups = list(made.values()) or [[]]
+    place = engine.paths.index(path) if path in engine.paths else 0
+    return groups[place if place < len(groups) else 0]
 
 
 def _fits(variant: Variant, block: nn.Module, inputs: list[Any] | None) -> bool:
