@@ -47,6 +47,7 @@ class BadNode:
         is_bad_in_float32: whether in fp32 what reaches the outputs, or of a bad gradient the parameters, is not finite
             either: then it is not a matter of precision.
         error: what then stopped the run, "" where nothing did.
+        is_buffer: of phase "parameter": whether it is a buffer.
         has_infinite_inputs: whether the call was given infinities other than those of a mask.
         block: path of the module, converted by itself, that the node calls: what overflows is in there.
         master: of a parameter that is stored low (O2), its float32 value in words where that is finite; else "".
@@ -72,12 +73,12 @@ class BadNode:
     has_infinite_inputs: bool = False
     block: str = ""
     master: str = ""
+    is_buffer: bool = False
     call: int = dataclasses.field(default=0, compare=False)
     steps: int = dataclasses.field(default=0, compare=False)
 
     def __str__(self) -> str:
-        is_held = self.phase == "parameter" and self.op not in ("parameter", "buffer")
-        where = "what it holds" if is_held else _WHERE.get(self.phase, self.phase)
+        where = "what it holds" if self._is_held else _WHERE.get(self.phase, self.phase)
         name = f"{self.name} of graph {self.graph}" if self.graph else self.name
         lines = [
             f"{name} (`{self.op}`, {self.colour}, {self.precision}): {where} is the first that is not finite",
@@ -89,6 +90,11 @@ class BadNode:
             f"  {self.remedy}",
         ]
         return "\n".join(lines)
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether it is a weight or buffer of a module that is one node."""
+        return self.phase == "parameter" and self.op not in ("parameter", "buffer")
 
     @property
     def remedy(self) -> str:
@@ -110,7 +116,11 @@ class BadNode:
         if self.phase == "parameter":
             if self.master:
                 return f"its float32 value is finite ({self.master}), and is stored low: {self._deny_remedy}"
-            return "the parameter itself is not finite: an earlier step wrote it, see fxamp.LossScaler"
+            held = self.value.partition(":")[0] if self._is_held else f"the {self.op}"
+            writer = (
+                "forward wrote it, or the model's own code" if self.is_buffer else "step wrote it, see fxamp.LossScaler"
+            )
+            return f"{held} itself is not finite: an earlier {writer}"
         return self._deny_remedy
 
     @property
@@ -209,6 +219,14 @@ def _master_in_words(call: Call, origin: Origin) -> str:
     return str(master) if master is not None and master.is_finite else ""
 
 
+def _is_of_buffer(call: Call, origin: Origin) -> bool:
+    """Whether it is a buffer that was not finite before the call: one of the graph's, or one that its node holds."""
+    if origin.phase != "parameter":
+        return False
+    path = origin.weight or str(node_of(origin).target)
+    return ir.mark(node_of(origin)).op == "buffer" or path in dict(call.weights.named_buffers(remove_duplicate=False))
+
+
 def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_float32: bool, flow: CallFlow) -> BadNode:
     """What is known of an origin without another run."""
     node, reads = node_of(origin), origin.flow.reads
@@ -232,5 +250,6 @@ def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_floa
         error="" if flow.error is None else f"{type(flow.error).__name__}: {flow.error}".partition("\n")[0],
         block=block_of(call, node),
         master=_master_in_words(call, origin),
+        is_buffer=_is_of_buffer(call, origin),
         has_infinite_inputs=any(extent.infs and not extent.is_mask for extent in flow.inputs),
     )

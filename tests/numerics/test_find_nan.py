@@ -228,7 +228,16 @@ def test_a_nan_that_a_module_holds_is_named_by_its_path(name, norm):
     found = find_nan(fxamp.convert(model, BF16, (images,)), (images,))
     assert (found.phase, found.module, found.is_bad_in_float32) == ("parameter", "middle", True), str(found)
     assert f"what it holds is the first that is not finite\n  middle.{name}: float32 [8]" in str(found)
-    assert "an earlier step wrote it" in found.remedy
+    writer = "forward" if name.startswith("running") else "step"
+    assert f"middle.{name} itself is not finite: an earlier {writer} wrote it" in found.remedy
+
+
+def test_a_buffer_is_not_written_by_a_step():
+    model = Net(lambda m, x: m.a(x + m.shift))
+    model.register_buffer("shift", torch.full((8,), float("nan")))
+    found = find_nan(fxamp.convert(model, BF16, (X,)), (X,))
+    assert (found.phase, found.op) == ("parameter", "buffer")
+    assert "the buffer itself is not finite: an earlier forward wrote it, or the model's own code" in found.remedy
 
 
 def test_a_running_statistic_that_is_only_written_is_not_blamed():
