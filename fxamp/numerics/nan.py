@@ -136,7 +136,9 @@ class BadNode:
             where = "the infinities among the call's inputs" if self.has_infinite_inputs else "the line"
             return f"the float32 run is not finite here either: it is not a matter of precision, look at {where}"
         if self.overrides:
-            return f"convert(..., overrides={self.overrides}) makes the run finite"
+            is_part = self.call and self.phase not in ("backward", "sum of gradients")
+            what = "this forward" if is_part else "the run"  # watch_nan has no loss to try a backward with, before it
+            return f"convert(..., overrides={self.overrides}) makes {what} finite"
         if self.phase not in ("forward", "parameter", "output"):
             return "no deny near it mends it: use a smaller loss scale (fxamp.LossScaler finds one), or bfloat16"
         return "no deny mends it: try dtype=torch.bfloat16, whose range is float32's"

@@ -262,10 +262,17 @@ class Bucketed(Net):
 
 def test_an_error_that_a_bad_value_leads_to_is_explained():
     model = fxamp.convert(Bucketed(), FP16, (X,), pad_to=0)
-    said = r"add\w* \(`add`.*then the run stops: IndexError.*makes the run finite"
+    said = r"add\w* \(`add`.*then the run stops: IndexError.*makes this forward finite"
     with pytest.raises(FloatingPointError, match=f"(?s){said}") as caught, fxamp.watch_nan(model):
         model(X)
     assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_a_deny_that_was_tried_on_the_forward_alone_promises_no_more():
+    function = lambda m, x: m.a(x * 300.0) @ m.a(x * 300.0).T  # noqa: E731  # its gradients overflow too
+    watched, found = told(function, lambda y: y.sum() * 100)
+    assert watched.remedy.endswith("makes this forward finite")
+    assert found.remedy.endswith("makes the run finite") and len(found.overrides) > len(watched.overrides)
 
 
 def test_an_error_of_the_users_own_passes():
