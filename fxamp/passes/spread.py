@@ -56,7 +56,8 @@ def protect_domains(ruling: Ruling) -> None:
     for node in reversed(ruling.graph.nodes):
         if node in reaches and ruling.colours[node] == "infer" and node not in ruling.fixed:
             end = reaches[node]
-            text = f"feeds the argument of `{ir.mark(end).op}` ({end.name}), which must not round to 0 or below it"
+            op = ir.mark(end).op
+            text = f"feeds the argument of `{op}` ({end.name}), which must not round to {_EDGES.get(op, _POSITIVE)}"
             ruling.fix(node, "high", "upstream", text, end)
         passes_on = node in reaches and (
             ruling.colours[node] in ("infer", "clear") or (node in differs and _is_square(ruling, node))
@@ -71,6 +72,17 @@ def protect_domains(ruling: Ruling) -> None:
                     if is_difference:
                         differs.add(source)
 
+
+_POSITIVE = "0 or below it"
+_EDGES = {
+    **dict.fromkeys(("acos", "asin", "atanh", "erfinv"), "1 or past it"),
+    **dict.fromkeys(("binary_cross_entropy", "logit", "special_ndtri"), "0 or 1"),
+    **dict.fromkeys(("log1p", "special_xlog1py"), "-1 or below it"),
+    **dict.fromkeys(("addcdiv", "div", "floor_divide", "fmod", "reciprocal", "remainder"), "0"),
+    **dict.fromkeys(("rfloordiv", "rmod", "rtruediv"), "0"),
+    "acosh": "1 or below it",
+}
+"""Op -> where its domain ends, of those that take not only positive numbers."""
 
 _DIFFERENCES = frozenset({"sub", "rsub"})
 

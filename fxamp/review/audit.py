@@ -46,7 +46,8 @@ REMEDIES: Mapping[str, str] = {
     "square": "square in float32: x.float().pow(2), or divide by the largest value first",
     "overflow": "scale it down before (by its largest size, or the number of its terms), or keep it in float32",
     "integers": "keep positions and counts in float32 or in integers until after the trigonometric or GEMM op",
-    "domain": "compute the argument in float32, or use the fused form (log_softmax, logsigmoid, rms_norm)",
+    "domain": "compute the argument in float32, or use a fused form where there is one (log_softmax, "
+    "logsigmoid, rms_norm, binary_cross_entropy_with_logits)",
     "protected": "nothing: the model's author keeps it in float32; keep it so",
     "gemm": "use sizes that are multiples of 8; fxamp.convert pads them without touching parameters",
     "region": "let the op that begins it run low where its values allow it: see fxamp.what_if, fxamp.compare",

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from review_cases import Two
+from torch.nn import functional as F
 
 from fxamp.cli import main
 from fxamp.errors import OptionError
@@ -42,6 +43,26 @@ def test_every_pattern_is_found_at_its_line(pattern, severity, function):
     assert found and found[0].severity == severity
     assert "/test_audit.py:" in found[0].source and found[0].remedy
     assert found[0].values.startswith("float32 [")
+
+
+EDGES = [
+    (lambda y: y.sigmoid().log(), "`log` (log), which must not round to 0 or below it"),
+    (lambda y: (y + 1).rsqrt(), "`rsqrt` (rsqrt), which must not round to 0 or below it"),
+    (lambda y: 1 / y.sigmoid(), "`div` (truediv), which must not round to 0"),
+    (lambda y: y.tanh().acos(), "`acos` (acos), which must not round to 1 or past it"),
+    (lambda y: (y.sigmoid() + 1).acosh(), "`acosh` (acosh), which must not round to 1 or below it"),
+    (lambda y: y.tanh().log1p(), "`log1p` (log1p), which must not round to -1 or below it"),
+    (
+        lambda y: F.binary_cross_entropy(y.sigmoid(), y.sigmoid().detach()),
+        "`binary_cross_entropy` (binary_cross_entropy), which must not round to 0 or 1",
+    ),
+]
+
+
+@pytest.mark.parametrize("function, told", EDGES, ids=[told.split("`")[1] for _, told in EDGES])
+def test_the_edge_of_a_domain_is_the_ops_own(function, told):
+    found = [finding for finding in audit(Two(lambda m, x: function(m.a(x))), (X,)).findings]
+    assert any(finding.evidence == f"feeds the argument of {told}" for finding in found), found
 
 
 def test_unaligned_gemms_and_large_regions_are_notes():
