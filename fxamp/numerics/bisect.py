@@ -1,4 +1,4 @@
-"""The smallest set of deny entries with which a model meets a tolerance, found by bisection."""
+"""A set of deny entries, none of them to spare, with which a model meets a tolerance, found by bisection."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
@@ -58,8 +58,12 @@ class DenySet:
             return f"there is nothing to deny, and the error is {self.error:.2e}, above {self.tolerance:.2e}"
         if not self.is_met:
             return f"even with every node in float32 the error is {self.error:.2e}, above {self.tolerance:.2e}"
-        words = "the smallest set" if self.is_minimal else f"a set ({self.runs} runs were too few for the smallest)"
-        return f"{words} with an error of {self.error:.2e} <= {self.tolerance:.2e}: overrides={self.overrides}"
+        if not self.nodes:
+            return f"an error of {self.error:.2e} <= {self.tolerance:.2e} as it is: nothing needs to be denied"
+        less = "larger without any one of them"
+        if not self.is_minimal:
+            less = f"maybe without some of them too ({self.runs} runs were too few to tell)"
+        return f"an error of {self.error:.2e} <= {self.tolerance:.2e}, {less}: overrides={self.overrides}"
 
 
 def find_deny(
@@ -71,15 +75,15 @@ def find_deny(
     max_runs: int = MAX_RUNS,
     progress: bool = True,
 ) -> DenySet:
-    """The smallest set of nodes whose denial brings the outputs within `tolerance` of the fp32 run.
+    """A set of nodes, none of them to spare, whose denial brings the outputs within `tolerance` of the fp32 run.
 
         found = fxamp.find_deny(model, converted, (x,), tolerance=1e-3)
         converted = fxamp.convert(model, overrides=found.overrides)
 
     Low nodes, and blocks that are converted by themselves, are ordered by the error they introduce; the shortest
     prefix that is enough is found by bisection, and then halves, quarters ... of it are taken out again where the
-    tolerance allows. "Smallest" is meant so: no single node can be taken out. Last, where a neighbour of a GEMM does as
-    well, it stands in the GEMM's place.
+    tolerance allows, until no single node can be; another set may have fewer nodes. Last, where a neighbour of a GEMM
+    does as well, it stands in the GEMM's place.
 
     Args:
         model: the fp32 model; its parameters are used for the fp32 run.

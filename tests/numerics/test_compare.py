@@ -167,6 +167,7 @@ def test_bisection_finds_the_planted_nodes(planted):
     clean = compare(*pair(), (X,)).output
     found = find_deny(model, converted, (X,), tolerance=3 * clean, progress=False)
     assert found.is_met and found.is_minimal
+    assert "smallest" not in str(found) and "larger without any one of them: overrides=" in str(found)
     rows = {row.name: row for row in fxamp.report(converted).rows}
     feeding = {f"layers.{number}" for number in planted}  # in float32 they take the sum behind them along
     assert found.nodes and all(rows[name].op in ("add", "sub") or rows[name].module in feeding for name in found.nodes)
@@ -181,6 +182,7 @@ def test_bisection_finds_the_planted_nodes(planted):
 def test_a_tolerance_that_is_met_needs_no_entry():
     found = find_deny(*pair(), (X,), tolerance=0.5, progress=False)
     assert (found.nodes, found.is_met, found.runs) == ((), True, 1)
+    assert "nothing needs to be denied" in str(found)
 
 
 def test_the_number_of_runs_is_bounded_and_said():
