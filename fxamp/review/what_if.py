@@ -17,7 +17,7 @@ from fxamp.review.find import find_rows
 from fxamp.review.report import Report, build_report, report, require_engine
 from fxamp.review.rows import Row
 from fxamp.review.trials import Trials
-from fxamp.words import bytes_in_words
+from fxamp.words import bytes_in_words, plural
 
 log = logging.getLogger("fxamp")
 
@@ -137,8 +137,9 @@ class Suggestion:
         return self.nbytes + LAUNCH_BYTES * self.launches
 
     def __str__(self) -> str:
-        saved = f"{self.casts} casts, {self.launches} launches, {bytes_in_words(abs(self.nbytes))}"
-        return f"{self.move}: saves {saved}{' (costs bytes)' if self.nbytes < 0 else ''}; today: {self.why_not}"
+        saved = f"{plural(self.casts, 'cast')}, {self.launches} launch{'es' * (self.launches != 1)}"
+        moved = f"{', but costs' if self.nbytes < 0 else ','} {bytes_in_words(abs(self.nbytes))}"
+        return f"{self.move}: saves {saved}{moved}; today: {self.why_not}"
 
 
 def suggest(built: Report) -> list[Suggestion]:

@@ -10,7 +10,7 @@ import fxamp
 from fxamp.errors import OptionError
 from fxamp.lists import OpLists
 from fxamp.review.report import report
-from fxamp.review.what_if import MAX_MOVES, WORTH, _moves, _saved, suggest, traffic, what_if
+from fxamp.review.what_if import MAX_MOVES, WORTH, Suggestion, _moves, _saved, suggest, traffic, what_if
 from tests.work import lines
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -365,3 +365,14 @@ def test_a_name_that_is_an_op_and_a_module_is_the_op_and_that_is_said(caplog):
 def test_an_op_that_nothing_of_the_model_is_called_changes_nothing():
     converted = fxamp.convert(Named("part"), torch.float16, (torch.randn(8, 64),))
     assert fxamp.what_if(converted, deny=["softmax"]).summary() == fxamp.report(converted).summary()
+
+
+@pytest.mark.parametrize(
+    ("saved", "told"),
+    [
+        ((1, 1, -5100), "saves 1 cast, 1 launch, but costs 5.1 kB; today: why"),
+        ((4, 3, 5100), "saves 4 casts, 3 launches, 5.1 kB; today: why"),
+    ],
+)
+def test_a_move_that_costs_bytes_does_not_claim_to_save_them(saved, told):
+    assert str(Suggestion("deny=['exp']", *saved, "why")) == f"deny=['exp']: {told}"
