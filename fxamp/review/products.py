@@ -109,18 +109,15 @@ def _contraction(left: Sequence[str], right: Sequence[str], kept: set[str], size
 
 
 def tensordot(node: fx.Node) -> list[Sizes]:
-    """torch.tensordot(a, b, dims): a number of dimensions, or two lists of them."""
-    a, b, dims = argument_shape(node, 0, "a"), argument_shape(node, 1, "b"), ir.argument_of(node, 2, "dims", 2)
-    if a is None or b is None:
+    """torch.tensordot(a, b, dims): what is summed stands in both operands and not in the result.
+
+    (The dimensions themselves may be known at the call alone, and then are no numbers here.)
+    """
+    a, b, out = argument_shape(node, 0, "a"), argument_shape(node, 1, "b"), ir.shape_of(node)
+    if a is None or b is None or out is None or 0 in (*a, *b):
         return []
-    if isinstance(dims, int):
-        summed = a[len(a) - dims :]
-    elif isinstance(dims, (list, tuple)) and len(dims) == 2 and isinstance(dims[0], (list, tuple)):
-        summed = tuple(a[dim] for dim in dims[0])
-    else:
-        return []
-    k = math.prod(summed)
-    return [(1, math.prod(a) // k, math.prod(b) // k, k)] if k else []
+    k = math.isqrt(math.prod(a) * math.prod(b) // math.prod(out))
+    return [(1, math.prod(a) // k, math.prod(b) // k, k)]
 
 
 def bilinear(node: fx.Node) -> list[Sizes]:

@@ -72,6 +72,21 @@ def test_work_is_what_torch_counts(name):
     assert ours(model) == counted(model) + UNCOUNTED.get(name, 0) > 0
 
 
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_a_product_over_a_dimension_that_a_call_chooses(capture):
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, dim):
+            return torch.tensordot(x, self.layer.weight, dims=([dim], [1]))
+
+    converted = fxamp.convert(Chosen(), FP16, capture=capture)
+    converted(X, 2), converted(X, -1)
+    assert {gemm.flops for gemm in report(converted).gemms} == {2 * 12 * 8 * 8}
+
+
 def test_bilinear_is_its_sum():
     model = Net(nn.Bilinear(8, 8, 5), lambda layer, x: layer(x, x))
     assert ours(model) == 2 * 12 * 5 * 8 * 8
