@@ -76,6 +76,7 @@ class DynamoForward:
         variants: every graph there is, in the order of their making.
         watch: while it is set, it runs the graphs in the place of their compiled forwards.
         calls: of the model, so far.
+        runs_as_written: whether a call came to its end, outside of modes, while no graph had been made.
         weights: paths of the weights that graphs were given in calls that made graphs.
         shared: a weight of a module -> the weight of the equal module whose graph runs it, and decided for both.
         given_up: functions that Dynamo does not capture any more, and why.
@@ -88,6 +89,7 @@ class DynamoForward:
         self.protected: frozenset[str] = frozenset()
         self.watch: Watch | None = None
         self.calls = 0
+        self.runs_as_written = False
         self.weights: set[str] = set()
         self.shared: dict[str, str] = {}
         self.given_up: dict[str, str] = {}
@@ -147,6 +149,7 @@ class DynamoForward:
                     variant.is_preview = True
         if (refusal := self._taken_refusal()) is not None:
             raise refusal
+        self.runs_as_written = not self.variants and not are_modes_active()
         return result
 
     def _refused(self, module: nn.Module, given: Any, error: BaseException) -> Exception | None:

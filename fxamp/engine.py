@@ -57,7 +57,7 @@ class Engine:
         self.is_boundary = False
         self.paths: tuple[str, ...] = ()  # of a boundary and those equal to it, in the model they belong to
         self.loads = 0  # of state dicts into the model
-        self.announced = -1  # so that a call which made no graph is told of too
+        self.announced: tuple[int, bool] | None = None  # so that a call which made no graph is told of too
         self.fallbacks: dict[str, None] = {}
         self.refusals = Refusals()
         self.others = OtherSelves()
@@ -169,8 +169,9 @@ class Engine:
         count = sum(not variant.is_preview for variant in self.graphs())
         if not count and torch._C._len_torch_dispatch_stack():
             return  # Dynamo steps aside for the mode; the next call may make graphs
-        if count != self.announced and not self.is_boundary and not torch.compiler.is_compiling():
-            self.announced = count
+        state = count, bool(getattr(self.dynamo, "runs_as_written", False))
+        if state != self.announced and not self.is_boundary and not torch.compiler.is_compiling():
+            self.announced = state
             if not count:
                 self.previews.clear()  # Dynamo gave up, whatever the preview promised
             self.workshop.announce(module)

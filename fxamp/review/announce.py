@@ -19,7 +19,7 @@ from fxamp.review.dump import dump
 from fxamp.review.report import Report, report, require_engine
 from fxamp.review.sharing import overrides_without_effect
 from fxamp.review.table import overview
-from fxamp.review.uncaptured import uncaptured
+from fxamp.review.uncaptured import holds_other_calls, uncaptured
 
 log = logging.getLogger("fxamp")
 
@@ -56,9 +56,11 @@ def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
         warnings: more of them, each said once.
     """
     configure_logging()
-    share, outside = uncaptured(require_engine(converted), converted)
-    nothing = f"nothing of {type(converted).__qualname__} was converted: {outside}" if share == 1 else ""
-    lost = overrides_without_effect(require_engine(converted))
+    engine, name = require_engine(converted), type(converted).__qualname__
+    share, outside = uncaptured(engine, converted)
+    subject = name if holds_other_calls(engine) else f"nothing of {name} was converted"
+    nothing = f"{subject}: {outside}" if share == 1 else ""
+    lost = overrides_without_effect(engine)
     is_low = "" if _looking.get() else low_already(converted)
     for text in filter(None, (nothing, is_low, *lost, *warnings)):
         if text not in _warned.setdefault(converted, set()):

@@ -22,13 +22,14 @@ def uncaptured(engine: Engine, model: nn.Module) -> tuple[float, str]:
     """The share of the matrix weights that no graph reads, and what to know about them ("" where there are none).
 
     Only of models that Dynamo has been asked to capture, or that run as written around their blocks; a symbolic graph
-    holds all of forward.
+    holds all of forward. It says nothing of other calls: where Dynamo made no graph, what it reads does not count.
     """
     if engine.blocks:
         return _around_blocks(engine, model)
     if not getattr(engine.dynamo, "calls", 0):
         return 0.0, ""
-    read = engine.dynamo.weights.union(*map(_weights_read, engine.all_variants()))
+    is_apart = holds_other_calls(engine)
+    read = set() if is_apart else engine.dynamo.weights.union(*map(_weights_read, engine.all_variants()))
     sizes = {name: weight.numel() for name, weight in _matrices(model)}
     left = [name for name in sizes if name not in read]
     share = sum(sizes[name] for name in left) / max(1, sum(sizes.values()))
@@ -37,7 +38,8 @@ def uncaptured(engine: Engine, model: nn.Module) -> tuple[float, str]:
     given_up = [f"Dynamo gave up {function}: {why}" for function, why in engine.dynamo.given_up.items()]
     why = "; ".join(given_up) or _WHY
     names = listed(left, _NAMED)
-    return share, f"{share:.0%} of the weights are read by no graph and run as they are ({names}): {why}."
+    where = "in calls that are left to Dynamo " if is_apart else ""
+    return share, f"{where}{share:.0%} of the weights are read by no graph and run as they are ({names}): {why}."
 
 
 def _around_blocks(engine: Engine, model: nn.Module) -> tuple[float, str]:
@@ -51,6 +53,12 @@ def _around_blocks(engine: Engine, model: nn.Module) -> tuple[float, str]:
         f"{share:.0%} of the weights are outside of every block ({listed(left, _NAMED)}), in a forward that runs as "
         + (f"it is written: {next(iter(engine.fallbacks))}"),
     )
+
+
+def holds_other_calls(engine: Engine) -> bool:
+    """Whether Dynamo made no graph of the calls that were left to it, and others have one."""
+    runs_as_written = getattr(engine.dynamo, "runs_as_written", False)
+    return runs_as_written and any(not variant.is_preview for variant in engine.all_variants())
 
 
 def is_nothing_captured(engine: Engine) -> bool:

@@ -83,6 +83,32 @@ def test_a_model_of_which_nothing_was_captured_says_so_once(example_inputs, capl
     assert "call the model once" not in str(report) and "preview" not in str(report)
 
 
+class LoopsInTraining(Loop):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.training else self.parts[0](x)
+
+
+def test_a_model_that_was_evaluated_first_says_that_its_training_is_not_captured(caplog):
+    converted = fxamp.convert(LoopsInTraining(), dtype="bf16")
+    converted.eval()(X)
+    assert warnings_of(caplog) == [] and "Dynamo" not in str(fxamp.report(converted).outside)
+    for _ in range(2):
+        converted.train()(X)
+    (said,) = warnings_of(caplog)
+    assert said.startswith("LoopsInTraining: in calls that are left to Dynamo 100% of the weights are read by no graph")
+    assert "parts.0.weight" in said and "graph break inside a loop" in said
+    report = fxamp.report(converted)
+    assert report.low_precision_nodes > 0 and f"LoopsInTraining: {report.outside[0]}" == said
+
+
+def test_a_batch_that_the_model_refuses_is_no_call_that_is_left_to_dynamo(caplog):
+    converted = fxamp.convert(LoopsInTraining(), dtype="bf16").eval()
+    converted(X)
+    with pytest.raises(RuntimeError):
+        converted(X[:, :3])
+    assert warnings_of(caplog) == [] and "Dynamo" not in str(fxamp.report(converted).outside)
+
+
 def test_nothing_is_said_again_when_graphs_of_nothing_come(caplog):
     converted = fxamp.convert(Helped(), dtype="bf16", capture="dynamo")
     for shape in ((2, 8), (3, 2, 8), (2, 2, 2, 8)):
