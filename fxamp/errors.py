@@ -20,6 +20,10 @@ class OptionError(FxampError, ValueError):
     """An argument of a public function has a value that is not allowed."""
 
 
+class InputError(OptionError, RuntimeError):
+    """The model fails on the inputs of a call: a RuntimeError, as what torch's kernels raise there is."""
+
+
 class InvariantError(FxampError, RuntimeError):
     """A graph broke a rule that must hold after a pass: a defect of fxamp, not of the model."""
 

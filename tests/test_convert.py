@@ -256,7 +256,7 @@ def test_boundaries_are_not_changed_by_converting_again():
 
 def test_a_call_of_another_shape_names_its_shapes_in_one_sentence(capfd):
     converted = fxamp.convert(Net())
-    with pytest.raises(OptionError) as caught:
+    with pytest.raises(fxamp.InputError) as caught:
         converted(torch.zeros(2, 5))
     text = str(caught.value)
     assert "the model fails in linear when it is called with (float32 tensor of shape (2, 5)): " in text
@@ -264,6 +264,20 @@ def test_a_call_of_another_shape_names_its_shapes_in_one_sentence(capfd):
     assert "example_inputs" not in text and ".." not in text and "\n" not in text
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_loop_that_skips_batches_of_a_wrong_shape_skips_them(opt_level, is_first):
+    """Converted or not, they are a RuntimeError."""
+    model, converted = Net(), fxamp.convert(Net(), "bf16", (torch.zeros(2, 4),), opt_level=opt_level)
+    for net in (model, converted):
+        if not is_first:
+            net(torch.zeros(2, 4))
+        with pytest.raises(RuntimeError):
+            net(torch.zeros(2, 5))
+        with pytest.raises(RuntimeError):
+            net(torch.zeros(2, 3, 2, 5))
 
 
 def test_summary_line_counts_nodes_casts_and_weights():

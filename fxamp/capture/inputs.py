@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
-from fxamp.errors import CaptureError, OptionError
+from fxamp.errors import CaptureError, InputError, OptionError
 
 CONSTANTS = (type(None), bool, str, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 
@@ -168,28 +168,28 @@ def check_call_fits(
         ) from None
 
 
-def misfit(line: str, op: str, error: Exception, inputs: list[Any]) -> OptionError:
+def misfit(line: str, op: str, error: Exception, inputs: list[Any]) -> InputError:
     """The error of a call whose inputs make an operation of the model fail, as one that names them."""
     given = ", ".join(map(_in_words, inputs))
     text = str(error).strip().splitlines()
     why = text[0].rstrip(". ") if text else type(error).__name__
     low = [value for value in inputs if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES]
     remedy = f", such as x.float() in the place of {_in_words(low[0])}" if low else ""
-    return OptionError(
+    return InputError(
         f"{line}: the model fails in {op} when it is called with ({given}): {why}. "
         f"Give inputs with which the unconverted model runs{remedy}. Where it runs with these, only the capture cannot "
         "follow this line: capture='dynamo' leaves it as it is written, and boundaries= converts the submodules alone."
     )
 
 
-def refused_low_inputs(model: nn.Module, flat: list[Any], error: Exception) -> OptionError | None:
+def refused_low_inputs(model: nn.Module, flat: list[Any], error: Exception) -> InputError | None:
     """What to say where mixed dtypes stopped a call with low inputs of a float32 model; None for another error."""
     low = [value for value in flat if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES]
     is_float32 = any(weight.dtype == torch.float32 for weight in model.parameters())
     if not low or not is_float32 or "type" not in str(error):
         return None
     name = type(model).__qualname__
-    return OptionError(
+    return InputError(
         f"{name} was called with a {_in_words(low[0])}, and its parameters are float32. Dynamo, which captures it, "
         "refuses the two together, where torch.autocast casts: pass x.float() in its place."
     )
