@@ -224,7 +224,7 @@ def _fix_allow(ruling: Ruling, node: fx.Node) -> None:
     for source in [source for read in operands for source in ruling.sources_of(read, node)]:
         origin = ruling.through_clear(source)
         if origin in ruling.integers and origin not in ruling.rounded:
-            text = f"{origin.name} is made of exact integers, which low precision rounds"
+            text = f"{origin.name} is made of positions or exact integers, which low precision rounds"
             ruling.fix(node, "high", "integers", text, origin)
             return
         verdict = ruling.fixed.get(origin)

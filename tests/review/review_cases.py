@@ -139,7 +139,7 @@ CASES = (
         "add",
         "high",
         ("integers", "integers"),
-        "exact integers",
+        "positions or exact integers",
     ),
     Case(
         "rows",
