@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.identity import is_compared_by_identity
@@ -48,6 +49,26 @@ def asks_of_autograd(node: fx.Node) -> bool:
     return any(asks_of_autograd(given) for given in node.all_input_nodes)
 
 
+def gives_parts(node: fx.Node) -> bool:
+    """Whether a module that stays whole gives no tensor, but something whose parts may be None at one call alone."""
+    return node.op == "call_module" and not isinstance(node.meta.get("val", UNKNOWN), torch.Tensor)
+
+
+def opened(value: Any, traced: Any) -> Any:
+    """A container as one of Python's own, that what it holds is taken out of: asked and returned like any other.
+
+    Args:
+        value: what the container is for the example.
+        traced: the proxy that stands for it.
+    """
+    if not isinstance(value, (dict, list, tuple)) or pytree.tree_is_leaf(value):
+        return traced
+    parts, form = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    places = list(value) if isinstance(value, dict) else range(len(parts))
+    taken = [opened(part, traced[place]) for part, place in zip(parts, places, strict=True)]
+    return pytree.tree_unflatten(taken, form)
+
+
 _OF_PROXIES = frozenset({"node", "tracer"})
 # Facts of a tensor that its graph is for, and that no cast changes.
 _PLAIN = frozenset({"ndim", "layout", "is_cuda", "is_sparse", "is_nested", "is_quantized"})
@@ -68,6 +89,9 @@ class ValueProxy(fx.Proxy):
             kind = self.tracer.device_type  # type: ignore[attr-defined]  # a preview: as the weights are
             return torch.device(kind) if k == "device" else kind == "cuda"
         attribute = AttributeProxy(self, k)
+        if value is not UNKNOWN and not isinstance(value, torch.Tensor) and getattr(value, k) is None:
+            self.tracer.take_for_none(attribute)  # type: ignore[attr-defined]
+            return None
         if not callable(getattr(torch.Tensor, k, str)):  # .T, .data, .shape: what it is now, in this region
             found = attribute.node.meta.get("val", UNKNOWN)
             if found is not UNKNOWN and not isinstance(found, torch.Tensor):

@@ -104,6 +104,15 @@ def flag_cell(path: str, flag: bool) -> Cell:
     return Cell("training", (bool, flag), path, None, f"self.{path}.training", frozenset())
 
 
+def switch_cells(path: str, module: nn.Module) -> list[Cell]:
+    """A module's plain attributes, other than the numbers with which it counts."""
+    return [
+        Cell(name, (type(value), value), path, None, f"self.{path}.{name}", frozenset())
+        for name, value in vars(module).items()
+        if name != "training" and isinstance(value, bool | str | None)
+    ]
+
+
 def type_of_weight(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What the graph takes for granted of a parameter or a buffer."""
     return (tensor.shape, tensor.dtype, is_sharded(tensor))

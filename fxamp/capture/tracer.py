@@ -12,6 +12,7 @@
 """
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,10 +36,10 @@ from fxamp.capture.mode_nodes import ModeNodes
 from fxamp.capture.numbers import plain_number
 from fxamp.capture.outputs import OutputForm, flatten_output
 from fxamp.capture.promotion import Promotion
-from fxamp.capture.proxies import ValueProxy, WeightProxy, asks_of_autograd, is_static
+from fxamp.capture.proxies import ValueProxy, WeightProxy, asks_of_autograd, gives_parts, is_static, opened
 from fxamp.capture.reads import Place, Reads
 from fxamp.capture.settings import Settings
-from fxamp.capture.state import Cell, flag_cell
+from fxamp.capture.state import Cell, flag_cell, switch_cells
 from fxamp.capture.surroundings import (
     asked_by_torch_check,
     autocast_device,
@@ -116,8 +117,15 @@ class SymbolicTracer(fx.Tracer):
             graph = super().trace(root)
         if self.output_form is not None and self.output_form.inside_objects:
             graph.output_node().meta[ir.INSIDE_OBJECTS] = self.output_form.inside_objects
-        self.state, self.settings = self._reads.cells(self._numbers.decided), self._reads.settings
+        self.state = (*self._reads.cells(self._numbers.decided), *self._cells_of_whole_parts(graph))
+        self.settings = self._reads.settings
         return graph
+
+    def _cells_of_whole_parts(self, graph: fx.Graph) -> Iterator[Cell]:
+        """What may decide which of the items of a module that stays whole are None."""
+        for path in dict.fromkeys(str(node.target) for node in graph.nodes if gives_parts(node)):
+            for name, part in self.root.get_submodule(path).named_modules(prefix=path):
+                yield from switch_cells(name, part)
 
     def state_so_far(self) -> tuple[Cell, ...]:
         """What a trace that failed had read of Python's state."""
@@ -279,7 +287,21 @@ class SymbolicTracer(fx.Tracer):
             self._promotion.after(node)
         elif self.example is not None:
             node.meta[ir.GUESS] = self.values.guess(node)
-        return proxy
+        if value is None and (kind == "call_module" or node.target is operator.getitem):
+            self.take_for_none(proxy)
+            return None  # type: ignore[return-value]
+        return proxy if kind != "call_module" else opened(value, proxy)
+
+    def take_for_none(self, proxy: fx.Proxy) -> None:
+        """None itself is to stand for this: Python asks for it by `is`, which no proxy can answer.
+
+        Raises:
+            CaptureError: autograd gives it, for which another parameter may require a gradient at the next call.
+        """
+        if any(node.target is torch.autograd.grad for node in proxy.node.all_input_nodes):
+            raise self._unfollowable("a None that torch.autograd.grad gives")
+        said = f"{user_line()}: this was None when the model was captured, and is none now. Convert the model anew."
+        self._function(torch._assert, (self._function(operator.is_, (proxy, None), {}), said), {})
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         if asked_by_torch_check():

@@ -1,0 +1,167 @@
+"""What a module that stays whole gives (it has hooks, or is a boundary) is taken apart by forward as eager does it."""
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import fxamp
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any = None
+
+
+@dataclasses.dataclass
+class Plain:
+    first: Any
+    second: Any = None
+
+
+class Named(collections.OrderedDict):
+    """As the outputs of transformers: items by name and by number, fields that are None no items."""
+
+    __match_args__ = ("first", "second", "third")
+
+    def __getitem__(self, place):
+        return super().__getitem__(place) if isinstance(place, str) else tuple(self.values())[place]
+
+    def __getattr__(self, name):
+        if name in self.__match_args__:
+            return self.get(name)
+        raise AttributeError(name)
+
+
+pytree.register_pytree_node(
+    Named,
+    lambda named: (list(named.values()), list(named)),
+    lambda parts, names: Named(zip(names, parts, strict=True)),
+    serialized_type_name="tests.capture.test_parts.Named",
+)
+
+
+class Whole(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.fc, self.make, self.has_more, self.kind = nn.Linear(8, 8), make, False, "mean"
+
+    def forward(self, x):
+        y = self.fc(x)
+        return self.make(y, y.sum() if self.has_more else None, y * 2 if self.kind == "mean" else y * 3)
+
+
+class Around(nn.Module):
+    def __init__(self, make, read, is_hooked):
+        super().__init__()
+        self.part, self.head, self.read = Whole(make), nn.Linear(8, 3), read
+        if is_hooked:
+            self.part.register_forward_hook(lambda *call: None)
+
+    def forward(self, x):
+        result = self.read(self.part(x))
+        return self.head(result) if isinstance(result, torch.Tensor) else result
+
+
+def add(y, more):
+    return y if more is None else y + 100
+
+
+MAKERS = {
+    "tuple": lambda y, more, z: (y, more, z),
+    "inner tuple": lambda y, more, z: (y, (more, z)),
+    "dict": lambda y, more, z: {"first": y, "second": more, "third": z},
+    "named tuple": lambda y, more, z: Pair(y, more),
+    "object": lambda y, more, z: Plain(y, more),
+    "itself": lambda y, more, z: more if more is None else y,
+    "output": lambda y, more, z: Named({"first": y, **({} if more is None else {"second": more}), "third": z}),
+}
+READERS = {
+    "tuple": [lambda o: add(o[0], o[1]), lambda o: o[2], lambda o: o, lambda o: sum(p for p in o if p is not None)],
+    "inner tuple": [lambda o: add(o[0], o[1][0]), lambda o: o[1][1] + o[0], lambda o: o],
+    "dict": [
+        lambda o: add(o["first"], o["second"]),
+        lambda o: add(o["first"], o.get("second")),
+        lambda o: {**o}["third"] + o.pop("first"),
+        lambda o: sum(part for part in o.values() if part is not None),
+        lambda o: o,
+    ],
+    "named tuple": [lambda o: add(o.first, o.second), lambda o: add(*o._replace(first=o[0] * 2)), lambda o: o],
+    "object": [lambda o: add(o.first, o.second)],
+    "itself": [lambda o: torch.ones(2, 8) if o is None else o],
+    "output": [
+        lambda o: add(o.first, o.second),
+        lambda o: o.third,
+        lambda o: add(o[0], o.get("second")),
+        lambda o: o[-1] + len(o),
+        lambda o: o,
+    ],
+}
+CASES = [(kind, number) for kind, readers in READERS.items() for number in range(len(readers))]
+
+
+def assert_near(ours, theirs):
+    """Within bfloat16's rounding of sums of eight products below 4, and far from the 100 of another branch."""
+    assert type(ours) is type(theirs)
+    parts, form = pytree.tree_flatten(ours)
+    others, other_form = pytree.tree_flatten(theirs)
+    assert form == other_form
+    for part, other in zip(parts, others, strict=True):
+        assert (part is None) == (other is None)
+        assert part is None or torch.allclose(part, other, atol=2**-3, rtol=2**-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"boundaries": ("part",)}], ids=["hooks", "boundary"])
+@pytest.mark.parametrize(("kind", "number"), CASES)
+def test_parts_are_what_they_are(kind, number, options):
+    torch.manual_seed(0)
+    model, x = Around(MAKERS[kind], READERS[kind][number], is_hooked=not options), torch.randn(2, 8)
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=(x,), capture="symbolic", **options)
+    assert_near(converted(x), model(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"boundaries": ("part",)}], ids=["hooks", "boundary"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_part_that_is_none_at_some_calls_alone(kind, options):
+    torch.manual_seed(0)
+    model, x = Around(MAKERS[kind], READERS[kind][0], is_hooked=not options), torch.randn(2, 8)
+    converted = fxamp.convert(model, torch.bfloat16, **options)
+    for has_more in (False, True, False, True):
+        model.part.has_more = converted.part.has_more = has_more
+        assert_near(converted(x), model(x))
+
+
+def test_a_part_that_was_none_for_a_reason_that_nobody_sees_is_refused():
+    reasons = [None, None, 1]
+    part = MAKERS["tuple"]
+    model = Around(lambda y, more, z: part(y, reasons[0] and y, z), READERS["tuple"][0], is_hooked=True)
+    converted, x = fxamp.convert(model, torch.bfloat16), torch.randn(2, 8)
+    converted(x)
+    reasons.pop(0), reasons.pop(0)
+    with pytest.raises(AssertionError, match="was None when the model was captured"):
+        converted(x)
+
+
+class Slope(nn.Module):
+    """Whether autograd gives a gradient depends on what is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.fc(x)
+        found = torch.autograd.grad(y.sum(), self.other.weight, create_graph=True, allow_unused=True)[0]
+        return self.other(y if found is None else y + 100)
+
+
+@pytest.mark.parametrize("example", [True, False])
+def test_a_gradient_that_is_none(example):
+    torch.manual_seed(0)
+    model, x = Slope(), torch.randn(2, 8)
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=(x,) if example else None)
+    assert_near(converted(x), model(x))
