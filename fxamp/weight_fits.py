@@ -69,7 +69,7 @@ class _Seen:
     def __init__(self, places: list[tuple[dict[str, Any], str]]) -> None:
         self.holds = True
         self._places = places
-        self._state: tuple[list[Any], list[int]] | None = None  # None: not known since the last optimizer step
+        self._state: tuple[list[Any], list[Any]] | None = None  # None: not known since the last optimizer step
         self._steps, self._loads, self._writes = -1, -1, 0  # as if loaded just now
 
     def note(self, module: nn.Module) -> None:
@@ -102,9 +102,12 @@ class _Seen:
     def _is_recorded(self) -> bool:
         return any(capturing.is_capturing(tensor.device) for tensor in self.tensors() if tensor is not None)
 
-    def _now(self) -> tuple[list[Any], list[int]]:
+    def _now(self) -> tuple[list[Any], list[Any]]:
         tensors = [tensor for tensor in self.tensors() if tensor is not None]
-        return tensors, list(map(_VERSION, tensors))
+        try:
+            return tensors, list(map(_VERSION, tensors))
+        except RuntimeError:  # one made under inference_mode, which counts no writes, may have been written
+            return tensors, [object() if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _loads_of(module: nn.Module) -> int:

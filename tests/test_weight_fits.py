@@ -231,3 +231,39 @@ def test_training_from_a_layer_scale_makes_one_graph(example, is_loaded):
     model.load_state_dict(model.state_dict())
     model(X)
     assert len(engine_of(model).all_variants()) == 2, "a checkpoint is looked at, also after training"
+
+
+def test_weights_made_under_inference_mode_count_no_writes():
+    with torch.inference_mode():
+        plain = Scaled()
+        plain.gamma.fill_(1e-9)
+        converted = fxamp.convert(plain, torch.float16)
+        assert error(converted, plain) < 2**-9
+        plain.gamma.fill_(1.0)
+        assert error(converted, plain) < 2**-9
+        plain.gamma.fill_(1e-9)
+        assert error(converted, plain) < 2**-9, "the graph for numbers that fit was run for one that does not"
+
+
+class Remembering(nn.Module):
+    """A buffer that is another tensor after each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        self.mean = self.mean * 0.5 + x.mean(0)
+        return self.fc(x) + self.mean
+
+
+def test_training_after_a_buffer_was_made_under_inference_mode():
+    plain = Remembering()
+    converted = fxamp.convert(copy.deepcopy(plain), torch.bfloat16)
+    for model in (plain, converted):
+        with torch.inference_mode():
+            model(X)
+        model(X).sum().backward()
+    assert torch.equal(plain.mean, converted.mean)
+    assert converted.fc.weight.grad is not None
