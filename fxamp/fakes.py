@@ -121,10 +121,20 @@ class Fakes:
     def run(self, node: fx.Node, values: Callable[[fx.Node], Any]) -> Any:
         """What a call node gives for its arguments' fake values.
 
+        What autograd alone refuses (a write into a leaf, or into a piece that `chunk` gives) has a value too: calls
+        without gradients may do it, and to others torch says it again when the graph runs.
+
         Raises:
             Exception: whatever torch raises for these shapes; `is_a_limit` tells a limit of fake tensors.
         """
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values)
+        try:
+            return self._run(node, args, kwargs)
+        except RuntimeError:
+            with torch.no_grad():
+                return self._run(node, args, kwargs)
+
+    def _run(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with quietly(), self._mode:
             if node.target in _WHERE:
                 args, kwargs = _with_bool_condition(args, kwargs, _WHERE[node.target])

@@ -188,3 +188,61 @@ def test_a_batch_norm_that_averages_over_all_batches_has_a_value(norm):
     if norm is nn.BatchNorm1d:
         graph(x).sum().backward()
         assert batch_norm.num_batches_tracked == 1
+
+
+class Writes(nn.Module):
+    """Writes as autograd refuses them, which calls without gradients may make."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.fc, self.head, self.write = nn.Linear(8, 8), nn.Linear(8, 3), write
+
+    def forward(self, x):
+        return self.head(self.write(self, x))
+
+
+def into_chunks(model, x):
+    y = model.fc(x)
+    first, second = y.chunk(2, -1)
+    first.mul_(2)
+    second += first
+    return y
+
+
+def into_rows(model, x):
+    y = model.fc(x)
+    y.unbind(0)[0].zero_()
+    return y
+
+
+def into_an_input(model, x):
+    x[..., 0] = 1
+    return model.fc(x.abs_())
+
+
+def into_a_weight(model, x):
+    model.fc.weight.clamp_(-0.125, 0.125)
+    return model.fc(x)
+
+
+def by_out(model, x):
+    y = model.fc(x)
+    return torch.add(y, x, out=torch.empty_like(y))
+
+
+@pytest.mark.parametrize("example", [True, False])
+@pytest.mark.parametrize("write", [into_chunks, into_rows, into_an_input, into_a_weight, by_out])
+def test_a_write_that_autograd_refuses_is_made_where_gradients_are_off(write, example):
+    torch.manual_seed(0)
+    model, x = Writes(write), torch.randn(2, 8, requires_grad=True)
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=(x,) if example else None, capture="symbolic")
+    for mode in (torch.no_grad, torch.inference_mode):
+        given, same = (x.detach().clone().requires_grad_() for _ in range(2))
+        with mode():
+            expected, found = model(given), converted(same)
+        assert torch.equal(given, same)
+        assert not torch.equal(found, expected), "nothing ran low"
+        assert torch.allclose(found, expected, atol=2**-4)  # a few roundings to 8 bits of values below 4
+    for side in (model, converted):
+        with pytest.raises(RuntimeError, match=r"in-place operation|modified inplace|out=\.\.\. arguments"):
+            side(x.detach().clone().requires_grad_())
