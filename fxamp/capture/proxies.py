@@ -147,7 +147,7 @@ class ValueProxy(fx.Proxy):
         value = self.node.meta.get("val", UNKNOWN)
         if isinstance(value, _HASHED):
             return format(self.tracer.decide(self, "format"), how)  # type: ignore[attr-defined]
-        return str(super().__format__(how))
+        raise self.tracer._unfollowable("Python's format() of a traced value", data=True)  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         return self.__format__("")

@@ -166,3 +166,33 @@ def test_a_copy_is_tried_by_its_own_state(traces):
     assert len(traces) == 1
     converted(x)
     assert len(traces) == 1
+
+
+class Printing(nn.Module):
+    """Says what it computes."""
+
+    def __init__(self, say):
+        super().__init__()
+        self.inner, self.say = nn.Linear(8, 8), say
+
+    def forward(self, x):
+        y = self.inner(x)
+        self.say(y)
+        return y
+
+
+@pytest.mark.parametrize(
+    "say", [print, str, "{}".format, lambda y: f"{y:}"], ids=["print", "str", "format", "f-string"]
+)
+@pytest.mark.parametrize("example", [True, False])
+def test_the_text_of_a_traced_value_is_an_error_that_says_so(say, example):
+    inputs = (torch.randn(2, 8),) if example else None
+    with pytest.raises(CaptureError, match=r"test_unfollowable\.py.*format\(\) of a traced value"):
+        fxamp.convert(Printing(say), capture="symbolic", example_inputs=inputs)
+
+
+def test_what_forward_prints_is_printed_at_each_call(capsys):
+    converted = fxamp.convert(Printing(print), dtype="bfloat16")
+    for _ in range(2):
+        converted(torch.randn(2, 8))
+        assert "tensor([" in capsys.readouterr().out
