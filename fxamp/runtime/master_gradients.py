@@ -28,6 +28,24 @@ def widen_gradients_(parameters: Iterable[torch.Tensor]) -> None:
         mirror_gradient(parameter)
 
 
+def mark_used(parameters: Iterable[torch.Tensor]) -> None:
+    """Note that an optimizer has stepped with these gradients: nobody changes them any more before they are cleared.
+
+    The note is an attribute, for torch exchanges no tensor to which there are weak references (`model.to()` of shards).
+    """
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None and hasattr(parameter, MASTER):
+            setattr(gradient, _USED, gradient._version)
+
+
+def is_used(gradient: torch.Tensor | None) -> bool:
+    """Whether a gradient is as it was when an optimizer stepped with it, without another backward."""
+    return gradient is not None and getattr(gradient, _USED, None) == gradient._version
+
+
+_USED = "_fxamp_used"
+
+
 def drop_widened(parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
     """Clear widened gradients, so that the next are 16 bits again: none, or 16-bit zeros. Masters have none."""
     for parameter in parameters:

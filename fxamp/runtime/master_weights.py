@@ -70,7 +70,6 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    _used: gradients.Stamp | None = None  # the gradients of the last step, which nobody clips any more
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, masters: str = "fp32", bucket_bytes: int = BUCKET_BYTES
@@ -129,10 +128,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         have none until `unscale_`.
         """
         self._loaded.settle(self._rounding)
-        is_used = self._used is not None and self._used.holds(self)
         for parameter in gradients.parameters(self):
             master = master_of(parameter)
-            if master is not None and not is_used:
+            if master is not None and not master_gradients.is_used(parameter.grad):
                 master_gradients.widen_gradients_([parameter])
             else:
                 master_gradients.take_gradient(parameter)
@@ -187,7 +185,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             return self._call_whole(self.optimizer.step, closure, gives_back=False)
         inverse = None if grad_scale is None else grad_scale.double().reciprocal().float()
         returned = self._step_all(inverse, found_inf)
-        self._used = gradients.stamp(self)
+        master_gradients.mark_used(gradients.parameters(self))
         return returned
 
     def _step_all(self, inverse: torch.Tensor | None, found_inf: torch.Tensor | None) -> Any:
