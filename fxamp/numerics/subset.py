@@ -1,6 +1,10 @@
 """A small set that passes a test, found in a bounded number of runs."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+# A set of at most this many names is compared with smaller ones, made of this many candidates: 298 sets at most.
+_LARGEST_COMPARED, _COMPARED_WITH = 4, 12
 
 
 class SubsetSearch:
@@ -80,3 +84,25 @@ class SubsetSearch:
             else:
                 parts = min(2 * parts, len(chosen))
         return chosen, True
+
+    def smaller(self, chosen: Sequence[str], candidates: Sequence[str]) -> Sequence[str]:
+        """A set of fewer names, where one of the first candidates passes before the runs are used up; else `chosen`.
+
+        What is part of a set that did not pass is not tried.
+        """
+        while 1 < len(chosen) <= _LARGEST_COMPARED:
+            found = next(filter(self.passes, self._untried(candidates[:_COMPARED_WITH], len(chosen) - 1)), None)
+            if found is None:
+                return chosen
+            chosen = found
+        return chosen
+
+    def _untried(self, candidates: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+        """Sets of one size, those of the first candidates first, for as long as runs are left."""
+        for places in sorted(itertools.combinations(range(len(candidates)), size), key=sum):
+            names = [candidates[place] for place in places]
+            failed = (known for known, error in self.known.items() if error > self.tolerance)
+            if self.is_used_up:
+                return
+            if not any(known.issuperset(names) for known in failed):
+                yield names

@@ -73,7 +73,9 @@ def fix_destroyed_values(ruling: Ruling, node: fx.Node) -> None:
         ruling.fix(node, "high", "taint", f"holds numbers beyond {dtype_name(low)}'s range, from {name}", carrier)
     elif node in ruling.integers:
         carrier = ruling.first_source(node, ruling.integers)
-        ruling.fix(node, "high", "integers", "is made of positions or exact integers, which low precision rounds", carrier)
+        ruling.fix(
+            node, "high", "integers", "is made of positions or exact integers, which low precision rounds", carrier
+        )
     elif op == "mul" and _multiplies_itself(ruling, node):
         ruling.fix(node, "high", "square", "a square overflows fp16 from 256 and loses half the exponent range")
         ruling.colours[node] = "deny"
