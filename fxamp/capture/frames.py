@@ -125,7 +125,7 @@ class _Overheard(logging.Filter):
             return True
         if text.startswith(_LIMIT) and isinstance(record.args, tuple):
             limit, most, function, reason = map(str, record.args[:4])
-            reason = reason.strip() or "not known"
+            reason = reason.partition("\nUser stack trace")[0].strip() or "not known"
             allowed = f"torch._dynamo.config.{limit} = {most} allows ({reason})"
             hear(function, f"it was captured as often as {allowed}. {_KEEP_OUT}")
             return False

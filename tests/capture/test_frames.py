@@ -135,6 +135,24 @@ def test_a_frame_that_is_captured_too_often_is_told(is_apart: bool, caplog, monk
     assert not [record for record in caplog.records if record.name.startswith("torch._dynamo")]
 
 
+def test_the_reason_of_a_limit_is_one_line() -> None:
+    told = []
+    limit = (
+        "recompile_limit",
+        8,
+        "'forward' (net.py:3)",
+        "0/7: type=<class 'Net'>\nUser stack trace:\n  File 'x'",
+        "url",
+    )
+    record = logging.LogRecord(
+        "torch._dynamo.convert_frame", logging.WARNING, "", 0, fxamp.capture.frames._LIMIT, limit, None
+    )
+    with fxamp.capture.frames.captures_apart(lambda _, why: told.append(why)):
+        assert not fxamp.capture.frames._overheard.filter(record)
+    assert len(told) == 1
+    assert "(0/7: type=<class 'Net'>)." in told[0]
+
+
 class Odd(tuple):
     """Dynamo asks for the length when it guards a tuple."""
 
