@@ -93,7 +93,9 @@ class DynamoForward:
         self.weights: set[str] = set()
         self.shared: dict[str, str] = {}
         self.given_up: dict[str, str] = {}
-        self._captures: collections.Counter[int] = collections.Counter()  # by frame
+        self._captures: collections.Counter[int] = collections.Counter()  # by frame: in how many calls
+        self._captured_at: dict[int, int] = {}  # by frame: in which call last
+        self._alike = 1
         self._refusal: Exception | None = None
         self._not_run: Variant | None = None
         self._grown_at = 1
@@ -127,14 +129,19 @@ class DynamoForward:
         self.calls += 1
         self._seen = weakref.ref(module)
         if self._compiled is None:
-            self.variants, self._nested = [], nested(module)
+            self.variants, self._nested, self._alike = [], nested(module), _most_alike(module)
             self.protected = protected_lines(base, module, args, kwargs)
             self._compiled = compile_apart(base.forward, _weak_backend(self))
         running = self._compiled, self.variants, failed_captures()  # held while it runs, whatever other threads do
         known = len(running[1])
         try:
             inside = plain_inside(module, self._nested) if self._nested else contextlib.nullcontext()
-            with modes_wait(), casts_into(self.options.low), inside, captures_apart(self._give_up, self._is_patient()):
+            with (
+                modes_wait(),
+                casts_into(self.options.low),
+                inside,
+                captures_apart(self._give_up, self._most_captures()),
+            ):
                 result = running[0](module, *args, **kwargs)
         except BaseException as error:
             if failed_captures() != running[2]:
@@ -159,9 +166,13 @@ class DynamoForward:
         refused = self._taken_refusal() or refused_low_inputs(module, pytree.tree_leaves(given), error)
         return refused or failure(error)
 
-    def _is_patient(self) -> bool:
-        """Whether each frame was captured less often than torch allows for one function."""
-        return max(self._captures.values(), default=0) < torch._dynamo.config.recompile_limit
+    def _most_captures(self) -> int | None:
+        """How often a piece of code may be captured: for each module that runs it as often as torch allows for one.
+
+        None, so as often as torch allows for all, once a frame is captured anew in call after call.
+        """
+        allowed = int(torch._dynamo.config.recompile_limit)
+        return allowed * self._alike if max(self._captures.values(), default=0) < allowed else None
 
     def _give_up(self, function: str, why: str) -> None:
         if self._not_run is not None:  # the graph was made, and failed to be kept
@@ -207,7 +218,9 @@ class DynamoForward:
         variant.maker = self._seen
         self.variants.append(variant)
         self._grown_at = self.calls
-        self._captures[frame_number()] += 1
+        if self._captured_at.get(number := frame_number()) != self.calls:
+            self._captured_at[number] = self.calls
+            self._captures[number] += 1
         self._not_run = variant
         return variant
 
@@ -232,6 +245,13 @@ class DynamoForward:
             own = node.meta.get(ir.WEIGHT_PATH)
             if own is not None and found and own not in found:
                 self.shared[found[0]] = str(own)
+
+
+def _most_alike(model: nn.Module) -> int:
+    """How many modules there are of one class that is not torch's: they share the code of their forward."""
+    kinds = (type(module) for module in model.modules())
+    counts = collections.Counter(kind for kind in kinds if not kind.__module__.startswith("torch.nn."))
+    return max(counts.values(), default=1)
 
 
 def _weak_backend(forward: DynamoForward) -> Callable[..., Any]:

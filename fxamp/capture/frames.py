@@ -46,7 +46,7 @@ def compile_apart(function: Any, backend: Callable[..., Any]) -> Any:
 
 
 @contextlib.contextmanager
-def captures_apart(hear: Hear | None = None, is_patient: bool = True) -> Iterator[None]:
+def captures_apart(hear: Hear | None = None, most: int | None = _NO_LIMIT) -> Iterator[None]:
     """A call of what `compile_apart` made: the captures of other models do not count, recurrent layers are captured.
 
     Dynamo leaves `nn.LSTM` and its like out by default, and the frame around it too; as one node they hold no surprise.
@@ -55,15 +55,16 @@ def captures_apart(hear: Hear | None = None, is_patient: bool = True) -> Iterato
         hear: is told of each frame that Dynamo gives up, in the place of torch's own lines in the log; since torch
             2.13 that is also a frame at which Dynamo fails, which before is given up for other models too, so that
             the error is raised there. None: it is always raised.
-        is_patient: whether torch before 2.13 may capture a frame any number of times.
+        most: captures of one piece of code, which equal modules share; before torch 2.13, where those of other models
+            count, there is no limit then. None: as many as torch allows.
     """
     changed: dict[str, Any] = {"accumulated_recompile_limit": _NO_LIMIT, "allow_rnn": True}
     if hear is not None:
         _dynamos_log.addFilter(_overheard)  # once, however often it is called
         changed.update({"suppress_errors": True} if _IS_APART else {})
     _leave_out_what_fails()
-    if is_patient and not _IS_APART:
-        changed["recompile_limit"] = _NO_LIMIT
+    if most is not None:
+        changed["recompile_limit"] = most if _IS_APART else _NO_LIMIT
     was, _listening.hear = getattr(_listening, "hear", None), hear
     revert = torch._dynamo.config._make_closure_patcher(**changed)()
     try:

@@ -135,6 +135,32 @@ def test_a_frame_that_is_captured_too_often_is_told(is_apart: bool, caplog, monk
     assert not [record for record in caplog.records if record.name.startswith("torch._dynamo")]
 
 
+class Checked(nn.Module):
+    """A layer that asks for its numbers, so that each is a frame of its own; all share the code."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, out)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x * 2 if x.sum() > 1e9 else x)
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_each_of_many_modules_of_one_class_is_captured_as_often_as_torch_allows(is_apart: bool, monkeypatch) -> None:
+    if not is_apart:
+        monkeypatch.setattr(fxamp.capture.frames, "_IS_APART", False)
+    widths = range(8, 8 + 11)
+    model = nn.Sequential(*map(Checked, widths, widths[1:]))
+    converted = fxamp.convert(model, dtype=bf16)
+    for rows in (2, 3):
+        converted(torch.randn(rows, 8)).sum().backward()
+    report = fxamp.report(converted)
+    assert report.outside == ()
+    read = {row.module for row in report.rows if row.op == "linear" and row.precision == "low"}
+    assert read == {f"{number}.fc" for number in range(10)}
+
+
 def test_the_reason_of_a_limit_is_one_line() -> None:
     told = []
     limit = (
