@@ -21,7 +21,7 @@ class FakeValues:
     """Runs the nodes of one trace on fake values, aside from what is traced.
 
     Args:
-        example: the inputs of one call; None: no value is known.
+        example: the inputs of one call; None: known is what follows from the dtypes and devices of weights alone.
         fakes: makes and runs them.
     """
 
@@ -58,7 +58,9 @@ class FakeValues:
         Raises:
             OptionError: the example's values do not fit the operation.
         """
-        if self._example is None or any("val" not in given.meta for given in node.all_input_nodes):
+        if any("val" not in given.meta for given in node.all_input_nodes):
+            return UNKNOWN
+        if self._example is None and not node.meta["static"]:
             return UNKNOWN
         try:
             return self.run(node)
@@ -68,7 +70,7 @@ class FakeValues:
             if operands := low_operands(node):  # an op that does not promote: torch.autocast takes the widest dtype
                 widen(node, operands, self.run)
                 return self.of(node)
-            if is_a_limit(error) or is_foreign(node.target):
+            if self._example is None or is_a_limit(error) or is_foreign(node.target):
                 return UNKNOWN
             raise misfit(user_line(), _target_name(node), error, self._example) from None
 

@@ -55,16 +55,20 @@ def may_be_compared_by_identity(frame: types.FrameType | None) -> bool:
     """Whether a frame, or one of those that called it, compares anything by identity: an answer that errs towards yes.
 
     What is read in a loop over parameters is handed back through several functions (`module.dtype` of libraries), at
-    the farthest to the forward of the module that asks.
+    the farthest to the forward of the module that asks. It may be torch that reads: a mode passes the question on.
     """
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_library_file(file) and not file.startswith("<"):
-            return False
+    while frame is not None and _is_torchs(frame):
+        frame = frame.f_back
+    while frame is not None and not _is_torchs(frame):
         if any(_asks(code) for code in codes_of(frame.f_code)):
             return True
         frame = frame.f_back
     return False
+
+
+def _is_torchs(frame: types.FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return is_library_file(file) and not file.startswith("<")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -144,13 +144,16 @@ class ValueProxy(fx.Proxy):
         return id(self)
 
     def __format__(self, how: str) -> str:
-        value = self.node.meta.get("val", UNKNOWN)
-        if isinstance(value, _HASHED):
-            return format(self.tracer.decide(self, "format"), how)  # type: ignore[attr-defined]
-        raise self.tracer._unfollowable("Python's format() of a traced value", data=True)  # type: ignore[attr-defined]
+        return format(self.tracer.decide(self, "format"), how)  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         return self.__format__("")
+
+    def __repr__(self) -> str:
+        """That of a number, a dtype or a device, so that texts of tuples know it; else the proxy's own."""
+        if is_value(self) and isinstance(self.node.meta.get("val", UNKNOWN), _HASHED):
+            return repr(self.tracer.decide(self, "repr"))  # type: ignore[attr-defined]
+        return super().__repr__()
 
     def __int__(self) -> int:
         return int(self.tracer.decide(self, "int"))  # type: ignore[attr-defined]

@@ -134,11 +134,11 @@ def honest_questions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_answers(tracer: Any) -> Iterator[None]:
-    """`torch.finfo(x.dtype)` and `torch._check(x.shape[0] == 4)` in the model are as in eager.
+    """`torch.finfo(x.dtype)`, `torch.set_default_dtype(x.dtype)` and `torch._check(x.shape[0] == 4)` are as in eager.
 
     torch's own take no traced dtype and no traced flag.
     """
-    originals = {name: getattr(torch, name) for name in ("finfo", "iinfo", "_check_with")}
+    originals = {name: getattr(torch, name) for name in ("finfo", "iinfo", "set_default_dtype", "_check_with")}
 
     def asking(name: str, original: Any) -> Callable[..., Any]:
         def answer(*given: Any, **kwargs: Any) -> Any:

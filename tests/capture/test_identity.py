@@ -92,11 +92,19 @@ def dtype_of_parameters(module):
     return next(weight.dtype for weight in module.parameters() if weight.is_floating_point())
 
 
+def in_a_region(m, x, h, mask):
+    with torch.device("cpu"):
+        dtype = dtype_of_parameters(m)
+    return dtype is torch.float32
+
+
 QUESTIONS = {
     "a parameter's": lambda m, x, h, mask: next(m.parameters()).dtype is torch.float32,
     "parameters', from a function": lambda m, x, h, mask: dtype_of_parameters(m) is torch.float32,
     "parameters', among others": lambda m, x, h, mask: dtype_of_parameters(m) in (torch.float32, torch.float64),
     "parameters', as a key": lambda m, x, h, mask: {torch.float32: True}[dtype_of_parameters(m)],
+    "parameters', in a device's region": in_a_region,
+    "parameters', in a text": lambda m, x, h, mask: "float32" in f"{(0, dtype_of_parameters(m))}",
     "two at once": two_at_once,
     "conditional": conditional,
     "conditional, inline": lambda m, x, h, mask: (x.dtype if mask is None else mask.dtype) is torch.bool,
@@ -185,6 +193,41 @@ def test_a_conversion_to_the_dtype_of_the_parameters_is_no_wish_for_float32(of, 
     converted = fxamp.convert(model, LOW, (X,), opt_level=opt_level, capture="symbolic")
     assert [row.precision for row in fxamp.report(converted).rows if row.op == "linear"] == ["low"] * 3
     assert converted(X).dtype == torch.float32
+
+
+def by_default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    now = torch.get_default_dtype()
+    torch.set_default_dtype(before)
+    return now is torch.float32
+
+
+OF_PARAMETERS = {
+    "equal": lambda dtype: dtype == torch.float32,
+    "among": lambda dtype: dtype in (torch.float16, torch.float32),
+    "a key": lambda dtype: {torch.float32: True}[dtype],
+    "a text": lambda dtype: f"{dtype}".endswith("float32"),
+    "limits": lambda dtype: torch.finfo(dtype).eps < 1e-6,
+    "true": lambda dtype: bool(dtype),
+    "by default": by_default_dtype,
+    "promoted": lambda dtype: torch.promote_types(dtype, torch.float16) == torch.float32,
+}
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("asks", OF_PARAMETERS.values(), ids=OF_PARAMETERS)
+def test_the_dtype_of_the_parameters_needs_no_example(asks, opt_level):
+    model = Model(lambda m, x, h, mask: asks(dtype_of_parameters(m)))
+    expected = model(X, MASK)
+    converted = fxamp.convert(model, LOW, opt_level=opt_level, capture="symbolic")
+    assert fxamp.report(converted).is_preview
+    torch.testing.assert_close(converted(X, MASK), expected, atol=0.05, rtol=0.02)
+
+
+def test_a_tensor_in_a_text_is_refused_by_its_line():
+    with pytest.raises(fxamp.CaptureError, match=r"test_identity.py:\d+: Python's format\(\) of a traced value"):
+        fxamp.convert(Model(lambda m, x, h, mask: "nan" not in f"{x}"), LOW, (X, MASK), capture="symbolic")
 
 
 @pytest.mark.parametrize("device_type", ["x.device.type", "keyword"])
