@@ -40,8 +40,11 @@ class ConnectOutputs(Pass):
     def apply(self, graph: fx.Graph) -> bool:
         aliases, regions = find_aliases(graph), grad_regions(graph)
         (output,) = graph.find_nodes(op="output")
-        changed = [self._connect(graph, cast, aliases, regions) for cast in output.all_input_nodes if _is_copy(cast)]
-        return any(changed)
+        changed = False
+        for cast in output.all_input_nodes:
+            if cast in output.all_input_nodes and _is_copy(cast):  # one before it may have left it out
+                changed |= self._connect(graph, cast, aliases, regions)
+        return changed
 
     def _connect(self, graph: fx.Graph, copy: fx.Node, aliases: Aliases, regions: dict[fx.Node, int]) -> bool:
         value = copy.all_input_nodes[0]

@@ -167,3 +167,20 @@ def test_through_a_loss_in_forward():
     assert torch.autograd.grad(loss, logits)[0].shape == (4, 16)
     report = fxamp.report(model)
     assert (report.casts_to_low, report.casts_to_high) == (1, 1)  # one copy for the caller and the loss
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("slice_of", [lambda h: h[:, 0], lambda h: h.float()[:, 0]], ids=["low", "float32"])
+def test_a_result_and_a_slice_of_it(slice_of, opt_level):
+    """The slice moves the float32 copy, so its own copy is left out."""
+
+    class Pooled(nn.Linear):
+        def forward(self, x):
+            hidden = super().forward(x)
+            return hidden.float(), slice_of(hidden)
+
+    converted = fxamp.convert(Pooled(8, 8), torch.bfloat16, (X,), opt_level=opt_level)
+    hidden, first = converted(X)
+    assert (hidden.dtype, first.dtype) == (torch.float32, torch.float32) and torch.equal(hidden[:, 0], first)
+    (gradient,) = torch.autograd.grad(first.sum(), hidden, allow_unused=True)
+    assert gradient is not None
