@@ -167,6 +167,15 @@ def test_another_process_trains_on_with_the_masters_of_its_optimizer():
     assert all(torch.equal(state[name], value - 2.0**-12) for name, value in exact.items())
 
 
+def test_another_process_shares_masters_as_it_shares_parameters():
+    model = converted("O2")
+    twin = pickle.loads(ForkingPickler.dumps(model))
+    low = next(name for name, parameter in model.named_parameters() if master_of(parameter) is not None)
+    ours, theirs = (master_of(each.get_parameter(low)) for each in (model, twin))
+    ours.add_(1.0)
+    assert torch.equal(ours, theirs)
+
+
 def test_names_that_a_users_hook_maps_are_loaded_exactly():
     model = converted("O2")
     exact = {f"old.{name}": value + 2.0**-12 for name, value in model.state_dict().items()}
