@@ -216,6 +216,7 @@ class DynamoForward:
             raise
         variant.captured.forget_values()
         variant.maker = self._seen
+        hash(variant.maker)  # a reference that was not asked for it has none once the model is gone
         self.variants.append(variant)
         self._grown_at = self.calls
         if self._captured_at.get(number := frame_number()) != self.calls:

@@ -190,6 +190,7 @@ def _convert_blocks(
     for path, inner in outer.blocks.items():
         if not inner.all_variants():
             _first_graph(sibling.get_submodule(path), inner, None)
+    outer.mark_blocks(sibling)
     check_overrides(
         [each.graph for each in outer.graphs()], options.overrides, [path for path, _ in model.named_modules()]
     )

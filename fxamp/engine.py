@@ -174,6 +174,7 @@ class Engine:
             self.announced = state
             if not count:
                 self.previews.clear()  # Dynamo gave up, whatever the preview promised
+            self.mark_blocks(module)
             self.workshop.announce(module)
 
     def capture(
@@ -296,6 +297,25 @@ class Engine:
         made = [*self._own_variants(), *(self.dynamo.variants if self.dynamo else ())]
         return [variant for variant in made if not variant.is_preview] or made or self.previews
 
+    def mark_blocks(self, module: nn.Module) -> None:
+        """Note on Dynamo's graphs for blocks which of them each is for.
+
+        1. Dynamo makes graphs for each of equal blocks; one that has none is taken to run those of the first.
+        2. Those that ran on fake tensors are gone: they are taken to have been called in their order.
+        """
+        for engine in {id(inner): inner for inner in self.blocks.values()}.values():
+            places = {id(module.get_submodule(path)): path for path, inner in self.blocks.items() if inner is engine}
+            made = [variant for variant in engine.all_variants() if variant.maker is not None or not variant.blocks]
+            makers = list(dict.fromkeys(variant.maker for variant in made))
+            known = {maker: places.get(id(maker and maker()), "") for maker in makers}
+            if not any(known.values()):
+                known |= dict(zip(makers, places.values(), strict=False))
+            first = next(filter(None, known.values()), "")
+            others = tuple(path for path in places.values() if path not in known.values())
+            for variant in made:
+                if path := known[variant.maker]:
+                    mark_block(variant, (path, *others) if path == first else (path,))
+
     def _own_variants(self) -> list[Variant]:
         return [variant for known in self.variants.values() for variant in known]
 
@@ -306,8 +326,8 @@ class Engine:
 
 
 def mark_block(variant: Variant, paths: tuple[str, ...]) -> None:
-    """Note on a graph, and on its nodes, which block of the model it is for."""
-    variant.where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} like it"
+    """Note on a graph, and on its nodes, which blocks of the model it is for."""
+    variant.blocks = paths
     for node in variant.graph.nodes:
         node.meta[BLOCK_PATH] = paths[0]
 

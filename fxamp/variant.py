@@ -43,7 +43,7 @@ class Variant:
         before: text of the captured graph, as code.
         compiled: the rewritten graph as a function.
         total_nodes: of the captured graph, before any pass.
-        where: the block of the model it is for, "" for the model itself.
+        blocks: paths of the blocks of the model it is for, none where it is for the model itself.
         is_preview: made from assumed types or for fake tensors: never run on data, only shown.
         maker: the model whose call made it, where Dynamo did.
         again: the graph as it was captured, rewritten under other options; None where the model can be captured
@@ -59,7 +59,7 @@ class Variant:
     compiled: CompiledForward
     total_nodes: int
     is_preview: bool = False
-    where: str = ""
+    blocks: tuple[str, ...] = ()
     maker: "weakref.ref[nn.Module] | None" = dataclasses.field(default=None, repr=False, compare=False)
     is_for_transforms: bool | None = None
     again: Callable[[Any], "Variant"] | None = dataclasses.field(default=None, repr=False, compare=False)
@@ -76,6 +76,12 @@ class Variant:
         self.empty = [(cell.path or "", cell.name) for cell in cells if cell.is_none]
         self.kept = [(cell.path or "", cell.name, cell.frozen[0], cell.frozen[1]) for cell in cells if cell.is_kept]
         self.memory = memory_between(self.captured)
+
+    @property
+    def where(self) -> str:
+        """The blocks it is for, in words, "" for the model itself."""
+        others = len(self.blocks) - 1
+        return f"{self.blocks[0]} and {others} like it" if others > 0 else "".join(self.blocks)
 
     @property
     def graph(self) -> fx.Graph:

@@ -189,6 +189,43 @@ def test_blocks_that_dynamo_captures_count_as_often_as_they_run(example):
         assert not report.is_preview and not report.outside[1:]
 
 
+@pytest.mark.parametrize(("example", "is_called"), [(None, True), ((X,), False), ((X,), True)])
+def test_explain_knows_the_parts_and_lines_of_blocks_that_dynamo_captures(example, is_called):
+    converted = fxamp.convert(KeepingNet(3), LOW, boundaries="blocks", example_inputs=example)
+    if is_called:
+        converted(X)
+    report = fxamp.report(converted)
+    assert [title.split(":")[0] for title in report.titles] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert {row.module for row in report.rows if row.op == "linear"} == {f"blocks.{n}.fc" for n in range(3)}
+    for n in range(3):
+        assert f"blocks.{n}.fc" in fxamp.explain(converted, f"blocks.{n}.fc")
+        assert "relu" in fxamp.explain(converted, f"blocks.{n}")
+    line = KeepingBlock.forward.__code__.co_firstlineno + 1
+    assert fxamp.explain(converted, f"test_boundaries.py:{line}").startswith("source line")
+    moved = fxamp.what_if(converted, deny=["linear"])
+    assert not moved.low_precision_nodes
+    assert {row.module for row in moved.rows if row.op == "linear"} == {
+        row.module for row in fxamp.report(converted).rows if row.op == "linear"
+    }
+
+
+def test_explain_answers_for_a_block_that_runs_the_graph_of_its_like():
+    _, converted = pair()
+    converted(X)
+    said = fxamp.explain(converted, "blocks.2.mixer.up")
+    assert said.startswith("blocks.2.mixer.up is run by the graph that was made for blocks.0.mixer.up:")
+
+
+def test_a_graph_of_dynamo_that_holds_for_equal_blocks_is_for_all_of_them():
+    x = torch.ones(3, 8, requires_grad=True)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+    converted = fxamp.convert(nn.Sequential(blocks), LOW, boundaries=["0.0", "0.1", "0.2"], capture="dynamo")
+    converted(x)
+    report = fxamp.report(converted)
+    assert [title.split(":")[0] for title in report.titles] == ["0.0 and 2 like it"] and report.runs == (3,)
+    assert fxamp.explain(converted, "0.2.0").startswith("0.2.0 is run by the graph that was made for 0.0.0:")
+
+
 def test_blocks_that_differ_have_graphs_of_their_own():
     _, converted = pair(numbered=True)
     assert len(set(map(id, engine_of(converted).blocks.values()))) == 3

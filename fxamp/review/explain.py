@@ -45,7 +45,7 @@ def explain(converted: nn.Module, name: str) -> str:
     lists: OpLists = engine.options.lists
     outcomes, other = Outcomes(converted, built), run_as(engine, name)
     text = _explained(built, lists, outcomes, name if other is None else other)
-    return text if other is None else f"{name} is run by the graph that Dynamo made for {other}:\n\n{text}"
+    return text if other is None else f"{name} is run by the graph that was made for {other}:\n\n{text}"
 
 
 def _explained(built: Report, lists: OpLists, outcomes: Outcomes, name: str) -> str:

@@ -52,6 +52,13 @@ def overrides_without_effect(engine: Engine) -> list[str]:
     return list(found.values())
 
 
+def _equal_blocks(engine: Engine) -> dict[str, str]:
+    """Block that is converted by itself and has no graph of its own -> the equal block whose graphs run it."""
+    graphs = [variant for variant in engine.graphs() if variant.blocks]
+    made = {variant.blocks[0] for variant in graphs}
+    return {path: variant.blocks[0] for variant in graphs for path in variant.blocks[1:] if path not in made}
+
+
 def _override_of(weight: str, overrides: Mapping[str, Any]) -> Any:
     """The colour that overrides give to the module that holds a weight: the innermost path, then a glob."""
     parts = weight.split(".")[:-1]
@@ -63,7 +70,7 @@ def _override_of(weight: str, overrides: Mapping[str, Any]) -> Any:
 
 def run_as(engine: Engine, name: str) -> str | None:
     """The name, inside the module whose graph runs it, of what stands in a module that has no graph of its own."""
-    for other, own in shared_modules(engine).items():
+    for other, own in (*shared_modules(engine).items(), *_equal_blocks(engine).items()):
         if name == other or name.startswith(f"{other}."):
             return own + name.removeprefix(other)
     return None

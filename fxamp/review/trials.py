@@ -82,15 +82,14 @@ class Trials:
         rewrite = getattr(self.engine.dynamo, "rewrite", None)
         if variant.again is not None or rewrite is None:
             changes = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-            return rebuild_variant(self.converted, self.engine, variant, **changes)
+            found = rebuild_variant(self.converted, self.engine, variant, **changes)
+            return _for_blocks_of(variant, found)
         with modes_of(variant, self.plain):
             capture = self._captured(variant, options.lists)
             captured = capture.copy()
             rewrite(captured, None if variant.is_preview else capture.fakes, options)
         found = Variant(captured, "", _NOT_RUN, len(capture.captured.graph.nodes), variant.is_preview)
-        if self.engine.is_boundary:
-            mark_block(found, self.engine.paths)
-        return found
+        return _for_blocks_of(variant, found)
 
     def _captured(self, variant: Variant, lists: OpLists) -> "_Capture":
         new = frozenset(op for op in lists if op not in self.engine.options.lists)
@@ -251,3 +250,10 @@ def _stored(plain: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[N
     finally:
         for entries, name, parameter in before:
             entries[name] = parameter
+
+
+def _for_blocks_of(variant: Variant, found: Variant) -> Variant:
+    """A graph that was made anew, for the blocks of the model that the first one is for."""
+    if variant.blocks:
+        mark_block(found, variant.blocks)
+    return found
