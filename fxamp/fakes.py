@@ -153,6 +153,8 @@ class Fakes:
             CaptureError: it writes into an argument, or fails without its hooks.
         """
         module = self.root.get_submodule(path)
+        args, kwargs = _own_containers((args, kwargs))  # those of a graph's node refuse to be written
+        held = _held_by((args, kwargs))
         given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         before = [value._version for value in given]
         try:
@@ -170,7 +172,37 @@ class Fakes:
                 f"{path!r} stays whole (hooks on it, or boundaries=) and writes into an argument, which the graph "
                 "around it cannot see. Return the new value from it instead."
             )
+        if _held_by((args, kwargs)) != held:
+            raise CaptureError(
+                f"{path!r} stays whole (hooks on it, or boundaries=) and adds to or changes a list or dictionary that "
+                "it is given, which the graph around it cannot see. Return the new value from it instead."
+            )
         return result
+
+
+def holds_container(arguments: Any) -> bool:
+    """Whether a list or dictionary is among arguments, which the module that is given it may write."""
+    if isinstance(arguments, (list, dict)):
+        return True
+    return isinstance(arguments, tuple) and any(map(holds_container, arguments))
+
+
+def _own_containers(value: Any) -> Any:
+    """The same values in lists and dictionaries that may be written."""
+    if isinstance(value, list):
+        return [_own_containers(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _own_containers(each) for name, each in value.items()}
+    return tuple(map(_own_containers, value)) if type(value) is tuple else value
+
+
+def _held_by(value: Any) -> Any:
+    """What lists and dictionaries hold: equal as long as those hold the same objects."""
+    if isinstance(value, (list, tuple)):
+        return list(map(_held_by, value))
+    if isinstance(value, dict):
+        return [(name, _held_by(each)) for name, each in value.items()]
+    return id(value)
 
 
 def _without_counting(twin: nn.Module) -> nn.Module:

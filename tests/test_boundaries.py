@@ -209,6 +209,52 @@ def test_explain_knows_the_parts_and_lines_of_blocks_that_dynamo_captures(exampl
     }
 
 
+class ContainerNet(nn.Module):
+    """Its blocks add to a list or a dictionary that they are given, which it reads in the end."""
+
+    def __init__(self, kind, is_late=False):
+        super().__init__()
+        self.kind, self.is_late = kind, is_late
+        self.blocks = nn.ModuleList(AddingBlock() for _ in range(2))
+
+    def forward(self, x):
+        kept = self.kind()
+        if self.is_late:
+            x = x[x[:, 0].abs() > 0]
+        for block in self.blocks:
+            x = block(x, into={"nested": (kept,)})
+        return x + sum(kept.values() if isinstance(kept, dict) else kept)
+
+
+class AddingBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x, into):
+        x, kept = self.fc(x), into["nested"][0]
+        if isinstance(kept, dict):
+            kept[len(kept)] = x
+        else:
+            kept.append(x)
+        return x.relu()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("kind", [list, dict])
+@pytest.mark.parametrize("example", [None, (X,)])
+def test_blocks_that_add_to_a_container_they_are_given_run_as_written_around(kind, is_late, example):
+    model = ContainerNet(kind, is_late)
+    converted = fxamp.convert(model, LOW, boundaries="blocks", example_inputs=example)
+    assert distance(model, converted) < 2**-6  # two products and their sum, each rounded to 8 bits
+    assert fxamp.report(converted).low_precision_nodes == 2
+
+
+def test_asked_for_symbolic_capture_such_a_block_is_named():
+    with pytest.raises(CaptureError, match=r"'blocks\.0' stays whole .* adds to or changes a list or dictionary"):
+        fxamp.convert(ContainerNet(list), LOW, boundaries="blocks", capture="symbolic", example_inputs=(X,))
+
+
 def test_explain_answers_for_a_block_that_runs_the_graph_of_its_like():
     _, converted = pair()
     converted(X)

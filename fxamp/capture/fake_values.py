@@ -13,8 +13,8 @@ from fxamp.capture.guesses import guess
 from fxamp.capture.inputs import misfit
 from fxamp.capture.locations import user_line
 from fxamp.capture.promotion import low_operands, widen
-from fxamp.errors import FxampError
-from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign
+from fxamp.errors import CaptureError, FxampError
+from fxamp.fakes import UNKNOWN, Fakes, holds_container, is_a_limit, is_foreign
 
 
 class FakeValues:
@@ -86,6 +86,16 @@ class FakeValues:
         return result
 
     def guess(self, node: fx.Node) -> Any:
+        """A value of the right rank and dtype for a node whose value is not known; UNKNOWN where there is none.
+
+        Raises:
+            CaptureError: whether it writes a list or dictionary cannot be seen.
+        """
+        if node.op == "call_module" and holds_container((*node.args, *node.kwargs.values())):
+            raise CaptureError(
+                f"{user_line()}: {node.target!r} stays whole (hooks on it, or boundaries=) and is given a list or "
+                "dictionary, and what it adds to or changes there cannot be seen where sizes depend on data"
+            )
         with self.aside():
             return guess(node, lambda values: self._fakes.run(node, values))
 
