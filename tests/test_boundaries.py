@@ -181,7 +181,7 @@ def test_blocks_that_dynamo_captures_count_as_often_as_they_run(example):
     converted = fxamp.convert(KeepingNet(3), LOW, boundaries="blocks", example_inputs=example)
     if example is not None:
         report = fxamp.report(converted)
-        assert (report.is_preview, report.low_precision_nodes) == (True, 3)
+        assert (report.is_preview, report.low_precision_nodes, report.outside) == (True, 3, ())
     for x in (X, X):
         converted(x)
         report = fxamp.report(converted)
@@ -247,7 +247,8 @@ def test_blocks_that_add_to_a_container_they_are_given_run_as_written_around(kin
     model = ContainerNet(kind, is_late)
     converted = fxamp.convert(model, LOW, boundaries="blocks", example_inputs=example)
     assert distance(model, converted) < 2**-6  # two products and their sum, each rounded to 8 bits
-    assert fxamp.report(converted).low_precision_nodes == 2
+    report = fxamp.report(converted)
+    assert report.low_precision_nodes == 2 and report.outside == ()  # every weight is a block's
 
 
 def test_asked_for_symbolic_capture_such_a_block_is_named():

@@ -40,16 +40,18 @@ def unread_parameters(model: nn.Module, variants: Sequence[Variant]) -> list[str
     if getattr(getattr(engine_of(model), "dynamo", None), "calls", 0):
         return []
     read: set[int] = set()
+    parts = dict(model.named_modules(remove_duplicate=False))
     for variant in variants:
-        root = variant.captured.root
+        # copies of a model share graphs, and so do equal blocks
+        owners = [model, *(parts[path] for path in variant.blocks if path in parts)]
         for node in variant.graph.nodes:
             if node.op == "call_module":
-                for owner in (root, model):  # copies of a model share graphs
+                for owner in (variant.captured.root, *owners):
                     with contextlib.suppress(AttributeError):
                         read.update(map(id, owner.get_submodule(str(node.target)).parameters()))
             elif ir.is_weight(node):
-                weights = (variant.captured.weight(node), ir.attribute(model, ir.weight_path(node)))
-                read.update(map(id, weights))
+                weights = (ir.attribute(owner, ir.weight_path(node)) for owner in owners)
+                read.update(map(id, (variant.captured.weight(node), *weights)))
     left = {name: weight for name, weight in model.named_parameters() if id(weight) not in read}
     if not left or not variants:
         return []

@@ -47,6 +47,8 @@ def _around_blocks(engine: Engine, model: nn.Module) -> tuple[float, str]:
         return 0.0, ""
     sizes = {name: weight.numel() for name, weight in _matrices(model)}
     left = [name for name in sizes if not name.startswith(tuple(f"{path}." for path in engine.blocks))]
+    if not left:
+        return 0.0, ""
     share = sum(sizes[name] for name in left) / max(1, sum(sizes.values()))
     return (
         share,
