@@ -185,6 +185,19 @@ def test_a_tolerance_that_is_met_needs_no_entry():
     assert "nothing needs to be denied" in str(found)
 
 
+def test_a_set_of_three_gives_way_to_a_pair(monkeypatch):
+    order = []
+
+    def error(search, denied):
+        order[:] = order or denied  # after none, all are denied, the worst first
+        enough = set(order[:3]), set(order[3:5])
+        return 0.0 if order and any(each <= set(denied) for each in enough) else 1.0
+
+    monkeypatch.setattr("fxamp.numerics.bisect._Search._run", error)
+    found = find_deny(*pair(), (X,), tolerance=0.5, progress=False)
+    assert len(order) >= 5 and set(found.nodes) == set(order[3:5]) and found.is_minimal
+
+
 def test_the_number_of_runs_is_bounded_and_said():
     found = find_deny(*pair((0, 2, 4)), (X,), tolerance=1e-5, max_runs=4, progress=False)
     assert found.runs <= 5 and not found.is_minimal

@@ -39,6 +39,10 @@ def test_every_pair_is_found_in_few_runs(pair):
     assert found(sets, "abcdefgh") == "".join(pair) and sets.runs <= 40
 
 
+def test_the_first_candidates_are_tried_first():
+    assert found(search("abc", "bd", max_runs=20), "abcdefghijkl") == "bd"
+
+
 def test_no_more_runs_are_made_than_allowed():
     for max_runs in range(2, 30):
         sets = search("abcd", "jk", max_runs=max_runs)

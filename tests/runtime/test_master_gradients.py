@@ -182,6 +182,18 @@ def test_a_look_at_masters_changes_no_step(zeroes, micro_steps):
     assert_masters_are(optimizer, reference)
 
 
+def test_a_backward_onto_gradients_that_were_used_is_seen_in_masters():
+    parameters, reference = weights(torch.bfloat16), weights()
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(parameters, lr=0.25))
+    for step in range(2):  # nothing is cleared between
+        for each in (parameters, reference):
+            loss_of(each).backward()
+        if step == 0:
+            optimizer.step()
+    for master, parameter in zip(optimizer.master_params(), reference, strict=True):
+        assert torch.equal(master.grad, parameter.grad)
+
+
 @pytest.mark.parametrize("scaler_class", [LossScaler, NoOpLossScaler])
 def test_after_the_step_a_look_at_masters_leaves_the_gradients_as_they_are(scaler_class):
     parameters = weights(torch.bfloat16)
