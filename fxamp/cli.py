@@ -10,14 +10,13 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from fxamp import demo
 from fxamp.cli_measure import OK, run_audit, run_compare, run_diff, run_profile
 from fxamp.cli_review import DTYPES, converted, run_explain, run_inspect, run_lists
 from fxamp.cli_types import new_file, number, path
-from fxamp.errors import FxampError, OptionError, nearest
+from fxamp.errors import FxampError, FxampWarning, OptionError, nearest
 from fxamp.lists import COLOURS
 from fxamp.passes.policy import LEVELS
 from fxamp.review.announce import configure_logging
@@ -53,11 +52,12 @@ nothing else.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    configure_logging()
-    chosen = _parser().parse_args(arguments)
     code = OK
     try:
-        code = _run(chosen)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            configure_logging()
+            code = _run(_parser().parse_args(arguments))
         _flush()  # where the disk is full, it shows here and not when Python ends
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         _drop_stdout()
@@ -71,9 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(chosen: argparse.Namespace) -> int:
     """The exit code of one command; whatever it raises is told in a sentence, but for trouble with standard output."""
     try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            return int(chosen.run(chosen))
+        return int(chosen.run(chosen))
     except FxampError as error:
         return _wrong(str(error))
     except KeyboardInterrupt:
@@ -112,8 +110,8 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A warning of fxamp's as a sentence; the line of fxamp that gave it tells the user nothing."""
-    if Path(filename).is_relative_to(Path(__file__).parent):
+    """A warning of fxamp's as a sentence; no line of a program led to it."""
+    if issubclass(category, FxampWarning):
         print(f"fxamp: warning: {message}", file=sys.stderr)
     else:
         print(warnings.formatwarning(message, category, filename, lineno), end="", file=sys.stderr)

@@ -1,7 +1,17 @@
-"""Every error the package raises: an FxampError that is also the builtin a Python user expects."""
+"""Every error the package raises, an FxampError that is also the builtin a Python user expects; and its warnings."""
 
+import contextlib
 import difflib
+import os
+import sys
+import warnings
 from collections.abc import Iterable
+
+import torch
+
+_FOLDERS = (os.path.join(os.path.dirname(file), "") for file in (__file__, torch.__file__))
+_INSIDE = (*_FOLDERS, contextlib.__file__)  # the last for the decorators of both
+_warned: set[str] = set()
 
 
 class FxampError(Exception):
@@ -38,6 +48,25 @@ class ShardedParameterError(FxampError, RuntimeError):
 
 class CheckpointError(FxampError, RuntimeError):
     """A checkpoint cannot be written, read or applied."""
+
+
+class FxampWarning(UserWarning):
+    """What fxamp warns of by `warnings.warn`; the message names the culprit and the remedy."""
+
+
+def warn(text: str) -> None:
+    """Give an FxampWarning with the user's own line: that the nearest caller outside of this package and torch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, FxampWarning, stacklevel=level)
+
+
+def warn_once(text: str) -> None:
+    """Warn, unless this process has already said so: a model has several graphs, and the first one is a preview."""
+    if text not in _warned:
+        _warned.add(text)
+        warn(text)
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

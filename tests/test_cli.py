@@ -377,6 +377,16 @@ def test_a_warning_is_a_sentence_without_a_line_of_fxamps(capsys):
     assert "UserWarning" not in said and ".py:" not in said
 
 
+def test_a_warning_of_the_environment_is_a_sentence_too(monkeypatch):
+    for variable, value in (("DENYLST_ADD", "exp"), ("DENYLIST_ADD", "gellu"), ("LOG_LEVEL", "DEBG")):
+        monkeypatch.setenv(f"FXAMP_{variable}", value)
+    command = [sys.executable, "-m", "fxamp", "inspect", "cli_models:with_inputs"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+    hints = ("FXAMP_LOG_LEVEL=DEBG is no level.", "FXAMP_DENYLST_ADD is not", "FXAMP_DENYLIST_ADD: 'gellu' is not")
+    assert len(said) == len(hints), said
+    assert all(line.startswith(f"fxamp: warning: {hint}") for line, hint in zip(said, hints, strict=True)), said
+
+
 def test_control_c_is_exit_code_130(monkeypatch, capsys):
     def interrupted(chosen):
         raise KeyboardInterrupt

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from fxamp.errors import OpListError
-from fxamp.lists.environment import EnvironmentChange, read_environment, warn_once
+from fxamp.errors import OpListError, warn_once
+from fxamp.lists.environment import EnvironmentChange, read_environment
 from fxamp.lists.names import entered, op_name
 from fxamp.lists.rows import COLOURS, Colour, Row, read_list, read_lists, read_toml
 

@@ -2,12 +2,9 @@
 
 import dataclasses
 import os
-import sys
-import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
-from fxamp.errors import OpListError, nearest
+from fxamp.errors import OpListError, nearest, warn_once
 from fxamp.lists.names import entered, op_name
 from fxamp.lists.rows import COLOURS, Colour
 
@@ -17,10 +14,6 @@ KNOWN = (*ADD, *REMOVE, "FXAMP_DISABLE", "FXAMP_LOG_LEVEL", "FXAMP_LOG_PATH")
 
 _ON = ("1", "true", "yes", "on")
 _OFF = ("", "0", "false", "no", "off")
-
-_PACKAGE = os.path.join(Path(__file__).parent.parent, "")
-
-_warned: set[str] = set()
 
 
 def disabled_by(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -77,21 +70,6 @@ def read_environment(environ: Mapping[str, str], lists: Mapping[str, str]) -> En
     for variable, colour in REMOVE.items():
         _remove(plan, variable, colour, environ.get(variable, ""), lists)
     return plan
-
-
-def warn_once(text: str) -> None:
-    """Warn, unless this process has already said so."""
-    if text not in _warned:
-        _warned.add(text)
-        warn(text)
-
-
-def warn(text: str) -> None:
-    """Warn with the line that called into this package."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, UserWarning, stacklevel=level)
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> Iterable[str]:

@@ -1,7 +1,6 @@
 """Measured ranges as decisions about nodes: what low precision would not hold runs in float32."""
 
 import os
-import warnings
 from typing import Any, Literal
 
 import torch
@@ -9,7 +8,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.dtypes import dtype_name
-from fxamp.errors import OptionError
+from fxamp.errors import OptionError, warn_once
 from fxamp.ir import Reason
 from fxamp.numerics.ranges import Ranges
 from fxamp.numerics.ranges_file import load_ranges
@@ -42,7 +41,7 @@ def ranges_pins(
     """
     misfit = misfit_of(ranges, graph, low, is_preview)
     if misfit:
-        warnings.warn(misfit, UserWarning, stacklevel=2)
+        warn_once(misfit)
     suspects = [(ranges.nodes[name], text) for name, text in ranges.deny(low).items()]
     evidence = {node.name: text for node in graph.nodes for found, text in suspects if found.is_of(node)}
     pins: dict[str, tuple[Literal["low", "high"], Reason]] = {}

@@ -14,7 +14,6 @@ import dataclasses
 import logging
 import os
 import re
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 from torch import fx
 
 from fxamp.dtypes import dtype_name
-from fxamp.errors import OptionError
+from fxamp.errors import OptionError, warn, warn_once
 from fxamp.ir import Reason
 from fxamp.review.match import Item, Place, fit, is_widening, match, place_of, place_of_key
 from fxamp.review.plan_file import line_of, read_plan, text_of
@@ -146,14 +145,14 @@ def _compare_options(plan: Plan, given: Mapping[str, str]) -> None:
         text = (
             f"the plan of {plan.model} was saved at {was}, this conversion is at {now}, which decides about {decided}"
         )
-        warnings.warn(f"{text}. Give {was}, or save a plan at {now}.", UserWarning, stacklevel=4)
+        warn(f"{text}. Give {was}, or save a plan at {now}.")
 
 
 def plan_pins(plan: Plan, graph: fx.Graph, title: str) -> dict[str, tuple[Literal["low", "high"], Reason]]:
     """What a plan decides about a typed graph, with one warning on what no longer matches."""
     precisions, mismatches = plan.for_graph(graph, title)
     if mismatches:
-        warnings.warn(mismatch_text(plan, mismatches), UserWarning, stacklevel=2)
+        warn_once(mismatch_text(plan, mismatches))
     return {
         name: ("low" if precision == "low" else "high", Reason("plan", f"the plan of {plan.model} says so"))
         for name, precision in precisions.items()

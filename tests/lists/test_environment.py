@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from fxamp.errors import OpListError
+from fxamp.errors import FxampWarning, OpListError
 from fxamp.lists import COLOURS, EnvironmentChange, OpLists, environment
 from fxamp.lists.environment import disabled_by
 
@@ -23,7 +23,7 @@ def applied(**variables: str) -> tuple[OpLists, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lists = LISTS.with_environment({f"FXAMP_{name}": value for name, value in variables.items()})
-    assert all(warning.category is UserWarning for warning in caught)
+    assert all(warning.category is FxampWarning for warning in caught)
     return lists, [str(warning.message) for warning in caught]
 
 
