@@ -66,10 +66,6 @@ ABOVE = {
     "pipeline",
     "instruments",
     "cli",
-    "cli_measure",
-    "cli_review",
-    "cli_types",
-    "targets",
     "demo",
     "counting",
 }

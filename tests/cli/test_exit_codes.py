@@ -126,7 +126,7 @@ def test_what_the_users_code_raises_is_one_sentence_with_its_line(arguments, sai
 
 
 def test_the_traceback_is_there_for_who_asks(folder):
-    environment = {**os.environ, "FXAMP_LOG_LEVEL": "DEBUG", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "FXAMP_LOG_LEVEL": "DEBUG", "PYTHONPATH": str(Path(__file__).parents[2])}
     given = ["-m", "fxamp", *PROFILE, "user_models.py:breaks_off"]
     done = subprocess.run([sys.executable, *given], cwd=folder, capture_output=True, text=True, env=environment)
     assert done.returncode == 2 and "Traceback" in done.stderr and "raise OSError" in done.stderr
@@ -135,7 +135,7 @@ def test_the_traceback_is_there_for_who_asks(folder):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
 @pytest.mark.parametrize("arguments", [("lists", "exp"), ("lists",), ("inspect", "user_models.py:make", "--json")])
 def test_a_full_disk_behind_stdout_is_exit_code_2(arguments, folder):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "fxamp", *arguments],
@@ -150,7 +150,7 @@ def test_a_full_disk_behind_stdout_is_exit_code_2(arguments, folder):
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(folder):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     for given in ("lists", "lists exp"):
         text = f"{sys.executable} -m fxamp {given} | true; exit ${{PIPESTATUS[0]}}"
         done = subprocess.run(["bash", "-c", text], cwd=folder, capture_output=True, text=True, env=environment)

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from fxamp.cli.targets import load_batches, load_loss, load_target, run_named
+from fxamp.cli.types import LIMIT, OK
 from fxamp.errors import FxampError, OptionError
 from fxamp.instruments import audit, profile
 from fxamp.numerics.bisect import find_deny
@@ -14,10 +16,6 @@ from fxamp.numerics.compare import compare
 from fxamp.numerics.run import arguments
 from fxamp.review.plan import load_plan
 from fxamp.review.plan_diff import diff_fields, diff_plans, diff_text
-from fxamp.targets import load_batches, load_loss, load_target, run_named
-
-OK, LIMIT = 0, 1
-"""Exit codes: all is well; what was asked for does not hold."""
 
 
 def run_diff(chosen: argparse.Namespace) -> int:

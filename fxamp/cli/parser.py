@@ -1,31 +1,19 @@
-"""The command line: see what a conversion decides, without writing a script."""
+"""The commands and their options, with a help that teaches."""
 
 import argparse
-import contextlib
-import logging
 import math
-import os
 import re
-import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import metadata
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from fxamp import demo
-from fxamp.cli_measure import OK, run_audit, run_compare, run_diff, run_profile
-from fxamp.cli_review import DTYPES, converted, run_explain, run_inspect, run_lists
-from fxamp.cli_types import new_file, number, path
-from fxamp.errors import FxampError, FxampWarning, OptionError, nearest
+from fxamp.cli.measure import run_audit, run_compare, run_diff, run_profile
+from fxamp.cli.review import DTYPES, converted, run_explain, run_inspect, run_lists
+from fxamp.cli.types import WRONG, new_file, number, path
+from fxamp.errors import OptionError, nearest
 from fxamp.lists import COLOURS
 from fxamp.passes.policy import LEVELS
-from fxamp.review.announce import configure_logging
-from fxamp.targets import failure, is_of_print
-
-log = logging.getLogger("fxamp")
-
-WRONG, INTERRUPTED = 2, 130
-"""More exit codes: the command could not do its work; Control-C."""
 
 _PROLOGUE = """\
 Mixed precision as a compiler pass: every decision can be read before the first training step.
@@ -48,77 +36,6 @@ two plans differ, audit found something as grave as --fail-on, a claim of the de
 its work, or the target's code failed or called sys.exit(), and says why on stderr. With --json, stdout holds JSON and
 nothing else.
 """
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
-    code = OK
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            configure_logging()
-            code = _run(_parser().parse_args(arguments))
-        _flush()  # where the disk is full, it shows here and not when Python ends
-    except BrokenPipeError:  # the reader (`| head`) has seen enough
-        _drop_stdout()
-    except OSError as error:
-        _drop_stdout()
-        print(f"fxamp: standard output cannot be written: {error.strerror or error}.", file=sys.stderr)
-        return WRONG
-    return code
-
-
-def _run(chosen: argparse.Namespace) -> int:
-    """The exit code of one command; whatever it raises is told in a sentence, but for trouble with standard output."""
-    try:
-        return int(chosen.run(chosen))
-    except FxampError as error:
-        return _wrong(str(error))
-    except KeyboardInterrupt:
-        print("fxamp: interrupted; no file is half-written", file=sys.stderr)
-        return INTERRUPTED
-    except (Exception, SystemExit) as error:  # the user's code: a sys.exit(0) of its own is no success of the command
-        if isinstance(error, OSError) and is_of_print(error):
-            raise
-        return _wrong(f"{chosen.command} {failure(error)}")
-
-
-def _wrong(text: str) -> int:
-    """Say why a command could not do its work, behind what it printed; called where the error is handled."""
-    with contextlib.suppress(OSError):
-        _flush()
-    log.debug("the traceback:", exc_info=True)
-    print(f"fxamp: {text}", file=sys.stderr)
-    return WRONG
-
-
-def _flush() -> None:
-    if sys.stdout is not None:  # it is closed (`>&-`)
-        sys.stdout.flush()
-
-
-def _drop_stdout() -> None:
-    """What is still to be written goes nowhere, so that Python does not fail on it when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """A warning of fxamp's as a sentence; no line of a program led to it."""
-    if issubclass(category, FxampWarning):
-        print(f"fxamp: warning: {message}", file=sys.stderr)
-    else:
-        print(warnings.formatwarning(message, category, filename, lineno), end="", file=sys.stderr)
-
-
-# -------------------------------------------------------------------------------------------------- parsing
-
 _TARGET_HELP = "pkg.module:factory or file.py:factory; it gives a model, or (model, inputs)"
 _INPUT_HELP = (
     "shape of one argument of forward, 8x3x224x224 or 8x128:int64, once for each argument; not needed where the "
@@ -158,15 +75,16 @@ def _owners(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
     return found
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def parser() -> argparse.ArgumentParser:
+    """The whole command line's."""
+    whole = _Parser(
         prog="fxamp",
         description=_PROLOGUE,
         epilog=_EPILOGUE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"fxamp {metadata.version('fxamp')}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    whole.add_argument("--version", action="version", version=f"fxamp {metadata.version('fxamp')}")
+    commands = whole.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_inspect(commands)
     _add_explain(commands)
     _add_lists(commands)
@@ -175,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_compare(commands)
     _add_audit(commands)
     _add_demo(commands)
-    return parser
+    return whole
 
 
 def _command(

@@ -391,7 +391,7 @@ def test_control_c_is_exit_code_130(monkeypatch, capsys):
     def interrupted(chosen):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fxamp.cli_review.converted", interrupted)
+    monkeypatch.setattr("fxamp.cli.review.converted", interrupted)
     assert run("inspect", "cli_models:Net") == 130
     assert "interrupted" in capsys.readouterr().err
 

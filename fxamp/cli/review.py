@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fxamp.cli_measure import LIMIT, OK
+from fxamp.cli.targets import load_target
+from fxamp.cli.types import LIMIT, OK
 from fxamp.convert import convert
 from fxamp.dtypes import NAMES as DTYPE_NAMES
 from fxamp.errors import OptionError, nearest
@@ -19,7 +20,6 @@ from fxamp.review.op_table import compare_ops, differences, op_table
 from fxamp.review.report import Report, report
 from fxamp.review.rows import Row
 from fxamp.review.table import node_table, overview
-from fxamp.targets import load_target
 from fxamp.words import plural
 
 

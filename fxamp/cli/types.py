@@ -1,10 +1,13 @@
-"""What the command line's options take."""
+"""What the command line's options take, and its exit codes."""
 
 import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+OK, LIMIT, WRONG, INTERRUPTED = 0, 1, 2, 130
+"""All is well; what was asked for does not hold; the command could not do its work; Control-C."""
 
 
 def path(text: str) -> str:
