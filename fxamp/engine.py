@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.proxy import TraceError
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxamp.autocasting import outside_autocast, run_low
@@ -96,6 +97,12 @@ class Engine:
             if self.options.opt_level != "O1":
                 return outside_autocast(run_low, module, self.options, args, kwargs)
             return self._call_dynamo(module, args, kwargs)
+        except TraceError as error:  # from reading arguments, which are proxies: what a capture meets is a CaptureError
+            raise CaptureError(
+                f"torch.fx traces {type(module).__qualname__}, which is converted: its calls choose among graphs of "
+                "its own. Trace the model first (as create_feature_extractor and torch.fx passes do), then convert the "
+                "GraphModule that comes of it."
+            ) from error
         result = outside_autocast(variant.compiled.run, module, *inputs)
         if self.blocks:
             self.announce_new(module)  # of graphs that the blocks have made

@@ -486,6 +486,16 @@ def test_torch_jit_trace_makes_the_graph_at_its_first_call():
     assert torch.equal(traced(X), converted(X))
 
 
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_torch_fx_over_a_converted_model_is_refused_with_the_order_that_works(is_inside):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    converted = fxamp.convert(model)
+    with pytest.raises(fxamp.CaptureError, match="Trace the model first"):
+        torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), converted) if is_inside else converted)
+    x = torch.randn(2, 4)
+    assert fxamp.convert(torch.fx.symbolic_trace(model))(x).equal(converted(x))
+
+
 def test_an_exported_program_is_converted():
     torch.manual_seed(0)
     model = Net().eval()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
@@ -76,6 +76,8 @@ def _describe_leaf(value: Any) -> tuple[str, Any]:
         return "constant", value
     if isinstance(value, (int, float, complex)):
         return "number", type(value)
+    if isinstance(value, fx.Proxy):
+        raise fx.proxy.TraceError("an argument is a proxy of torch.fx")
     raise CaptureError(
         f"an argument of type {type(value).__qualname__} cannot be an input of a graph. Pass tensors, numbers and "
         "containers of them, or register the type with torch.utils._pytree.register_pytree_node."
