@@ -33,6 +33,7 @@ from fxamp.pipeline import build_variant, keep_weights, rewrite
 from fxamp.review.announce import announce
 from fxamp.review.plan import as_plan
 from fxamp.storage import lower_parameters, put_back, speak_float32
+from fxamp.uncalled import watch_for_a_call
 from fxamp.unconverted import leave
 from fxamp.variant import Variant
 from fxamp.views import device_of, forward_arguments, plain_tree, plain_view
@@ -117,7 +118,9 @@ def convert(
         model = plain_view(model)
     if opt_level == "O0":
         return leave(model, "opt_level='O0'")
-    return convert_as(model, options, example, check_boundaries(model, boundaries, options))
+    converted = convert_as(model, options, example, check_boundaries(model, boundaries, options))
+    watch_for_a_call(converted)
+    return converted
 
 
 def convert_as(

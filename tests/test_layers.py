@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workshop": {"variant"},
     "autocasting": GRAPH | {"storage", "views"},
     "engine": GRAPH | {"autocasting", "capture", "changes", "structure", "variant", "views", "workshop"},
+    "uncalled": GROUND | {"engine"},
     "compiling": GRAPH | {"engine"},
     "converted": GRAPH | {"compiling", "engine", "storage", "views"},
     "rebuild": GRAPH | {"capture", "engine", "variant", "views"},

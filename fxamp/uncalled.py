@@ -1,0 +1,69 @@
+"""A model that is converted, and trained without a call of its forward: nothing runs low then, and that is said."""
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fxamp.engine import Engine, engine_of
+from fxamp.words import listed
+
+log = logging.getLogger("fxamp")
+
+_NAMED = 3
+"""Submodules that are named."""
+
+_waiting: list["weakref.ref[nn.Module]"] = []
+_hooks: list[Any] = []
+
+
+def watch_for_a_call(converted: nn.Module) -> None:
+    """Warn at an optimizer's step if the model has gradients by then, and was never called.
+
+        z = vae.encode(x)  # a method that calls submodules runs them as they are, in float32
+        loss_fn(vae.decode(z), x).backward()
+
+    Parameters that a model which was called has too say nothing: those of a converted model inside of a converted one,
+    or of a model that was converted twice.
+    """
+    _waiting.append(weakref.ref(converted))
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_look))
+
+
+def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not _waiting or torch.compiler.is_compiling():
+        return
+    models = [(reference, model) for reference in _waiting if (model := reference()) is not None]
+    called = [model for _, model in models if _is_called(engine_of(model))]
+    met = {id(parameter) for model in called for parameter in model.parameters()}
+    _waiting.clear()
+    for reference, model in models:
+        others = [parameter for parameter in model.parameters() if id(parameter) not in met]
+        if len(others) == len(list(model.parameters())) and any(p.grad is not None for p in others):
+            _warn(model)
+        elif others:
+            _waiting.append(reference)
+
+
+def _is_called(engine: Engine | None) -> bool:
+    if engine is None or engine.is_called or engine.fallbacks:
+        return True
+    if getattr(engine.dynamo, "calls", 0) or any(not variant.is_preview for variant in engine.all_variants()):
+        return True
+    return any(map(_is_called, engine.blocks.values()))
+
+
+def _warn(model: nn.Module) -> None:
+    name = type(model).__qualname__
+    parts = [path for path, part in model.named_children() if any(True for _ in part.parameters())]
+    log.warning(
+        "%s was converted and is trained, but what convert() returned has not been called: methods that call its "
+        "submodules (%s) run them as they are, in float32. Call the converted model, or name the submodules that its "
+        "methods call in boundaries=, which converts each by itself.",
+        name,
+        listed(parts, _NAMED),
+    )

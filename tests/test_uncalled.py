@@ -1,0 +1,105 @@
+"""A converted model that is trained without a call of its forward: it is said once, with what to do."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp import uncalled
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Coder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(8, 4)
+        self.act = nn.ReLU()
+        self.decoder = nn.Linear(4, 8)
+
+    def encode(self, x):
+        return self.act(self.encoder(x))
+
+    def decode(self, z):
+        return self.decoder(z)
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+@pytest.fixture(autouse=True)
+def no_models_of_other_tests():
+    uncalled._waiting.clear()
+
+
+def by_methods(model):
+    return model.decode(model.encode(X))
+
+
+def step(output, *models):
+    """A step of an optimizer over all parameters."""
+    output.square().mean().backward()
+    parameters = {id(p): p for model in models for p in model.parameters()}
+    torch.optim.SGD(parameters.values(), lr=0.1).step()
+
+
+def said(caplog):
+    return [record.getMessage() for record in caplog.records if "has not been called" in record.getMessage()]
+
+
+@pytest.mark.parametrize("capture", ["auto", "symbolic", "dynamo"])
+def test_training_through_methods_alone_is_warned_about_once(capture, caplog):
+    converted = fxamp.convert(Coder(), dtype=torch.bfloat16, capture=capture)
+    for _ in range(3):
+        step(by_methods(converted), converted)
+    assert len(said(caplog)) == 1
+    assert said(caplog)[0].startswith(
+        "Coder was converted and is trained, but what convert() returned has not been called"
+    )
+    assert "(encoder, decoder)" in said(caplog)[0]
+
+
+def test_what_the_warning_says_helps(caplog):
+    converted = fxamp.convert(Coder(), dtype=torch.bfloat16, boundaries=["encoder", "decoder"])
+    low = converted.encode(X)
+    assert low.equal(low.bfloat16().float())
+    step(converted.decode(low), converted)
+    assert not said(caplog)
+
+
+CALLS = {
+    "forward": lambda model: model(X),
+    "both": lambda model: model(X) + by_methods(model),
+    "compiled": lambda model: torch.compile(model, backend="eager")(X),
+    "functional": lambda model: torch.func.functional_call(model, dict(model.named_parameters()), (X,)),
+    "a copy": lambda model: copy.deepcopy(model)(X) + model(X),
+}
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_nothing_is_said_of_a_model_that_is_called(call, capture, caplog):
+    converted = fxamp.convert(Coder(), dtype=torch.bfloat16, capture=capture)
+    step(call(converted), converted)
+    assert not said(caplog)
+
+
+def test_nor_of_one_inside_another_or_converted_twice_or_not_trained(caplog):
+    inner = fxamp.convert(Coder(), dtype=torch.bfloat16)
+    outer = fxamp.convert(nn.Sequential(nn.Linear(8, 8), inner), dtype=torch.bfloat16)
+    model = Coder()
+    first, second = (fxamp.convert(model, dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
+    unused = fxamp.convert(Coder(), dtype=torch.bfloat16)
+    step(outer(X) + second(X), outer, first, unused)
+    step(outer(X) + second(X), outer, first, unused)
+    assert not said(caplog)
+
+
+def test_a_model_that_waits_is_looked_at_at_later_steps(caplog):
+    generator, critic = (fxamp.convert(Coder(), dtype=torch.bfloat16) for _ in range(2))
+    step(generator(X), generator, critic)
+    assert not said(caplog)
+    step(by_methods(critic), critic)
+    assert len(said(caplog)) == 1
