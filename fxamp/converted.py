@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.frames import as_written
 from fxamp.compiling import make_ready, watch
 from fxamp.engine import Engine
 from fxamp.errors import OptionError
@@ -50,7 +51,7 @@ def _sibling_class(base: type) -> type:
 
 
 def _make_class(base: Any) -> type:
-    @functools.wraps(base.forward)
+    @functools.wraps(as_written(base.forward))
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             from torch._dynamo.comptime import comptime  # takes seconds to import, and is there by then

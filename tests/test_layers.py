@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": GRAPH | {"autocasting", "capture", "changes", "structure", "variant", "views", "workshop"},
     "uncalled": GROUND | {"engine"},
     "compiling": GRAPH | {"engine"},
-    "converted": GRAPH | {"compiling", "engine", "storage", "views"},
+    "converted": GRAPH | {"capture", "compiling", "engine", "storage", "views"},
     "rebuild": GRAPH | {"capture", "engine", "variant", "views"},
     "block_calls": GRAPH | {"variant"},
     "numerics": GRAPH

@@ -42,7 +42,14 @@ _listening = threading.local()
 def compile_apart(function: Any, backend: Callable[..., Any]) -> Any:
     """`torch.compile` of a function, with captures of its own: those of others with the same code do not count."""
     options: dict[str, Any] = {"isolate_recompiles": True} if _IS_APART else {}
-    return torch.compile(_own_code(function), backend=backend, **options)
+    return torch.compile(_own_code(as_written(function)), backend=backend, **options)
+
+
+def as_written(function: Any) -> Any:
+    """The function behind one that the user has compiled (`@torch.compile`); any other as it is."""
+    if "torch._dynamo" not in sys.modules or getattr(function, "_torchdynamo_disable", False):
+        return function  # not imported, which takes seconds: nothing has been compiled
+    return torch._dynamo.eval_frame.innermost_fn(function)
 
 
 @contextlib.contextmanager

@@ -245,6 +245,19 @@ def idle_autocast(device_type: str) -> Iterator[None]:
         torch.set_autocast_dtype(device_type, dtype)
 
 
+@contextlib.contextmanager
+def compiled_functions_opened() -> Iterator[None]:
+    """A function that the user has compiled is the Python behind it, and no error, where it is traced."""
+    if "torch._dynamo" not in sys.modules:  # which takes seconds to import: nothing has been compiled
+        yield
+        return
+    revert = torch._dynamo.config._make_closure_patcher(error_on_nested_fx_trace=False)()
+    try:
+        yield
+    finally:
+        revert()
+
+
 # torch functions whose questions about values only guard a `raise`: the kernels behind them check again.
 _CHECKS = frozenset(
     {rnn.pad_packed_sequence.__code__, rnn._packed_sequence_init_args.__code__, nn.Transformer.forward.__code__}

@@ -43,6 +43,7 @@ from fxamp.capture.state import Cell, flag_cell, switch_cells
 from fxamp.capture.surroundings import (
     asked_by_torch_check,
     autocast_device,
+    compiled_functions_opened,
     grad_mode_reads,
     honest_questions,
     idle_autocast,
@@ -110,6 +111,7 @@ class SymbolicTracer(fx.Tracer):
             whole_functions(self._function, self._checkpointed),
             honest_questions(),
             plain_answers(self),
+            compiled_functions_opened(),
             traced_sizes(self),
             Creations(self),
             self._reads.noted(),

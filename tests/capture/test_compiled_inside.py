@@ -1,0 +1,104 @@
+"""What the user has compiled inside of a model is captured as the Python that it is."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxamp
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def eager(function):
+    return torch.compile(function, backend="eager")
+
+
+def gate(x, weight):
+    return torch.sigmoid(F.linear(x, weight)) * x
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 8)
+        self.gate = gate
+
+    def inner(self, x):
+        return self.gate(self.first(x), self.last.weight)
+
+    def forward(self, x):
+        return self.last(self.inner(x).relu())
+
+
+class Forward(Plain):
+    @eager
+    def forward(self, x):
+        return self.last(self.inner(x).relu())
+
+
+class Method(Plain):
+    @eager
+    def inner(self, x):
+        return super().inner(x)
+
+
+class Function(Plain):
+    def __init__(self):
+        super().__init__()
+        self.gate = eager(gate)
+
+
+class Twice(Forward):
+    forward = eager(Forward.forward)
+
+
+class Child(nn.Sequential):
+    def __init__(self):
+        super().__init__(Forward())
+
+
+CASES = [Forward, Method, Function, Twice, Child]
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+def gradients(model, x):
+    model(x).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.fixture(autouse=True)
+def fresh(fresh_dynamo):
+    pass
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo", "auto"])
+@pytest.mark.parametrize("kind", CASES)
+def test_it_runs_and_trains_as_the_model_without_torch_compile(kind, capture):
+    expected = fxamp.convert(made(Plain), dtype=torch.bfloat16)
+    converted = fxamp.convert(made(kind), dtype=torch.bfloat16, capture=capture)
+    assert converted(X).equal(expected(X))
+    assert all(map(torch.equal, gradients(converted, X), gradients(expected, X)))
+    assert set(fxamp.report(converted).captures) == {"dynamo" if capture == "dynamo" else "symbolic"}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_so_it_does_at_o2_and_compiled_anew(kind):
+    expected = fxamp.convert(made(Plain), dtype=torch.bfloat16, opt_level="O2", example_inputs=(X,))
+    converted = fxamp.convert(made(kind), dtype=torch.bfloat16, opt_level="O2", example_inputs=(X,))
+    assert converted(X).equal(expected(X))
+    assert torch.compile(converted, backend="eager", fullgraph=True)(X).equal(expected(X))
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_model_itself_stays_compiled(kind):
+    torch._dynamo.utils.counters.clear()
+    model = made(kind)
+    fxamp.convert(model, dtype=torch.bfloat16)(X)
+    assert model(X).equal(made(Plain)(X))
+    assert torch._dynamo.utils.counters["frames"]["ok"] >= 1
