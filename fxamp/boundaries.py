@@ -22,7 +22,7 @@ from fxamp.options import Options
 from fxamp.references import repointed
 from fxamp.structure import Structure
 from fxamp.variant import Variant
-from fxamp.views import own_state
+from fxamp.views import take_state
 
 BLOCKS = "blocks"
 _OF_MODULE = frozenset(nn.Module().__dict__)
@@ -161,7 +161,7 @@ def _replaced(
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
     twin: nn.Module = object.__new__(type(module))
-    twin.__dict__.update(own_state(module, twin))
+    take_state(module, twin)
     return twin
 
 

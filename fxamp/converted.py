@@ -22,7 +22,7 @@ from fxamp.engine import Engine
 from fxamp.errors import OptionError
 from fxamp.ir import ENGINE
 from fxamp.storage import Marks, apply_exactly, load_exactly, mark, marks_of, take_over_writes
-from fxamp.views import own_state, plain_view
+from fxamp.views import plain_view, take_state
 
 # Weak on both sides: a sibling's class holds the user's, which it is derived from.
 _siblings: "weakref.WeakKeyDictionary[type, weakref.ref[type]]" = weakref.WeakKeyDictionary()
@@ -36,7 +36,7 @@ def make_sibling(model: nn.Module, engine: Engine) -> nn.Module:
             "Convert the model before that is done, or give the class that forward."
         )
     sibling: Any = object.__new__(_sibling_class(type(model)))
-    sibling.__dict__.update(own_state(model, sibling))
+    take_state(model, sibling)
     sibling.__dict__[ENGINE] = engine
     return sibling  # type: ignore[no-any-return]
 
@@ -103,8 +103,17 @@ def _make_class(base: Any) -> type:
         "__doc__": base.__doc__,
         "_fxamp_base": base,
     }
-    made: type = type(base)(base.__name__, (base,), names)
-    return made
+    return _subclass(base, names)
+
+
+def _subclass(base: Any, names: dict[str, Any]) -> type:
+    """Without a call of the user's `__init_subclass__`, which may ask for arguments, or note the class somewhere."""
+    made: Any = type(base)(base.__name__, (nn.Module,), names)
+    try:
+        made.__bases__ = (base,)
+    except TypeError:  # it has slots
+        made = type(base)(base.__name__, (base,), names)
+    return made  # type: ignore[no-any-return]
 
 
 def freeze(self: Any) -> Any:

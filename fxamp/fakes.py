@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from fxamp.errors import CaptureError
 from fxamp.ir import ENGINE
 from fxamp.recurrent_fakes import asks_cudnn, like_recurrent, without_cudnn
-from fxamp.references import repointed
+from fxamp.references import copy_slots, repointed
 
 UNKNOWN = object()
 
@@ -239,6 +239,7 @@ def twin_of(module: nn.Module, state_of: Callable[[Any], Any]) -> nn.Module:
         for name in ("_parameters", "_buffers"):
             own[name] = {key: state_of(value) for key, value in part.__dict__[name].items()}
         twins[id(part)].__dict__.update(own, **{TWIN_OF: part})
+        copy_slots(part, twins[id(part)])
     return twins[id(module)]
 
 

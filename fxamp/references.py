@@ -7,6 +7,7 @@ training flag, its numbers, and its parts.
 """
 
 import collections
+import contextlib
 import functools
 import types
 from collections.abc import Mapping
@@ -79,3 +80,11 @@ def _cell(cell: types.CellType, function: types.FunctionType, again: Any) -> typ
         return cell
     found = held if held is function else again(held)
     return cell if found is held else types.CellType(found)
+
+
+def copy_slots(source: object, twin: object) -> None:
+    """Give a twin what its source keeps in `__slots__` of classes, the same objects."""
+    for slot in [slot for kind in type(source).__mro__ for slot in vars(kind).values()]:
+        if isinstance(slot, types.MemberDescriptorType):
+            with contextlib.suppress(AttributeError):  # nothing is in it
+                slot.__set__(twin, slot.__get__(source))

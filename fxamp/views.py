@@ -9,14 +9,14 @@ from torch import nn
 
 from fxamp.capture.leaves import TABLES, is_boundary
 from fxamp.ir import ENGINE
-from fxamp.references import repointed
+from fxamp.references import copy_slots, repointed
 
 
 def plain_view(model: nn.Module) -> nn.Module:
     """The model without its engine: an instance of the user's own class on the same state."""
     base = getattr(type(model), "_fxamp_base", type(model))
     plain = object.__new__(base)
-    plain.__dict__.update(own_state(model, plain, functions=False))
+    take_state(model, plain, functions=False)
     if plain.__dict__.pop(ENGINE, None) is not None:
         plain.__dict__.pop("forward", None)  # set since (Accelerate does): it wraps the converted forward
     return plain  # type: ignore[no-any-return]
@@ -62,8 +62,8 @@ def device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
-def own_state(model: nn.Module, twin: nn.Module, functions: bool = True) -> dict[str, Any]:
-    """A copy of `__dict__` for a twin: own children and hooks, all else the same objects, parameters and buffers too.
+def take_state(model: nn.Module, twin: nn.Module, functions: bool = True) -> None:
+    """Give a twin the attributes of a model: own children and hooks, all else the same objects, its weights too.
 
     What leads to the model from its own attributes (a bound method, say) leads to the twin.
 
@@ -75,7 +75,8 @@ def own_state(model: nn.Module, twin: nn.Module, functions: bool = True) -> dict
         name: value if name in TABLES else repointed(value, twins, functions) for name, value in model.__dict__.items()
     }
     own = {name: state[name].copy() for name in TABLES if name in state and name not in ("_parameters", "_buffers")}
-    return state | own
+    twin.__dict__.update(state | own)
+    copy_slots(model, twin)
 
 
 class _Reached(BaseException):

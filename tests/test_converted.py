@@ -431,6 +431,40 @@ class WithoutForward(nn.Module):
         return self.net(x).square().mean()
 
 
+def test_a_class_is_not_noted_as_a_subclass_of_itself(x):
+    made = []
+
+    class Noted(Net):
+        def __init_subclass__(cls, name):
+            made.append(name)
+
+    class Named(Noted, name="named"):
+        pass
+
+    model = Named().eval()
+    converted = fxamp.convert(model)
+    assert isinstance(converted, Named) and type(converted).__mro__[1:] == Named.__mro__
+    torch.testing.assert_close(converted(x), model(x), rtol=0.02, atol=0.02)
+    assert made == ["named"]
+
+
+@pytest.mark.parametrize("boundaries", [None, ["0", "1"]])
+def test_attributes_in_slots_are_taken_along(boundaries):
+    class Slotted(nn.Linear):
+        __slots__ = ("empty", "factor")
+
+        def forward(self, x):
+            return super().forward(x) * self.factor
+
+    model = nn.Sequential(Slotted(4, 4), Slotted(4, 4))
+    model[0].factor = model[1].factor = 2.0
+    x = torch.randn(3, 4)
+    for each in (model, model[0]):
+        converted = fxamp.convert(each, boundaries=None if each is model[0] else boundaries)
+        torch.testing.assert_close(converted(x), each(x), rtol=0.02, atol=0.02)
+        assert not hasattr(converted, "empty")
+
+
 def test_a_class_without_forward_is_warned_about(caplog):
     fxamp.convert(WithoutForward(), torch.bfloat16)
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
