@@ -266,6 +266,11 @@ def test_a_call_of_another_shape_names_its_shapes_in_one_sentence(capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_it_begins_with_the_model_where_no_line_of_it_is_the_users():
+    with pytest.raises(fxamp.InputError, match=r"^the model fails in linear when"):
+        fxamp.convert(nn.Sequential(nn.Linear(4, 4)))(torch.zeros(2, 5))
+
+
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_loop_that_skips_batches_of_a_wrong_shape_skips_them(opt_level, is_first):

@@ -178,7 +178,7 @@ def misfit(line: str, op: str, error: Exception, inputs: list[Any]) -> InputErro
     low = [value for value in inputs if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES]
     remedy = f", such as x.float() in the place of {_in_words(low[0])}" if low else ""
     return InputError(
-        f"{line}: the model fails in {op} when it is called with ({given}): {why}. "
+        f"{line and line + ': '}the model fails in {op} when it is called with ({given}): {why}. "
         f"Give inputs with which the unconverted model runs{remedy}. Where it runs with these, only the capture cannot "
         "follow this line: capture='dynamo' leaves it as it is written, and boundaries= converts the submodules alone."
     )

@@ -214,8 +214,9 @@ class SymbolicTracer(fx.Tracer):
         if path is None:
             return attr_val
         if path not in self._weights and is_sharded(attr_val):
+            line = user_line()
             raise ShardedParameterError(
-                f"{user_line()}: {path} is sharded, and its forward runs outside of the unit that gathers it. "
+                f"{line and line + ': '}{path} is sharded, and its forward runs outside of the unit that gathers it. "
                 "Name the modules that fully_shard is given: fxamp.convert(model, boundaries=...), then shard."
             )
         return self._weight(path, attr_val)
