@@ -15,8 +15,10 @@ log = logging.getLogger("fxamp")
 
 _NAMED = 3
 """Submodules that are named."""
+_LOOKS = 100
+"""Optimizers' steps at which a model without gradients is looked at, which takes a moment for each parameter."""
 
-_waiting: list["weakref.ref[nn.Module]"] = []
+_waiting: list[tuple["weakref.ref[nn.Module]", int]] = []
 _hooks: list[Any] = []
 
 
@@ -29,7 +31,7 @@ def watch_for_a_call(converted: nn.Module) -> None:
     Parameters that a model which was called has too say nothing: those of a converted model inside of a converted one,
     or of a model that was converted twice.
     """
-    _waiting.append(weakref.ref(converted))
+    _waiting.append((weakref.ref(converted), _LOOKS))
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_look))
 
@@ -37,16 +39,16 @@ def watch_for_a_call(converted: nn.Module) -> None:
 def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not _waiting or torch.compiler.is_compiling():
         return
-    models = [(reference, model) for reference in _waiting if (model := reference()) is not None]
-    called = [model for _, model in models if _is_called(engine_of(model))]
+    models = [(model, reference, looks) for reference, looks in _waiting if (model := reference()) is not None]
+    called = [model for model, _, _ in models if _is_called(engine_of(model))]
     met = {id(parameter) for model in called for parameter in model.parameters()}
     _waiting.clear()
-    for reference, model in models:
+    for model, reference, looks in models:
         others = [parameter for parameter in model.parameters() if id(parameter) not in met]
         if len(others) == len(list(model.parameters())) and any(p.grad is not None for p in others):
             _warn(model)
-        elif others:
-            _waiting.append(reference)
+        elif others and looks > 1:
+            _waiting.append((reference, looks - 1))
 
 
 def _is_called(engine: Engine | None) -> bool:

@@ -103,3 +103,12 @@ def test_a_model_that_waits_is_looked_at_at_later_steps(caplog):
     assert not said(caplog)
     step(by_methods(critic), critic)
     assert len(said(caplog)) == 1
+
+
+def test_but_not_for_ever(monkeypatch):
+    monkeypatch.setattr(uncalled, "_LOOKS", 2)
+    used, unused = nn.Linear(8, 8), fxamp.convert(Coder(), dtype=torch.bfloat16)
+    for number in range(2):
+        assert len(uncalled._waiting) == 1, number
+        step(used(X), used)
+    assert not uncalled._waiting and unused is not None
