@@ -19,6 +19,7 @@ from fxamp.ir import ENGINE, kept_in
 from fxamp.passes.literals import Fit, fit_in
 from fxamp.runtime import capturing
 from fxamp.runtime.optimizer_steps import steps_taken
+from fxamp.runtime.writes import versions_of
 
 
 class WeightFits:
@@ -104,10 +105,7 @@ class _Seen:
 
     def _now(self) -> tuple[list[Any], list[Any]]:
         tensors = [tensor for tensor in self.tensors() if tensor is not None]
-        try:
-            return tensors, list(map(_VERSION, tensors))
-        except RuntimeError:  # one made under inference_mode, which counts no writes, may have been written
-            return tensors, [object() if tensor.is_inference() else tensor._version for tensor in tensors]
+        return tensors, versions_of(tensors)
 
 
 def _loads_of(module: nn.Module) -> int:
@@ -117,6 +115,3 @@ def _loads_of(module: nn.Module) -> int:
 
 def _are_the_same(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before, now))
-
-
-_VERSION = operator.attrgetter("_version")

@@ -16,6 +16,7 @@ import torch
 from fxamp import words
 from fxamp.errors import OptionError
 from fxamp.runtime import distributed
+from fxamp.runtime.writes import versions_of
 
 log = logging.getLogger("fxamp")
 
@@ -279,7 +280,7 @@ class Stamp:
     """
 
     references: list[weakref.ref[torch.Tensor]]
-    versions: list[int]
+    versions: list[Any]
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the gradients are still those: neither zeroed, nor replaced, nor accumulated into."""
@@ -289,14 +290,11 @@ class Stamp:
         return all(map(operator.is_, now.references, self.references))
 
 
-_VERSION = operator.attrgetter("_version")
-
-
 def stamp(optimizer: torch.optim.Optimizer) -> Stamp:
     """The gradients as they are now."""
     every = (group["params"] for group in optimizer.param_groups)
     found = [g for params in every for p in params if (g := p.grad) is not None]
-    return Stamp(list(map(weakref.ref, found)), list(map(_VERSION, found)))
+    return Stamp(list(map(weakref.ref, found)), versions_of(found))
 
 
 def require_grad(outputs: Any) -> bool:

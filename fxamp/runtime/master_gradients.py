@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fxamp.runtime.masters import MASTER, is_low
 from fxamp.runtime.stand_ins import give_gradients
+from fxamp.runtime.writes import versions_of
 
 # Of each master: the gradient that this module gave it, so that another one is known to be the user's.
 _given: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakIdKeyDictionary()
@@ -35,12 +36,12 @@ def mark_used(parameters: Iterable[torch.Tensor]) -> None:
     """
     for parameter in parameters:
         if (gradient := parameter.grad) is not None and hasattr(parameter, MASTER):
-            setattr(gradient, _USED, gradient._version)
+            setattr(gradient, _USED, versions_of([gradient]))
 
 
 def is_used(gradient: torch.Tensor | None) -> bool:
     """Whether a gradient is as it was when an optimizer stepped with it, without another backward."""
-    return gradient is not None and getattr(gradient, _USED, None) == gradient._version
+    return gradient is not None and getattr(gradient, _USED, None) == versions_of([gradient])
 
 
 _USED = "_fxamp_used"

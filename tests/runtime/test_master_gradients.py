@@ -339,3 +339,26 @@ def test_a_step_that_raises_leaves_masters_no_gradient_of_its_own():
     optimizer.optimizer.breaks = False
     optimizer.step()
     assert_masters_are(optimizer, [value - 0.25 * (index + 1) for index, value in enumerate(weights())])
+
+
+@pytest.mark.parametrize("scaler_class", [None, NoOpLossScaler, LossScaler])
+@pytest.mark.parametrize("with_masters", [True, False])
+def test_gradients_made_under_inference_mode(with_masters, scaler_class):
+    """They count no writes; evolution strategies give such."""
+    (weight,) = parameters = [torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))]
+    optimizer = torch.optim.SGD(parameters, lr=0.25)
+    optimizer = MasterWeightOptimizer(optimizer) if with_masters else optimizer
+    scaler = scaler_class() if scaler_class else None
+    for _ in range(2):
+        with torch.inference_mode():
+            weight.grad = torch.full((4,), 0.5 * (scaler.get_scale() if scaler else 1), dtype=torch.bfloat16)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update()
+    if with_masters:
+        (master,) = optimizer.master_params()
+        assert torch.equal(master, torch.full((4,), 0.75))
+    assert torch.equal(weight, torch.full_like(weight, 0.75))
