@@ -279,11 +279,12 @@ def size_of(extent: int | torch.SymInt) -> int:
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """No torch-function overrides, no autocast, no random state moved, and no log of what a meta kernel refuses."""
-    was, _log.disabled = _log.disabled, True
+    was = _log.disabled
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    for kind in kinds:
-        torch.set_autocast_enabled(kind, False)
     try:
+        _log.disabled = True
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, False)
         with torch._C.DisableTorchFunction():
             yield
     finally:

@@ -52,8 +52,8 @@ def without_cudnn(model: nn.Module) -> Iterator[None]:
     if not was or not any(isinstance(module, nn.RNNBase) for module in model.modules()):
         yield
         return
-    torch._C._set_cudnn_enabled(False)
     try:
+        torch._C._set_cudnn_enabled(False)
         yield
     finally:
         torch._C._set_cudnn_enabled(True)

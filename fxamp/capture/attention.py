@@ -94,9 +94,9 @@ def plain_paths() -> Iterator[None]:
     """
     was = torch.backends.mha.get_fastpath_enabled()
     original = {name: getattr(transformer, name) for name in _PLAIN}
-    torch.backends.mha.set_fastpath_enabled(False)
-    vars(transformer).update(_PLAIN)
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        vars(transformer).update(_PLAIN)
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was)

@@ -128,9 +128,9 @@ def traced_sizes(tracer: Any) -> Iterator[None]:
     """`torch.zeros(batch, 4, dtype=x.dtype)`: torch's own parser takes no traced sizes beside traced dtypes."""
     original = {function.__name__: function for function in _CREATORS if function.__module__ == "torch"}
     original = {name: function for name, function in original.items() if getattr(torch, name, None) is function}
-    for name, function in original.items():
-        setattr(torch, name, _taking_proxies(tracer, function))
     try:
+        for name, function in original.items():
+            setattr(torch, name, _taking_proxies(tracer, function))
         yield
     finally:
         for name, function in original.items():

@@ -1,4 +1,7 @@
-"""What holds around a trace, and is as it was afterwards: modes, random state, Python's and torch's own questions."""
+"""What holds around a trace, and is as it was afterwards: modes, random state, Python's and torch's own questions.
+
+Ctrl-C may come between any two lines, so nothing is switched before the `try` that switches it back.
+"""
 
 import builtins
 import contextlib
@@ -98,8 +101,8 @@ def grad_mode_reads(tracer: Any) -> Iterator[None]:
             raise CaptureError(f"{user_line()}: forward asks torch.is_inference_mode_enabled(). Ask is_grad_enabled().")
         return original_inference()
 
-    torch.is_grad_enabled, torch.is_inference_mode_enabled = is_grad_enabled, is_inference_mode_enabled
     try:
+        torch.is_grad_enabled, torch.is_inference_mode_enabled = is_grad_enabled, is_inference_mode_enabled
         yield
     finally:
         torch.is_grad_enabled, torch.is_inference_mode_enabled = original, original_inference
@@ -125,8 +128,8 @@ def honest_questions() -> Iterator[None]:
     def callable_(value: Any) -> bool:
         return not is_value(value) and original_callable(value)
 
-    builtins.isinstance, builtins.callable = isinstance_, callable_  # type: ignore[assignment]
     try:
+        builtins.isinstance, builtins.callable = isinstance_, callable_  # type: ignore[assignment]
         yield
     finally:
         builtins.isinstance, builtins.callable = original, original_callable
@@ -147,9 +150,9 @@ def plain_answers(tracer: Any) -> Iterator[None]:
 
         return answer
 
-    for name, original in originals.items():
-        setattr(torch, name, asking(name, original))
     try:
+        for name, original in originals.items():
+            setattr(torch, name, asking(name, original))
         yield
     finally:
         for name, original in originals.items():
@@ -187,8 +190,8 @@ def _refused(holder: Any, name: str) -> Iterator[None]:
             )
         return original(*args, **kwargs)
 
-    setattr(holder, name, call)
     try:
+        setattr(holder, name, call)
         yield
     finally:
         setattr(holder, name, original)
@@ -236,9 +239,9 @@ def autocast_device(root: nn.Module) -> str:
 def idle_autocast(device_type: str) -> Iterator[None]:
     """Autocast that is on but casts nothing, so that regions where the user switches it off can be seen."""
     was, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    torch.set_autocast_enabled(device_type, True)
-    torch.set_autocast_dtype(device_type, torch.float32)
     try:
+        torch.set_autocast_enabled(device_type, True)
+        torch.set_autocast_dtype(device_type, torch.float32)
         yield
     finally:
         torch.set_autocast_enabled(device_type, was)
@@ -284,10 +287,10 @@ def opened_wraps(keep: Callable[[str], bool]) -> Iterator[bool]:
     """
     registry = _symbolic_trace._wrapped_fns_to_patch
     saved = dict(registry)
-    for key, namespace in saved.items():
-        if not keep(canonical_name(namespace.get(key[1]))):
-            del registry[key]
     try:
+        for key, namespace in saved.items():
+            if not keep(canonical_name(namespace.get(key[1]))):
+                del registry[key]
         yield len(registry) < len(saved)
     finally:
         registry.clear()

@@ -74,8 +74,8 @@ def no_inference_mode() -> Iterator[None]:
 def no_jit_trace() -> Iterator[None]:
     """torch.jit.trace records the graph that is made, and none of its making, whose sizes would be tensors."""
     state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         yield
     finally:
         torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
