@@ -13,7 +13,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fxamp.errors import CaptureError
+from fxamp.errors import CaptureError, FxampError
 from fxamp.ir import ENGINE
 from fxamp.recurrent_fakes import asks_cudnn, like_recurrent, without_cudnn
 from fxamp.references import copy_slots, repointed
@@ -122,7 +122,8 @@ class Fakes:
         """What a call node gives for its arguments' fake values.
 
         What autograd alone refuses (a write into a leaf, or into a piece that `chunk` gives) has a value too: calls
-        without gradients may do it, and to others torch says it again when the graph runs.
+        without gradients may do it, and to others torch says it again when the graph runs. What fails for another
+        reason is not asked again: a module may do something else where gradients are off.
 
         Raises:
             Exception: whatever torch raises for these shapes; `is_a_limit` tells a limit of fake tensors.
@@ -130,7 +131,9 @@ class Fakes:
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values)
         try:
             return self._run(node, args, kwargs)
-        except RuntimeError:
+        except RuntimeError as error:
+            if is_a_limit(error) or isinstance(error, FxampError):
+                raise
             with torch.no_grad():
                 return self._run(node, args, kwargs)
 

@@ -246,3 +246,46 @@ def test_a_write_that_autograd_refuses_is_made_where_gradients_are_off(write, ex
     for side in (model, converted):
         with pytest.raises(RuntimeError, match=r"in-place operation|modified inplace|out=\.\.\. arguments"):
             side(x.detach().clone().requires_grad_())
+
+
+class OtherwiseWithoutGradients(nn.Module):
+    """Does with gradients what no graph can follow, and without them something else."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.fc, self.what = nn.Linear(8, 8), what
+
+    def forward(self, x, other):
+        y = self.fc(x)
+        if not torch.is_grad_enabled():
+            return y, None
+        if self.what == "a number":
+            return y, y.sum().item()
+        other.add_(100)
+        return y, other
+
+
+class Around(nn.Module):
+    def __init__(self, what, is_hooked):
+        super().__init__()
+        self.part, self.head = OtherwiseWithoutGradients(what), nn.Linear(8, 3)
+        if is_hooked:
+            self.part.register_forward_hook(lambda *call: None)
+
+    def forward(self, x):
+        other = x * 2
+        y, more = self.part(x, other)
+        return self.head(y if more is None else y + more) + other.mean()
+
+
+@pytest.mark.parametrize("example", [True, False])
+@pytest.mark.parametrize("is_hooked", [True, False])
+@pytest.mark.parametrize("what", ["a number", "a write"])
+def test_what_a_module_does_without_gradients_is_not_taken_for_what_it_does(what, is_hooked, example):
+    torch.manual_seed(0)
+    model, x = Around(what, is_hooked), torch.randn(2, 8)
+    options = {} if is_hooked else {"boundaries": ("part",)}
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=(x,) if example else None, **options)
+    expected = model(x)
+    # at most sixteen roundings to 8 bits, each 2**-9 of values that are no larger than the largest result
+    assert torch.allclose(converted(x), expected, atol=2**-5 * expected.abs().max().item())
