@@ -4,6 +4,7 @@ Whoever counts the items, goes through them or hands all of them on has decided 
 """
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -57,6 +58,23 @@ def _are_of_weights(split: fx.Node, given: fx.Node) -> bool:
 
 def _is_number_or_open(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val", UNKNOWN), int) or has_open_length(node)
+
+
+def lists_parts_of_inputs(module: fx.Node) -> bool:
+    """Whether a module that stays whole gives a list of as many items as its input is long: perhaps one for each image.
+
+    (What else decides on how many there are is not known: the graph checks it.)
+    """
+    given = [node.meta.get("val", UNKNOWN) for node in module.all_input_nodes]
+    sizes = {size for value in given if isinstance(value, torch.Tensor) for size in value.shape}
+
+    def holds(value: Any) -> bool:
+        if isinstance(value, dict):
+            return any(map(holds, value.values()))
+        is_many = isinstance(value, list) and len(value) in sizes
+        return is_many or (isinstance(value, (list, tuple)) and any(map(holds, value)))
+
+    return holds(module.meta.get("val", UNKNOWN))
 
 
 def hands_on_open_length(node: fx.Node) -> bool:

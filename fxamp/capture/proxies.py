@@ -65,8 +65,9 @@ def opened(value: Any, traced: Any) -> Any:
         return traced
     parts, form = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
     places = list(value) if isinstance(value, dict) else range(len(parts))
-    taken = [opened(part, traced[place]) for part, place in zip(parts, places, strict=True)]
-    return pytree.tree_unflatten(taken, form)
+    items = [traced[place] for place in places]
+    traced.tracer.take_for_all(traced, items)
+    return pytree.tree_unflatten(list(map(opened, parts, items)), form)
 
 
 _OF_PROXIES = frozenset({"node", "tracer"})

@@ -29,7 +29,7 @@ from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.functions import whole_functions
 from fxamp.capture.inputs import CallSpec, unflatten_call
 from fxamp.capture.leaves import has_hooks, hooks_on, is_leaf
-from fxamp.capture.lengths import hands_on_open_length, has_open_length
+from fxamp.capture.lengths import hands_on_open_length, has_open_length, lists_parts_of_inputs
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import unfollowable, user_line
 from fxamp.capture.mode_nodes import ModeNodes
@@ -80,6 +80,7 @@ class SymbolicTracer(fx.Tracer):
         self._numbers = LiveNumbers(live, self._attribute)
         self._tensor_paths: dict[int, str] = {}
         self._weights: dict[str, WeightProxy] = {}
+        self._counts: list[tuple[fx.Node, fx.Node | None]] = []  # check of how many items there are, last item
         self._hooks: dict[int, list[object]] = {}  # id of a module -> those it has before forward runs
         self._modes: ModeNodes | None = None
         self._has_begun = False
@@ -117,6 +118,7 @@ class SymbolicTracer(fx.Tracer):
             self._reads.noted(),
         ):
             graph = super().trace(root)
+        self._without_needless_counts()
         if self.output_form is not None and self.output_form.inside_objects:
             graph.output_node().meta[ir.INSIDE_OBJECTS] = self.output_form.inside_objects
         self.state = (*self._reads.cells(self._numbers.decided), *self._cells_of_whole_parts(graph))
@@ -293,7 +295,11 @@ class SymbolicTracer(fx.Tracer):
         if value is None and (kind == "call_module" or node.target is operator.getitem):
             self.take_for_none(proxy)
             return None  # type: ignore[return-value]
-        return proxy if kind != "call_module" else opened(value, proxy)
+        if kind != "call_module":
+            return proxy
+        if lists_parts_of_inputs(node):
+            self.decisions.append(user_line())
+        return opened(value, proxy)
 
     def take_for_none(self, proxy: fx.Proxy) -> None:
         """None itself is to stand for this: Python asks for it by `is`, which no proxy can answer.
@@ -305,6 +311,24 @@ class SymbolicTracer(fx.Tracer):
             raise self._unfollowable("a None that torch.autograd.grad gives")
         said = f"{user_line()}: this was None when the model was captured, and is none now. Convert the model anew."
         self._function(torch._assert, (self._function(operator.is_, (proxy, None), {}), said), {})
+
+    def take_for_all(self, container: fx.Proxy, items: list[Any]) -> None:
+        """These items are to stand for all that a container holds: Python counts them, and goes through them."""
+        many = self._function(len, (container,), {})
+        said = (
+            f"{user_line()}: this held {len(items)} when the model was captured, and holds more or less now. Pass "
+            "capture='dynamo', which counts at each call."
+        )
+        check = self._function(torch._assert, (self._function(operator.eq, (many, len(items)), {}), said), {})
+        self._counts.append((check.node, next((item.node for item in reversed(items) if item is not None), None)))
+
+    def _without_needless_counts(self) -> None:
+        """Nobody counts items where the last one is not read: `part(x)[0]` is right however many there are."""
+        for check, last in self._counts:
+            if last is not None and not last.users:
+                equal = check.all_input_nodes[0]
+                for node in (check, equal, equal.all_input_nodes[0]):
+                    self.graph.erase_node(node)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         if asked_by_torch_check():

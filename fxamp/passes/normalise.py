@@ -252,7 +252,9 @@ def _item_of_field(node: fx.Node) -> bool:
 
 
 def _pass_items(graph: fx.Graph, node: fx.Node) -> bool:
-    if node.op in ("placeholder", "get_attr") or (node.op == "call_function" and node.target is operator.getitem):
+    if node.op in ("placeholder", "get_attr") or (
+        node.op == "call_function" and node.target in (operator.getitem, len)
+    ):
         return False
     wholes = [given for given in node.all_input_nodes if _is_flat_tuple(given)]
     if node.op == "output":

@@ -124,6 +124,12 @@ def test_parts_are_what_they_are(kind, number, options):
     assert_near(converted(x), model(x))
 
 
+def test_a_question_for_none_is_no_op_that_nobody_knows():
+    model, x = Around(MAKERS["tuple"], READERS["tuple"][0], is_hooked=True), torch.randn(2, 8)
+    report = fxamp.report(fxamp.convert(model, torch.bfloat16, example_inputs=(x,), capture="symbolic"))
+    assert [row.name for row in report.rows if row.colour == "unlisted"] == ["part"]
+
+
 @pytest.mark.parametrize("options", [{}, {"boundaries": ("part",)}], ids=["hooks", "boundary"])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_part_that_is_none_at_some_calls_alone(kind, options):
@@ -165,3 +171,77 @@ def test_a_gradient_that_is_none(example):
     model, x = Slope(), torch.randn(2, 8)
     converted = fxamp.convert(model, torch.bfloat16, example_inputs=(x,) if example else None)
     assert_near(converted(x), model(x))
+
+
+class Many(nn.Module):
+    """Gives as many parts as its input has rows."""
+
+    def __init__(self, make, read, is_hooked):
+        super().__init__()
+        self.part, self.head, self.read = Single(make), nn.Linear(8, 3), read
+        if is_hooked:
+            self.part.register_forward_hook(lambda *call: None)
+
+    def forward(self, x):
+        return self.head(self.read(self.part(x)))
+
+
+class Single(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.fc, self.make = nn.Linear(8, 8), make
+
+    def forward(self, x):
+        return self.make(self.fc(x))
+
+
+LISTS = {
+    "list": (list, [torch.stack, lambda o: o[-1], lambda o: o[0] * len(o)]),
+    "in a tuple": (lambda y: (y, list(y)), [lambda o: torch.stack(o[1])]),
+    "of dictionaries": (lambda y: [{"row": row} for row in y], [lambda o: torch.stack([row["row"] for row in o])]),
+    "in a dictionary": (lambda y: {"rows": list(y)}, [lambda o: torch.stack(o["rows"])]),
+}
+OTHERS = {
+    "tuple": (lambda y: y.unbind(0), [torch.stack, lambda o: o[-1]]),
+    "dictionary": (lambda y: {str(n): row for n, row in enumerate(y)}, [lambda o: torch.stack(list(o.values()))]),
+    "longer list": (lambda y: [*y, y[0]], [torch.stack]),
+    "empty": (lambda y: list(y[2:]), [lambda o: torch.zeros(8) + len(o)]),
+}
+
+
+def many(cases):
+    return [(make, read) for make, readers in cases.values() for read in readers]
+
+
+@pytest.mark.parametrize("options", [{}, {"boundaries": ("part",)}], ids=["hooks", "boundary"])
+@pytest.mark.parametrize(("make", "read"), many(LISTS))
+def test_a_list_of_as_many_parts_as_there_are_rows(make, read, options):
+    torch.manual_seed(0)
+    model = Many(make, read, is_hooked=not options)
+    converted = fxamp.convert(model, torch.bfloat16, **options)
+    for rows in (2, 3, 2, 4):
+        x = torch.randn(rows, 8)
+        assert_near(converted(x), model(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"boundaries": ("part",)}], ids=["hooks", "boundary"])
+@pytest.mark.parametrize(("make", "read"), many(OTHERS))
+def test_another_number_of_parts_is_refused(make, read, options):
+    torch.manual_seed(0)
+    model, few, more = Many(make, read, is_hooked=not options), torch.randn(2, 8), torch.randn(3, 8)
+    converted = fxamp.convert(model, torch.bfloat16, **options)
+    assert_near(converted(few), model(few))
+    with pytest.raises(AssertionError, match=r"this held \d when the model was captured, .* capture='dynamo'"):
+        converted(more)
+    followed = fxamp.convert(model, torch.bfloat16, capture="dynamo", **options)
+    for x in (few, more):
+        assert_near(followed(x), model(x))
+
+
+def test_nobody_counts_parts_of_which_the_first_is_read():
+    model = Many(lambda y: y.unbind(0), lambda o: o[0], is_hooked=True)
+    converted = fxamp.convert(model, torch.bfloat16, capture="symbolic")
+    for rows in (2, 3):
+        x = torch.randn(rows, 8)
+        assert_near(converted(x), model(x))
+    assert not any(row.op in ("len", "eq") for row in fxamp.report(converted).rows)
