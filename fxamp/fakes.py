@@ -4,6 +4,7 @@ import contextlib
 import copy
 import logging
 import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import fx, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
 from fxamp.errors import CaptureError, FxampError
@@ -26,6 +28,9 @@ MEMORY = "fxamp_memory"
 
 # Attribute of a copy that runs in a module's place: the module.
 TWIN_OF = "_fxamp_twin_of"
+
+# What torch keeps in each module: tensors, parts and hooks, each with a rule of its own.
+_OF_TORCH = frozenset(vars(nn.Module()))
 
 # Modules that may write into their input and say so: `inplace=True`.
 _WRITERS = (nn.modules.dropout._DropoutNd,)
@@ -156,13 +161,15 @@ class Fakes:
             CaptureError: it writes into an argument, or fails without its hooks.
         """
         module = self.root.get_submodule(path)
-        args, kwargs = _own_containers((args, kwargs))  # those of a graph's node refuse to be written
+        containers: dict[int, Any] = {}
+        args, kwargs = _own_containers((args, kwargs), containers)  # those of a graph's node refuse to be written
+        twin = _without_counting(twin_of(module, self.of, containers))
         held = _held_by((args, kwargs))
         given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         before = [value._version for value in given]
         try:
             with without_cudnn(module):
-                result = _without_counting(twin_of(module, self.of)).forward(*args, **kwargs)
+                result = twin.forward(*args, **kwargs)
         except Exception as error:
             if is_a_limit(error) or not _needs_hooks(module, given):
                 raise
@@ -180,6 +187,11 @@ class Fakes:
                 f"{path!r} stays whole (hooks on it, or boundaries=) and adds to or changes a list or dictionary that "
                 "it is given, which the graph around it cannot see. Return the new value from it instead."
             )
+        if _holds_any(result, set(map(id, containers.values()))):
+            raise CaptureError(
+                f"{path!r} stays whole (hooks on it, or boundaries=) and gives back a list or dictionary that it is "
+                "given or keeps, and writes into that are none of a graph's. Return a new one from it instead."
+            )
         return result
 
 
@@ -190,13 +202,39 @@ def holds_container(arguments: Any) -> bool:
     return isinstance(arguments, tuple) and any(map(holds_container, arguments))
 
 
-def _own_containers(value: Any) -> Any:
-    """The same values in lists and dictionaries that may be written."""
-    if isinstance(value, list):
-        return [_own_containers(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _own_containers(each) for name, each in value.items()}
-    return tuple(map(_own_containers, value)) if type(value) is tuple else value
+# Containers that are copied -> what the copy is: those of a graph's arguments refuse to be written.
+_COPIED: dict[type, Any] = {
+    **{kind: kind for kind in (list, dict, set, deque, OrderedDict, defaultdict, Counter)},
+    immutable_list: list,
+    immutable_dict: dict,
+}
+
+
+def _own_containers(value: Any, known: dict[int, Any]) -> Any:
+    """The same values in containers that may be written.
+
+    Args:
+        known: by the id of each container that was met: the one in its place.
+    """
+    if type(value) is tuple:
+        return tuple(_own_containers(each, known) for each in value)
+    if (kind := _COPIED.get(type(value))) is None:
+        return value
+    if id(value) not in known:
+        own: Any = copy.copy(value) if kind is type(value) else kind(value)
+        known[id(value)] = own
+        places = list(own) if isinstance(own, dict) else range(len(own)) if not isinstance(own, set) else ()
+        for place in places:
+            own[place] = _own_containers(own[place], known)
+    return known[id(value)]
+
+
+def _holds_any(value: Any, containers: set[int]) -> bool:
+    """Whether a value is, or has in it, one of these lists and dictionaries, by id."""
+    if id(value) in containers:
+        return True
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(_holds_any(part, containers) for part in parts)
 
 
 def _held_by(value: Any) -> Any:
@@ -223,15 +261,17 @@ def _needs_hooks(module: nn.Module, given: list[torch.Tensor]) -> bool:
     return len(dtypes) < 2 and bool(module._forward_pre_hooks or module._forward_hooks)
 
 
-def twin_of(module: nn.Module, state_of: Callable[[Any], Any]) -> nn.Module:
+def twin_of(module: nn.Module, state_of: Callable[[Any], Any], containers: dict[int, Any]) -> nn.Module:
     """A copy of a module and of those inside it, with other tensors in the places of its parameters and buffers.
 
-    What forward sets is set on the copy, so that other threads can run the module meanwhile. Converted models in it
+    What forward sets is set on the copy, and what it puts into lists and dictionaries of the module into the copy's, so
+    that other threads can run the module meanwhile. Converted models in it
     run the forwards that the user wrote. Hooks are the same ones; those that are methods of the module become the
     copy's. A module of torch.jit, whose tensors cannot be exchanged, is copied as it is.
 
     Args:
         state_of: gives the tensor to put in the place of a parameter or buffer.
+        containers: takes the module's containers, by their ids, and those in their places.
     """
     parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     compiled = [part for part in module.modules() if isinstance(part, torch.jit.ScriptModule)]
@@ -239,6 +279,7 @@ def twin_of(module: nn.Module, state_of: Callable[[Any], Any]) -> nn.Module:
     twins.update((id(part), copy.deepcopy(part)) for part in compiled)
     for part in parts:
         own = {name: repointed(value, twins) for name, value in part.__dict__.items() if name != ENGINE}
+        own.update((name, _own_containers(own[name], containers)) for name in own.keys() - _OF_TORCH)
         for name in ("_parameters", "_buffers"):
             own[name] = {key: state_of(value) for key, value in part.__dict__[name].items()}
         twins[id(part)].__dict__.update(own, **{TWIN_OF: part})

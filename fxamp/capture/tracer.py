@@ -295,11 +295,9 @@ class SymbolicTracer(fx.Tracer):
         if value is None and (kind == "call_module" or node.target is operator.getitem):
             self.take_for_none(proxy)
             return None  # type: ignore[return-value]
-        if kind != "call_module":
-            return proxy
-        if lists_parts_of_inputs(node):
+        if kind == "call_module" and lists_parts_of_inputs(node):
             self.decisions.append(user_line())
-        return opened(value, proxy)
+        return proxy if kind != "call_module" else opened(value, proxy)
 
     def take_for_none(self, proxy: fx.Proxy) -> None:
         """None itself is to stand for this: Python asks for it by `is`, which no proxy can answer.

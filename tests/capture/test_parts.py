@@ -245,3 +245,68 @@ def test_nobody_counts_parts_of_which_the_first_is_read():
         x = torch.randn(rows, 8)
         assert_near(converted(x), model(x))
     assert not any(row.op in ("len", "eq") for row in fxamp.report(converted).rows)
+
+
+class Keeping(nn.Module):
+    """Puts what it computes into lists and dictionaries that it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.kept, self.last = nn.Linear(8, 8), [], {"of": {}}
+        self.inner = nn.Identity()
+        self.inner.kept = self.kept
+
+    def forward(self, x):
+        y = self.fc(x)
+        self.kept.append(y)
+        self.last["of"]["y"] = y
+        return y * len(self.inner.kept)
+
+
+@pytest.mark.parametrize("options", [{}, {"boundaries": ("0",)}], ids=["hooks", "boundary"])
+@pytest.mark.parametrize("example", [True, False])
+def test_a_capture_leaves_nothing_in_what_a_module_keeps(example, options):
+    model, x = nn.Sequential(Keeping(), nn.Linear(8, 3)), torch.randn(2, 8)
+    if not options:
+        model[0].register_forward_hook(lambda *call: None)
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=(x,) if example else None, **options)
+    assert (model[0].kept, model[0].last) == ([], {"of": {}})
+    for calls in (1, 2):
+        converted(x)
+        assert len(model[0].kept) == calls and {type(kept) for kept in model[0].kept} == {torch.Tensor}
+
+
+class GivesBack(nn.Module):
+    """Gives a list that it is given, or that it keeps."""
+
+    def __init__(self, is_own):
+        super().__init__()
+        self.fc, self.own, self.is_own = nn.Linear(8, 8), [], is_own
+
+    def forward(self, x, given):
+        return self.fc(x), {"list": self.own if self.is_own else given}
+
+
+class Adds(nn.Module):
+    def __init__(self, is_own):
+        super().__init__()
+        self.part, self.head = GivesBack(is_own), nn.Linear(8, 3)
+        self.part.register_forward_hook(lambda *call: None)
+
+    def forward(self, x):
+        given = [x]
+        y, parts = self.part(x, given)
+        parts["list"].append(y)
+        return self.head(y) + len(given) + 10 * len(self.part.own)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_what_is_added_to_a_list_that_a_module_gives_back_is_not_lost(is_own):
+    torch.manual_seed(0)
+    model, same, x = Adds(is_own), Adds(is_own), torch.randn(2, 8)
+    same.load_state_dict(model.state_dict())
+    converted = fxamp.convert(same, torch.bfloat16)
+    for _ in range(3):
+        assert_near(converted(x), model(x))
+    with pytest.raises(fxamp.CaptureError, match=r"'part' stays whole .* gives back a list or dictionary"):
+        fxamp.convert(Adds(is_own), torch.bfloat16, example_inputs=(x,), capture="symbolic")
