@@ -12,7 +12,7 @@ import functools
 import types
 
 from fxamp.capture.functions_of import codes_of
-from fxamp.capture.locations import is_library_file
+from fxamp.capture.locations import is_library_file, is_torchs_file
 
 _PASSED_OVER = ("CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL")
 # What takes a value, and asks nothing of it by identity.
@@ -55,20 +55,17 @@ def may_be_compared_by_identity(frame: types.FrameType | None) -> bool:
     """Whether a frame, or one of those that called it, compares anything by identity: an answer that errs towards yes.
 
     What is read in a loop over parameters is handed back through several functions (`module.dtype` of libraries), at
-    the farthest to the forward of the module that asks. It may be torch that reads: a mode passes the question on.
+    the farthest to the forward of the module that asks. It may be torch that reads: a mode passes the question on. A
+    property is called by the capture, which watches what modules are asked for.
     """
-    while frame is not None and _is_torchs(frame):
+    while frame is not None and is_torchs_file(frame.f_code.co_filename):
         frame = frame.f_back
-    while frame is not None and not _is_torchs(frame):
-        if any(_asks(code) for code in codes_of(frame.f_code)):
+    while frame is not None and not is_torchs_file(file := frame.f_code.co_filename):
+        is_users = file.startswith("<") or not is_library_file(file)
+        if is_users and any(_asks(code) for code in codes_of(frame.f_code)):
             return True
         frame = frame.f_back
     return False
-
-
-def _is_torchs(frame: types.FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return is_library_file(file) and not file.startswith("<")
 
 
 @functools.lru_cache(maxsize=1024)

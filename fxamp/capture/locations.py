@@ -27,6 +27,11 @@ def is_library_file(filename: str) -> bool:
     return filename.startswith((_TORCHS, _OURS)) and not filename.startswith(_MODELS)
 
 
+def is_torchs_file(filename: str) -> bool:
+    """Whether a file is torch's."""
+    return filename.startswith(_TORCHS)
+
+
 def user_lines_in(text: str) -> list[str]:
     """ "file.py:12" of each line of the user's in the text of a traceback, outermost first."""
     return [f"{file}:{line}" for file, line in _LINE.findall(text) if not is_library_file(file)]

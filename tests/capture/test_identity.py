@@ -16,6 +16,10 @@ class Model(nn.Module):
         self.linear = nn.Linear(8, 8)
         self.question = question
 
+    @property
+    def dtype(self):
+        return dtype_of_parameters(self)
+
     def forward(self, x, mask):
         h = self.linear(x)
         return h * (2.0 if self.question(self, x, h, mask) else 30.0)
@@ -99,6 +103,9 @@ def in_a_region(m, x, h, mask):
 
 
 QUESTIONS = {
+    "parameters', by a property": lambda m, x, h, mask: m.dtype is torch.float32,
+    "parameters', by getattr": lambda m, x, h, mask: getattr(m, "dtype", None) is torch.float32,
+    "parameters', by a property, its class": lambda m, x, h, mask: type(m.dtype) is torch.dtype,
     "a parameter's": lambda m, x, h, mask: next(m.parameters()).dtype is torch.float32,
     "parameters', from a function": lambda m, x, h, mask: dtype_of_parameters(m) is torch.float32,
     "parameters', among others": lambda m, x, h, mask: dtype_of_parameters(m) in (torch.float32, torch.float64),
