@@ -251,6 +251,45 @@ def test_blocks_that_add_to_a_container_they_are_given_run_as_written_around(kin
     assert report.low_precision_nodes == 2 and report.outside == ()  # every weight is a block's
 
 
+class Output(OrderedDict):
+    """As transformers' outputs: the first item, or one by its name."""
+
+    def __getitem__(self, place):
+        return super().__getitem__(place) if isinstance(place, str) else list(self.values())[place]
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+class ReadsOutput(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.fc, self.read = nn.Linear(8, 8), read
+
+    def forward(self, x, given):
+        return self.fc(x) + self.read(given[0])
+
+
+@pytest.mark.parametrize("read", [lambda given: given[0], lambda given: given.hidden])
+@pytest.mark.parametrize("example", [None, (X,)])
+def test_blocks_that_are_given_a_dictionary_of_the_users_run_as_written_around(read, example):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.blocks = nn.Linear(8, 8), nn.ModuleList(ReadsOutput(read) for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x, [Output(hidden=self.stem(x))])
+            return x
+
+    model = Net()
+    converted = fxamp.convert(model, LOW, boundaries="blocks", example_inputs=example)
+    assert distance(model, converted) < 2**-6  # a few roundings to 8 bits
+    with pytest.raises(CaptureError, match=r"'blocks\.0' stays whole .* is given an Output"):
+        fxamp.convert(Net(), LOW, boundaries="blocks", capture="symbolic", example_inputs=(X,))
+
+
 def test_asked_for_symbolic_capture_such_a_block_is_named():
     with pytest.raises(CaptureError, match=r"'blocks\.0' stays whole .* adds to or changes a list or dictionary"):
         fxamp.convert(ContainerNet(list), LOW, boundaries="blocks", capture="symbolic", example_inputs=(X,))

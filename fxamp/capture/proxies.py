@@ -1,5 +1,6 @@
 """The values a traced forward handles: proxies that stay honest about writes and about Python's questions."""
 
+import collections
 import operator
 import sys
 from collections.abc import Callable
@@ -68,6 +69,14 @@ def opened(value: Any, traced: Any) -> Any:
     items = [traced[place] for place in places]
     traced.tracer.take_for_all(traced, items)
     return pytree.tree_unflatten(list(map(opened, parts, items)), form)
+
+
+def kind_of_dictionary(given: Any) -> type | None:
+    """The class of a dictionary among arguments that a graph cannot make: one that is not Python's own."""
+    if isinstance(given, dict) and type(given) not in (dict, collections.OrderedDict, collections.defaultdict):
+        return type(given)
+    parts = given.values() if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else ()
+    return next(filter(None, map(kind_of_dictionary, parts)), None)
 
 
 _OF_PROXIES = frozenset({"node", "tracer"})

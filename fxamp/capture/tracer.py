@@ -36,7 +36,15 @@ from fxamp.capture.mode_nodes import ModeNodes
 from fxamp.capture.numbers import plain_number
 from fxamp.capture.outputs import OutputForm, flatten_output
 from fxamp.capture.promotion import Promotion
-from fxamp.capture.proxies import ValueProxy, WeightProxy, asks_of_autograd, gives_parts, is_static, opened
+from fxamp.capture.proxies import (
+    ValueProxy,
+    WeightProxy,
+    asks_of_autograd,
+    gives_parts,
+    is_static,
+    kind_of_dictionary,
+    opened,
+)
 from fxamp.capture.reads import Place, Reads
 from fxamp.capture.settings import Settings
 from fxamp.capture.state import Cell, flag_cell, switch_cells
@@ -193,6 +201,11 @@ class SymbolicTracer(fx.Tracer):
             raise CaptureError(
                 f"{user_line()}: forward sets a hook on {self.path_of_module(m)!r} or takes one away, which a graph "
                 "would not do. Do to the result what the hook does."
+            )
+        if self.is_leaf_module(m, "") and (kind := kind_of_dictionary((args, kwargs))):
+            raise CaptureError(
+                f"{user_line()}: {self.path_of_module(m)!r} stays whole (hooks on it, or boundaries=) and is given an "
+                f"{kind.__qualname__}, and a graph hands on plain dictionaries. Give it what it reads of that."
             )
         instead = None if has_hooks(m) else self._said_again(m, args, kwargs)
         if instead is None:

@@ -78,6 +78,7 @@ MAKERS = {
     "named tuple": lambda y, more, z: Pair(y, more),
     "object": lambda y, more, z: Plain(y, more),
     "itself": lambda y, more, z: more if more is None else y,
+    "sizes": lambda y, more, z: (y, more, z.shape),
     "output": lambda y, more, z: Named({"first": y, **({} if more is None else {"second": more}), "third": z}),
 }
 READERS = {
@@ -93,6 +94,7 @@ READERS = {
     "named tuple": [lambda o: add(o.first, o.second), lambda o: add(*o._replace(first=o[0] * 2)), lambda o: o],
     "object": [lambda o: add(o.first, o.second)],
     "itself": [lambda o: torch.ones(2, 8) if o is None else o],
+    "sizes": [lambda o: add(o[0], o[1]).reshape(o[2]), lambda o: o[0] * o[2][1]],
     "output": [
         lambda o: add(o.first, o.second),
         lambda o: o.third,
