@@ -257,3 +257,14 @@ def test_autocast_regions_of_a_tensors_device_type(device_type, opt_level):
     converted = fxamp.convert(Island(), LOW, (X,), opt_level=opt_level, capture="symbolic")
     precisions = [row.precision for row in fxamp.report(converted).rows if row.op == "linear"]
     assert precisions == ["high", "low"] and converted(X).shape == (4, 8)
+
+
+def test_what_fails_on_the_dtype_of_parameters_fails_in_the_call():
+    class Fails(nn.Linear):
+        def forward(self, x):
+            made = torch.ones(2, 3, dtype=dtype_of_parameters(self))
+            return super().forward(x) + (made @ made).sum()
+
+    converted = fxamp.convert(Fails(8, 8), LOW, capture="symbolic")
+    with pytest.raises(RuntimeError, match=r"2x3|\[2, 3\]"):
+        converted(X)

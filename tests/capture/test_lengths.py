@@ -93,3 +93,16 @@ def test_what_is_not_counted_or_always_the_same_needs_one_graph(name):
         x = torch.randn(2, steps, 4)
         torch.testing.assert_close(converted(x), model(x), rtol=0, atol=0)
     assert len(engine_of(converted).all_variants()) == 1
+
+
+def test_a_list_of_values_whose_sizes_depend_on_data_is_followed():
+    class Kept(nn.Linear):
+        def forward(self, x):
+            kept = x[x[:, 0] > 0]
+            return super().forward(torch.cat([kept, kept]))
+
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+    model = Kept(8, 8)
+    converted = fxamp.convert(model, torch.bfloat16, (x,), capture="symbolic")
+    for given in (x, -x):
+        assert torch.allclose(converted(given), model(given), atol=2**-5)  # sums of eight products below 1

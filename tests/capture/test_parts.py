@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxamp
+from fxamp.engine import engine_of
 
 
 class Pair(NamedTuple):
@@ -141,6 +142,47 @@ def test_a_part_that_is_none_at_some_calls_alone(kind, options):
     for has_more in (False, True, False, True):
         model.part.has_more = converted.part.has_more = has_more
         assert_near(converted(x), model(x))
+
+
+class Chosen(nn.Module):
+    """Whether it gives more is said by an attribute of a module inside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.inner = nn.Linear(8, 8), nn.Identity()
+        self.inner.choice = None
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y, y if self.inner.choice in (2, True, "more") else None
+
+
+class AroundChosen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part, self.head = Chosen(), nn.Linear(8, 3)
+        self.part.register_forward_hook(lambda *call: None)
+
+    def forward(self, x):
+        return self.head(add(*self.part(x)))
+
+
+@pytest.mark.parametrize("choices", [(None, 2), (False, True), ("less", "more")])
+def test_what_a_module_inside_says_of_a_part_is_seen(choices):
+    torch.manual_seed(0)
+    model, x = AroundChosen(), torch.randn(2, 8)
+    model.part.inner.choice = choices[0]
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=(x,), capture="symbolic")
+    for model.part.inner.choice in choices:
+        assert_near(converted(x), model(x))
+
+
+def test_a_part_that_does_not_ask_whether_it_is_trained_has_one_graph():
+    model, x = Around(MAKERS["tuple"], READERS["tuple"][0], is_hooked=True), torch.randn(2, 8)
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=(x,), capture="symbolic")
+    for is_trained in (False, True):
+        assert_near(converted.train(is_trained)(x), model(x))
+    assert len(engine_of(converted).all_variants()) == 1
 
 
 def test_a_part_that_was_none_for_a_reason_that_nobody_sees_is_refused():
@@ -312,3 +354,46 @@ def test_what_is_added_to_a_list_that_a_module_gives_back_is_not_lost(is_own):
         assert_near(converted(x), model(x))
     with pytest.raises(fxamp.CaptureError, match=r"'part' stays whole .* gives back a list or dictionary"):
         fxamp.convert(Adds(is_own), torch.bfloat16, example_inputs=(x,), capture="symbolic")
+
+
+def test_a_gradient_that_is_none_is_no_none_for_every_call():
+    """Another parameter may require one."""
+    with pytest.raises(fxamp.CaptureError, match=r"a None that torch\.autograd\.grad gives"):
+        fxamp.convert(Slope(), torch.bfloat16, example_inputs=(torch.randn(2, 8),), capture="symbolic")
+
+
+class OwnList(list):
+    """No container that torch knows."""
+
+
+class Renames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.register_forward_hook(lambda *call: None)
+
+    def forward(self, x, given):
+        given["new"] = given.pop("old")
+        return OwnList([self.fc(x), x])
+
+
+class AroundRenames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part, self.head = Renames(), nn.Linear(8, 3)
+
+    def forward(self, x):
+        given = {"old": x}
+        y, same = self.part(x, given)
+        return self.head(y + same) * (-1 if "new" in given else 1)
+
+
+def test_a_key_that_a_module_renames_is_a_write():
+    model, x = AroundRenames(), torch.randn(2, 8)
+    assert_near(fxamp.convert(model, torch.bfloat16)(x), model(x))
+
+
+def test_a_list_of_a_class_that_nobody_knows_is_asked_as_it_is():
+    model, x = Around(lambda y, more, z: OwnList([y, z]), lambda o: o[0] + o[1], is_hooked=True), torch.randn(2, 8)
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=(x,), capture="symbolic")
+    assert_near(converted(x), model(x))
