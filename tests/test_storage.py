@@ -167,6 +167,17 @@ def test_another_process_trains_on_with_the_masters_of_its_optimizer():
     assert all(torch.equal(state[name], value - 2.0**-12) for name, value in exact.items())
 
 
+@pytest.mark.parametrize("sent", [copy.deepcopy, lambda model: pickle.loads(ForkingPickler.dumps(model))])
+def test_a_write_into_the_data_of_a_copy_is_seen_before_its_first_step(sent):
+    twin = sent(converted("O2"))
+    low = next(name for name, parameter in twin.named_parameters() if master_of(parameter) is not None)
+    twin.get_parameter(low).data.fill_(0.5)  # counted by no version
+    optimizer = fxamp.MasterWeightOptimizer(torch.optim.SGD(twin.parameters(), lr=1.0))
+    twin.get_parameter(low).grad = torch.zeros_like(twin.get_parameter(low))
+    optimizer.step()
+    assert bool((twin.get_parameter(low) == 0.5).all())
+
+
 def test_another_process_shares_masters_as_it_shares_parameters():
     model = converted("O2")
     twin = pickle.loads(ForkingPickler.dumps(model))

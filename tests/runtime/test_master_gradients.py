@@ -182,6 +182,15 @@ def test_a_look_at_masters_changes_no_step(zeroes, micro_steps):
     assert_masters_are(optimizer, reference)
 
 
+@pytest.mark.parametrize("masters", ["kahan", "stochastic"])
+def test_a_look_at_parameters_without_masters_widens_no_gradient(masters):
+    parameters = weights(torch.bfloat16)
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(parameters, lr=0.25), masters=masters)
+    loss_of(parameters).backward()
+    assert all(map(torch.equal, optimizer.master_params(), parameters))
+    assert {parameter.grad.dtype for parameter in parameters} == {torch.bfloat16}
+
+
 def test_a_backward_onto_gradients_that_were_used_is_seen_in_masters():
     parameters, reference = weights(torch.bfloat16), weights()
     optimizer = MasterWeightOptimizer(torch.optim.SGD(parameters, lr=0.25))
