@@ -232,10 +232,11 @@ def test_a_nan_that_a_module_holds_is_named_by_its_path(name, norm):
     assert f"middle.{name} itself is not finite: an earlier {writer} wrote it" in found.remedy
 
 
-def test_a_buffer_is_not_written_by_a_step():
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_a_buffer_is_not_written_by_a_step(capture):
     model = Net(lambda m, x: m.a(x + m.shift))
     model.register_buffer("shift", torch.full((8,), float("nan")))
-    found = find_nan(fxamp.convert(model, BF16, (X,)), (X,))
+    found = find_nan(fxamp.convert(model, BF16, (X,), capture=capture), (X,))
     assert (found.phase, found.op) == ("parameter", "buffer")
     assert "the buffer itself is not finite: an earlier forward wrote it, or the model's own code" in found.remedy
 

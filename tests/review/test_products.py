@@ -87,6 +87,14 @@ def test_a_product_over_a_dimension_that_a_call_chooses(capture):
     assert {gemm.flops for gemm in report(converted).gemms} == {2 * 12 * 8 * 8}
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
+def test_a_product_of_nothing_is_no_work(shape):
+    model = Net(
+        nn.Linear(8, shape[1], bias=False), lambda layer, x: torch.tensordot(x.new_ones(shape), layer.weight, 1)
+    )
+    assert ours(model) == 0
+
+
 def test_bilinear_is_its_sum():
     model = Net(nn.Bilinear(8, 8, 5), lambda layer, x: layer(x, x))
     assert ours(model) == 2 * 12 * 5 * 8 * 8
