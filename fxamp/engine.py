@@ -223,7 +223,7 @@ class Engine:
         try:
             # torch.export calls a model under modes of its own, and checkpoint under hooks that count what is saved.
             with _disable_current_modes(), no_saved_tensor_hooks(), no_jit_trace(), no_inference_mode():
-                variant = self._build(module, spec, inputs)
+                variant = self._build(module, spec, inputs, self._is_second_size(known, inputs))
         except CaptureError as error:
             if self._may_use_dynamo:
                 self.refusals.add(key, module, error)  # Dynamo takes such calls; where it does not, try again
@@ -246,7 +246,12 @@ class Engine:
         self.previews.clear()
         return variant
 
-    def _build(self, module: nn.Module, spec: CallSpec, inputs: list[Any]) -> Variant:
+    def _is_second_size(self, known: list[Variant], inputs: list[Any]) -> bool:
+        """Whether sizes vary: it is worth the time then to find out for which of them a graph holds."""
+        others = [variant.captured for variant in known if variant.captured.is_for_one_size]
+        return not torch.compiler.is_compiling() and any(not other.holds_for(inputs) for other in others)
+
+    def _build(self, module: nn.Module, spec: CallSpec, inputs: list[Any], is_general: bool) -> Variant:
         """The variant of a call.
 
         1. A batch norm that torch takes apart would give float32 of low values and its float32 statistics: it is high.
@@ -256,7 +261,7 @@ class Engine:
         if is_transformed:
             options = dataclasses.replace(options, lists=options.lists.override(deny=["batch_norm"]))
         try:
-            variant = self.workshop.build(plain_tree(module), spec, inputs, options, self.changes.live)
+            variant = self.workshop.build(plain_tree(module), spec, inputs, options, self.changes.live, is_general)
         except InvariantError as error:
             if not self._may_use_dynamo:
                 raise

@@ -62,6 +62,10 @@ class Fakes:
         self._mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[int, Any] = {}
 
+    def in_mode(self, mode: FakeTensorMode) -> "Fakes":
+        """Others of the same model, in another fake mode."""
+        return Fakes(self.root, self._logical_dtype, mode)
+
     def of(self, value: Any) -> Any:
         """The fake twin of a real tensor; anything else as it is."""
         if not isinstance(value, torch.Tensor) or self.made(value):

@@ -50,6 +50,7 @@ def build_variant(
     inputs: list[Any] | None,
     options: Options,
     live: frozenset[Place] = frozenset(),
+    is_general: bool = False,
 ) -> Variant:
     """Capture a model for one call and rewrite its graph.
 
@@ -58,6 +59,7 @@ def build_variant(
         spec: structure of the call; None: a preview for a call with assumed types.
         inputs: the call's tensors and numbers; only their types are used.
         live: numbers of modules that the graph reads at each call.
+        is_general: whether to find out for which other sizes the graph holds, where forward decides on sizes.
     """
     check_stored(plain, options.low)
     if spec is None:
@@ -65,6 +67,8 @@ def build_variant(
     fakes = Fakes(plain, logical_dtype)
     with casts_into(options.low):
         captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in options.lists, live)
+        if is_general:
+            captured.generalise(fakes)
     before = captured.text()
     total = len(captured.graph.nodes)
     fits = rewrite(captured, fakes if inputs is not None else None, options)
@@ -135,7 +139,7 @@ def _padding(captured: Captured, fakes: Fakes | None, options: Options) -> tuple
     """The padding pass; a graph of Dynamo's, and one that decided on sizes, is run with these sizes only."""
     if not options.pad_to:
         return ()
-    is_bound = bool(captured.decisions) or captured.method == "dynamo"
+    is_bound = captured.is_for_one_size or captured.method == "dynamo"
     training = dict(captured.training)
     return (PadGemms(captured.root, fakes, options.pad_to, options.pad, training, is_bound),)
 

@@ -128,10 +128,7 @@ class Variant:
         )
 
     def _is_for(self, inputs: list[Any]) -> bool:
-        example = self.captured.example
-        if self.captured.decisions and example is not None and list(map(_shape, inputs)) != list(map(_shape, example)):
-            return False
-        return self.captured.grad_mode in (None, torch.is_grad_enabled())
+        return self.captured.holds_for(inputs) and self.captured.grad_mode in (None, torch.is_grad_enabled())
 
     def _state(self, module: nn.Module) -> StateCheck:
         check = self.checks.get(module)
@@ -158,7 +155,3 @@ def takes_apart() -> bool:
     of a backward) and forward-mode AD.
     """
     return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
-
-
-def _shape(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else value

@@ -14,8 +14,10 @@ from fxamp.capture.inputs import CallSpec
 from fxamp.capture.outputs import OutputForm
 from fxamp.capture.reads import Place
 from fxamp.capture.settings import Settings
+from fxamp.capture.sizes import Decision, SizeGuard, size_guard
 from fxamp.capture.state import Cell
 from fxamp.errors import CaptureError
+from fxamp.fakes import Fakes
 
 
 @dataclasses.dataclass
@@ -27,8 +29,9 @@ class Captured:
         graph: torch-level graph; placeholders stand for the inputs of `spec`, in order.
         spec: the call structure the graph is valid for.
         training: (module path, flag) for every training flag that was read; the graph is valid while they hold.
-        decisions: the user's source lines where Python used the value of a traced shape; the graph is then valid
-            for the example's shapes only.
+        decisions: what Python asked of traced sizes; the graph is then valid for the example's sizes, and for those
+            that `sizes` allows.
+        sizes: the sizes for which the decisions are the same; None where it was not asked, or cannot be told.
         constants: tensors that belong to no module, by the name that `get_attr` nodes use.
         example: the inputs the graph was captured with, None when it was captured without.
         method: which capture made it.
@@ -44,7 +47,8 @@ class Captured:
     graph: fx.Graph
     spec: CallSpec
     training: tuple[tuple[str, bool], ...] = ()
-    decisions: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    sizes: SizeGuard | None = None
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
     example: list[Any] | None = None
     method: str = "symbolic"
@@ -66,6 +70,28 @@ class Captured:
         parts = () if self.output_form is None else self.output_form.attributes
         return frozenset(f"self.{attribute.title}" for attribute, _ in parts)
 
+    def generalise(self, fakes: Fakes) -> None:
+        """Find out for which other sizes the graph holds, as it was captured; no pass has changed it yet."""
+        if self.decisions and self.example is not None:
+            self.sizes = size_guard(self.graph, self.decisions, self.example, fakes.in_mode, self._read)
+
+    def _read(self, node: fx.Node) -> Any:
+        return self.constants.get(str(node.target), ir.attribute(self.root, node.target))
+
+    @property
+    def is_for_one_size(self) -> bool:
+        """Whether it may run for tensors of the example's sizes alone."""
+        return bool(self.decisions) and self.sizes is None
+
+    def holds_for(self, inputs: list[Any]) -> bool:
+        """Whether Python would decide as it did for these inputs. Dynamo and torch.jit.trace come through here."""
+        if not self.decisions or self.example is None:
+            return True
+        if list(map(_shape, inputs)) == list(map(_shape, self.example)):
+            return True
+        is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+        return self.sizes is not None and not is_traced and self.sizes(inputs)
+
     def text(self) -> str:
         """The graph as Python code."""
         return str(self.graph.python_code("self").src)
@@ -84,6 +110,11 @@ class Captured:
                 node.meta.pop(key, None)
         if self.example is not None:
             self.example = [_without_data(value) for value in self.example]
+        self.decisions = tuple(Decision(line) for line in dict.fromkeys(decision.line for decision in self.decisions))
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else value
 
 
 def _without_data(value: Any) -> Any:

@@ -14,6 +14,7 @@ from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.identity import is_compared_by_identity
 from fxamp.capture.locations import user_line
 from fxamp.capture.numbers import operator_of, plain_number
+from fxamp.capture.sizes import Decision
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
 from fxamp.inplace import INPLACE_OPERATORS
@@ -104,7 +105,9 @@ class ValueProxy(fx.Proxy):
             return None
         if not callable(getattr(torch.Tensor, k, str)):  # .T, .data, .shape: what it is now, in this region
             found = attribute.node.meta.get("val", UNKNOWN)
-            if found is not UNKNOWN and not isinstance(found, torch.Tensor):
+            if found is not UNKNOWN and not isinstance(
+                found, torch.Tensor | torch.Size
+            ):  # a shape is always another object
                 if is_compared_by_identity(sys._getframe(1)):
                     return self.tracer.decide(attribute, "is")  # type: ignore[attr-defined]
         return attribute
@@ -139,7 +142,7 @@ class ValueProxy(fx.Proxy):
             self.tracer.note_length(self.node)  # type: ignore[attr-defined]
             return len(value)
         if isinstance(value, torch.Tensor):
-            self.tracer.decisions.append(user_line())  # type: ignore[attr-defined]
+            self.tracer.decisions.append(Decision(user_line()))  # type: ignore[attr-defined]
             return int(value.shape[0])
         raise self.tracer._unfollowable("len() of a traced value")  # type: ignore[attr-defined]
 

@@ -47,6 +47,7 @@ from fxamp.capture.proxies import (
 )
 from fxamp.capture.reads import Place, Reads
 from fxamp.capture.settings import Settings
+from fxamp.capture.sizes import Decision
 from fxamp.capture.state import Cell, flag_cell, switch_cells
 from fxamp.capture.surroundings import (
     asked_by_torch_check,
@@ -78,7 +79,7 @@ class SymbolicTracer(fx.Tracer):
         self.example = example
         self.values = FakeValues(example, fakes)
         self.training: dict[str, bool] = {}
-        self.decisions: list[str] = []
+        self.decisions: list[Decision] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.output_form: OutputForm | None = None
         self.state: tuple[Cell, ...] = ()
@@ -298,7 +299,7 @@ class SymbolicTracer(fx.Tracer):
         if self.example is not None:
             self._promotion.before(node)
         if hands_on_open_length(node):
-            self.decisions.append(user_line())
+            self.decisions.append(Decision(user_line()))
         value = self.values.of(node)
         if value is not UNKNOWN:
             node.meta["val"] = value
@@ -349,7 +350,7 @@ class SymbolicTracer(fx.Tracer):
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         value = obj.node.meta.get("val", UNKNOWN)
         if isinstance(value, torch.Tensor):
-            self.decisions.append(user_line())
+            self.decisions.append(Decision(user_line()))
             return iter([obj[i] for i in range(value.shape[0])])  # type: ignore[index]
         if isinstance(value, (tuple, list, torch.Size)):
             self.note_length(obj.node)
@@ -359,7 +360,7 @@ class SymbolicTracer(fx.Tracer):
     def note_length(self, node: fx.Node) -> None:
         """Record that Python has counted the items of a tuple."""
         if has_open_length(node):
-            self.decisions.append(user_line())
+            self.decisions.append(Decision(user_line()))
 
     # ---------------------------------------------------------------------------------------- fake values
 
@@ -374,7 +375,7 @@ class SymbolicTracer(fx.Tracer):
         if isinstance(value, (bool, int, float, str, torch.dtype, torch.device, torch.Size)) or value is None:
             if not proxy.node.meta.get("static"):
                 if self._numbers.decide_on(proxy.node):
-                    self.decisions.append(user_line())
+                    self.decisions.append(Decision(user_line(), proxy.node, value))
             return value
         raise self._unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))
 

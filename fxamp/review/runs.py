@@ -89,11 +89,8 @@ def _of_block(engine: Engine, path: str) -> list[Variant]:
 
 def _fits(variant: Variant, block: nn.Module, inputs: list[Any] | None) -> bool:
     """Whether a graph is for a block as it is, but for its mode."""
-    captured = variant.captured
-    if captured.decisions and captured.example is not None and inputs is not None:
-        shapes = [[getattr(value, "shape", value) for value in values] for values in (inputs, captured.example)]
-        if shapes[0] != shapes[1]:
-            return False
+    if inputs is not None and not variant.captured.holds_for(inputs):
+        return False
     if any(cell.name != "training" for cell in variant.changed_state(block)):
         return False
     return variant.weights is None or variant.weights(block)

@@ -1,0 +1,207 @@
+"""A graph whose model decides on sizes holds for all sizes with which it decides so, and for no others."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxamp
+from fxamp.engine import engine_of
+
+LENGTHS = (6, 7, 9, 12, 1, 8, 5, 16, 2, 10, 6, 33, 4, 3)
+
+
+class Model(nn.Module):
+    """Its answer is wrong by a factor where `decide` is answered for another size."""
+
+    def __init__(self, decide, width=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("table", torch.randn(64, width))
+        self.decide = decide
+
+    def forward(self, x, *more):
+        return self.last(self.decide(self, self.first(x), *more))
+
+
+def truncated(model, h):
+    return h[:, :8] * 2 if h.shape[1] > 8 else h * 3
+
+
+def odd(model, h):
+    return F.pad(h, (0, 0, 0, 1)) if h.size(1) % 2 else h * 3
+
+
+def chunks(model, h):
+    for number in range(h.shape[1] // 4):
+        h = h * (number + 2)
+    return h
+
+
+def halved(model, h):
+    length, factor = h.size(-2), 1
+    while length > 2:
+        length, factor = length // 2, factor + 1
+    return h * factor
+
+
+def asserted(model, h):
+    assert h.shape[1] <= 64 and h.dim() == 3
+    return h + model.table[: h.shape[1]]
+
+
+def counted(model, h):
+    return h * 2 if h.numel() > 100 else h * 3
+
+
+def alone(model, h):
+    return h.squeeze(1) * 2 if h.shape[1] == 1 else h.mean(1) * 3
+
+
+def scaled(model, h):
+    return h / math.sqrt(h.shape[1])
+
+
+def looked_up(model, h):
+    return h * {6: 2, 12: 3}.get(h.shape[1], 5)
+
+
+def formatted(model, h):
+    return h * len(f"{h.shape[1]}") * (3 if h.shape[1] in (7, 9) else 1)
+
+
+def same_shape(model, h):
+    return h * 2 if h.shape == (2, 6, 4) else h * 3
+
+
+def rows(model, h):
+    return torch.stack([row * (number + 1) for number, row in enumerate(h.transpose(0, 1))])
+
+
+def of_a_result(model, h):
+    pooled = F.avg_pool1d(h.transpose(1, 2), 2, ceil_mode=True)
+    return pooled.transpose(1, 2) * 2 if pooled.shape[-1] > 3 else pooled.transpose(1, 2) * 3
+
+
+def smallest(model, h):
+    return h * min(h.shape[1], 7) + max(h.shape[1], 9)
+
+
+def of_whole_modules(model, h):
+    flat = model.norm(h.flatten(0, 1))
+    return flat * 2 if flat.shape[0] > 12 else flat * 3
+
+
+def in_place(model, h):
+    h = h * 1
+    if h.shape[1] > 6:
+        h[:, 6:] *= 0
+    return h
+
+
+KINDS = [
+    truncated, odd, chunks, halved, asserted, counted, alone, scaled, looked_up, formatted, same_shape, rows,
+    of_a_result, smallest, of_whole_modules, in_place,
+]  # fmt: skip
+GENERAL = {truncated, odd, asserted, counted, alone, of_a_result, of_whole_modules, in_place}
+"""Decisions in two ways: two graphs for one size, and one or two for many."""
+
+
+def graphs(converted):
+    return [variant for variant in engine_of(converted).all_variants() if variant.captured.method == "symbolic"]
+
+
+def run(model, *inputs):
+    model.zero_grad()
+    output = model(*inputs)
+    output.float().square().mean().backward()
+    return [
+        output.detach().float(),
+        torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]),
+    ]
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_length_is_decided_as_in_eager(kind, opt_level):
+    eager, example = Model(kind), torch.randn(2, LENGTHS[0], 4)
+    converted = fxamp.convert(Model(kind), dtype=torch.bfloat16, opt_level=opt_level, example_inputs=(example,))
+    for number, length in enumerate(LENGTHS):
+        x = torch.randn(2, length, 4, generator=torch.Generator().manual_seed(number))
+        for mine, theirs in zip(run(converted, x), run(eager, x), strict=True):
+            assert mine.shape == theirs.shape
+            assert (mine - theirs).norm() <= 0.03 * theirs.norm(), (length, mine, theirs)
+    torch.testing.assert_close(converted.norm.running_mean, eager.norm.running_mean, rtol=0.05, atol=0.02)
+    if kind in GENERAL:
+        assert len(graphs(converted)) <= 5, [variant.captured.example for variant in graphs(converted)]
+
+
+def test_the_first_size_has_a_graph_of_its_own_and_all_others_share_one():
+    converted = fxamp.convert(Model(asserted), dtype=torch.bfloat16)
+    for length in (5, 6, 7, 64, 2, 40):
+        converted(torch.randn(3, length, 4))
+    assert [variant.captured.is_for_one_size for variant in graphs(converted)] == [True, False]
+    with pytest.raises(AssertionError):
+        converted(torch.randn(3, 65, 4))
+
+
+def test_one_size_is_never_asked_for_others(monkeypatch):
+    monkeypatch.setattr("fxamp.capture.captured.size_guard", lambda *given: pytest.fail("asked"))
+    converted = fxamp.convert(Model(truncated), dtype=torch.bfloat16)
+    for training in (True, False, True):
+        converted.train(training)
+        converted(torch.randn(3, 5, 4))
+
+
+def test_what_symbolic_shapes_do_not_know_has_a_graph_for_each_size(monkeypatch):
+    def fails(*given):
+        raise NotImplementedError
+
+    monkeypatch.setattr("fxamp.capture.sizes._decide_again", fails)
+    eager, converted = Model(truncated), fxamp.convert(Model(truncated), dtype=torch.bfloat16)
+    for length in (5, 6, 12):
+        x = torch.randn(3, length, 4)
+        torch.testing.assert_close(converted(x), eager(x), rtol=0.05, atol=0.05)
+    assert [variant.captured.is_for_one_size for variant in graphs(converted)] == [True] * 3
+
+
+def two_inputs(model, h, other):
+    return h * 2 if h.shape[1] == other.shape[0] else h * 3 + other.sum()
+
+
+@pytest.mark.parametrize("noncontiguous", [False, True])
+def test_sizes_of_two_inputs_are_compared(noncontiguous):
+    eager, converted = Model(two_inputs), fxamp.convert(Model(two_inputs), dtype=torch.bfloat16)
+    for length, other in ((5, 5), (6, 6), (7, 7), (7, 8), (9, 9), (9, 10), (5, 6), (4, 4)):
+        x, y = torch.randn(2, length, 4), torch.randn(other, 3)
+        if noncontiguous:
+            x, y = torch.randn(2, 4, length).transpose(1, 2), torch.randn(other, 6)[:, ::2]
+        torch.testing.assert_close(converted(x, y), eager(x, y), rtol=0.05, atol=0.05)
+    assert len(graphs(converted)) == 3
+
+
+def repeated(model, h, times):
+    for _ in range(times):
+        h = h * 2
+    return h if h.shape[1] > times else h * 3
+
+
+def test_numbers_are_as_they_were():
+    eager, converted = Model(repeated), fxamp.convert(Model(repeated), dtype=torch.bfloat16)
+    for length, times in ((5, 2), (6, 2), (6, 3), (7, 3), (7, 2), (2, 3), (8, 3)):
+        x = torch.randn(2, length, 4)
+        torch.testing.assert_close(converted(x, times), eager(x, times), rtol=0.05, atol=0.05)
+
+
+def test_under_torch_compile_every_size_is_decided_as_in_eager(fresh_dynamo):
+    eager, converted = Model(truncated), fxamp.convert(Model(truncated), dtype=torch.bfloat16)
+    for length in (5, 6, 12):
+        converted(torch.randn(2, length, 4))
+    compiled = torch.compile(converted, backend="eager")
+    for length in (6, 7, 12, 13, 5, 3):
+        x = torch.randn(2, length, 4)
+        torch.testing.assert_close(compiled(x), eager(x), rtol=0.05, atol=0.05)
