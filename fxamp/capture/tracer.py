@@ -310,7 +310,7 @@ class SymbolicTracer(fx.Tracer):
             self.take_for_none(proxy)
             return None  # type: ignore[return-value]
         if kind == "call_module" and lists_parts_of_inputs(node):
-            self.decisions.append(user_line())
+            self.decisions.append(Decision(user_line()))
         return proxy if kind != "call_module" else opened(value, proxy)
 
     def take_for_none(self, proxy: fx.Proxy) -> None:
