@@ -51,7 +51,10 @@ class SizeGuard:
     def __call__(self, inputs: list[Any]) -> bool:
         if any(inputs[position] != value for position, value in self.numbers):
             return False
-        return self.condition({f"t{place}": value for place, value in enumerate(inputs) if _is_tensor(value)})
+        try:
+            return self.condition({f"t{place}": value for place, value in enumerate(inputs) if _is_tensor(value)})
+        except ArithmeticError:  # forward divides by what is 0 for these sizes, and is to say so itself
+            return False
 
 
 def size_guard(
@@ -84,15 +87,15 @@ def size_guard(
         conditions = environment.produce_guards(
             [value for value, _ in named], [source for _, source in named], ignore_static=False
         )
+        # The fakes lie in memory without gaps, so what is said of strides says nothing.
+        of_sizes = [f"({text})" for text in conditions if ".stride()" not in text and ".storage_offset()" not in text]
+        condition = eval(f"lambda L: {' and '.join(of_sizes) or True}", dict(SYMPY_INTERP))
+        numbers = tuple((place, value) for place, value in enumerate(example) if not _is_tensor(value))
+        guard = SizeGuard(condition, numbers)
+        return guard if guard(example) else None
     except Exception as error:  # whatever torch's symbolic shapes do not know: the sizes of the example are known
         log.debug("sizes are not generalised: %s: %s", type(error).__name__, error)
         return None
-    # The fakes lie in memory without gaps, so what is said of strides says nothing.
-    of_sizes = [f"({text})" for text in conditions if ".stride()" not in text and ".storage_offset()" not in text]
-    condition = eval(f"lambda L: {' and '.join(of_sizes) or True}", dict(SYMPY_INTERP))
-    numbers = tuple((place, value) for place, value in enumerate(example) if not _is_tensor(value))
-    guard = SizeGuard(condition, numbers)
-    return guard if guard(example) else None
 
 
 def _symbolic(value: Any, source: Any, mode: FakeTensorMode) -> Any:

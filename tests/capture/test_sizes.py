@@ -103,7 +103,12 @@ def in_place(model, h):
     return h
 
 
+def divided(model, h):
+    return h * (12 // (h.shape[1] - 5)) if h.shape[1] > 5 else h[:, : 12 % (h.shape[1] + 1) + 1]
+
+
 KINDS = [
+    divided,
     truncated, odd, chunks, halved, asserted, counted, alone, scaled, looked_up, formatted, same_shape, rows,
     of_a_result, smallest, of_whole_modules, in_place,
 ]  # fmt: skip
@@ -205,3 +210,17 @@ def test_under_torch_compile_every_size_is_decided_as_in_eager(fresh_dynamo):
     for length in (6, 7, 12, 13, 5, 3):
         x = torch.randn(2, length, 4)
         torch.testing.assert_close(compiled(x), eager(x), rtol=0.05, atol=0.05)
+
+
+def divided_by_nothing(model, h):
+    return h * 2 if 12 // (h.shape[1] - 5) > 2 else h * 3
+
+
+def test_a_size_that_forward_cannot_take_has_forwards_own_error():
+    converted = fxamp.convert(Model(divided_by_nothing), dtype=torch.bfloat16)
+    for length in (6, 7, 8, 20):
+        converted(torch.randn(2, length, 4))
+    with pytest.raises(ZeroDivisionError, match="integer"):
+        Model(divided_by_nothing)(torch.randn(2, 5, 4))
+    with pytest.raises((ZeroDivisionError, fxamp.InputError), match="integer"):
+        converted(torch.randn(2, 5, 4))
