@@ -10,12 +10,14 @@ precede one backward. A backward after an optimizer step uses the weights of its
 """
 
 import dataclasses
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxamp.runtime.optimizer_steps import steps_taken
 from fxamp.runtime.padded_weights import (
@@ -231,10 +233,11 @@ class KeptCast:
             return packed_cast(dtype, *weights, pads=pads, are_buffers=are_buffers, recurrent=recurrent)
         kept = self._kept  # read once: copies of a model share this, and may be called by other threads
         if kept is None or not kept.is_of(weights):
-            seen = _Kept.state_of(weights)  # before the copies: a write meanwhile is seen by the next call
+            # Before the copies: a write meanwhile is seen by the next call.
+            seen, storages = _Kept.state_of(weights), _storages(weights)
             with torch.inference_mode(False):  # an inference tensor could not be used outside inference mode
                 copies = packed_cast(dtype, *[weight.detach() for weight in weights], pads=pads, recurrent=recurrent)
-            self._kept = kept = _Kept(tuple(map(weakref.ref, weights)), seen, copies)
+            self._kept = kept = _Kept(tuple(map(weakref.ref, weights)), storages, seen, copies)
         return kept.copies
 
     def forget(self) -> None:
@@ -247,19 +250,31 @@ class KeptCast:
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """Copies, and of which tensors in which state: an address and a version alone may be those of another one."""
+    """Copies, and of which tensors in which state: an address and a version alone may be those of another one, or of
+    the same one with other memory (`.data = `).
+    """
 
     weights: tuple[weakref.ref[torch.Tensor], ...]
+    storages: tuple[StorageWeakRef, ...]
     state: tuple[Any, ...]
     copies: tuple[torch.Tensor, ...]
 
     def is_of(self, weights: tuple[torch.Tensor, ...]) -> bool:
         same = all(seen() is weight for seen, weight in zip(self.weights, weights, strict=True))
-        return same and self.state == self.state_of(weights)
+        same = same and self.state == self.state_of(weights)
+        return same and not any(map(_IS_GONE, map(_NUMBER, self.storages)))
 
     @staticmethod
     def state_of(weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         return (steps_taken(), *[(weight.data_ptr(), weight._version) for weight in weights])
+
+
+_NUMBER = operator.attrgetter("cdata")
+_IS_GONE = torch.UntypedStorage._expired  # what `StorageWeakRef.expired` asks, which takes 0.6 us
+
+
+def _storages(weights: tuple[torch.Tensor, ...]) -> tuple[StorageWeakRef, ...]:
+    return tuple([StorageWeakRef(weight.untyped_storage()) for weight in weights])  # type: ignore[no-untyped-call]
 
 
 def _can_be_kept(weights: tuple[torch.Tensor, ...]) -> bool:

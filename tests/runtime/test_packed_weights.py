@@ -505,6 +505,22 @@ def test_kept_copies_are_of_these_tensors_not_of_an_address():
     assert not wrong
 
 
+def test_kept_copies_are_of_these_numbers_not_of_an_address():
+    """Memory that a weight gave up may be handed out again, to the next `.data = ` of the same weight."""
+    model = fxamp.convert(nn.Linear(64, 64, bias=False), torch.bfloat16).freeze()
+    x, reused = torch.ones(1, 64), 0
+    with torch.no_grad():
+        for number in range(50):
+            model.weight.data = torch.full((64, 64), 2.0 * number)
+            model(x)
+            address = model.weight.data_ptr()
+            model.weight.data = torch.zeros(64, 64)
+            model.weight.data = torch.full((64, 64), 2.0 * number + 1)
+            reused += model.weight.data_ptr() == address
+            assert float(model(x)[0, 0]) == 64 * (2 * number + 1)
+    assert reused, "nothing was tried"
+
+
 def test_copies_of_a_frozen_model_in_threads_have_their_own_weights():
     model = fxamp.convert(nn.Linear(8, 8, bias=False), torch.bfloat16).freeze()
     copies = [copy.deepcopy(model) for _ in range(4)]
