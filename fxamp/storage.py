@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
+from fxamp.errors import OptionError
 from fxamp.runtime.distributed import local
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.masters import (
@@ -67,6 +68,8 @@ class Lowered:
         delattr(self.tensor, LOGICAL)
 
 
+@torch.inference_mode(False)  # what is made in it could not be trained
+@torch.no_grad()
 def lower_parameters(
     model: nn.Module, names: Iterable[str], low: torch.dtype, keep_masters: bool = True, multiple: int = 1
 ) -> list[Lowered]:
@@ -77,15 +80,20 @@ def lower_parameters(
 
     Args:
         multiple: each gets memory for a multiple of so many rows, for GEMMs that are padded to it.
+
+    Raises:
+        OptionError: one was made under `torch.inference_mode()`.
     """
-    watch_plain_steps()
     tensors = dict(_named_tensors(model))
+    names = [name for name in names if name in tensors]
+    _check_writes_are_counted(tensors, names)
+    watch_plain_steps()
     in_blocks = {weight for layer in recurrent_layers(model) for weight in layer.parameters()}
     done: list[Lowered] = []
     try:
         for name in names:
-            tensor = tensors.get(name)
-            if tensor is not None and not is_stored_low(tensor):
+            tensor = tensors[name]
+            if not is_stored_low(tensor):
                 _lower(tensor, low, keep_masters, done)
                 if tensor not in in_blocks:  # which grow behind each block of rows, not behind the last row
                     make_room(tensor, multiple)
@@ -94,6 +102,17 @@ def lower_parameters(
         put_back(done)
         raise
     return done
+
+
+def _check_writes_are_counted(tensors: Mapping[str, torch.Tensor], names: list[str]) -> None:
+    made = [name for name in names if tensors[name].is_inference()]
+    if made:
+        others = f" and {len(made) - 1} more were" if len(made) > 1 else " was"
+        raise OptionError(
+            f"{made[0]}{others} made under torch.inference_mode(), where torch counts no writes: a weight that stands "
+            "for float32 numbers cannot be kept true to them. Make the model outside of it, or convert "
+            "copy.deepcopy(model), copied outside of it."
+        )
 
 
 def put_back(lowered: Iterable[Lowered]) -> None:
@@ -193,7 +212,8 @@ def _raise_to_float32(module: nn.Module, state: dict[str, Any], prefix: str, _: 
     for name, tensor in _own_tensors(module).items():
         if prefix + name in state and is_stored_low(tensor):
             _take_over(tensor)
-            given = exact_values(tensor).detach()
+            with torch.inference_mode(False):  # whose tensors count no writes
+                given = exact_values(tensor).detach()
             state[prefix + name] = given
             copy = None if hasattr(tensor, MASTER) else given
             _handed_out.setdefault(tensor, []).append(_HandedOut(weakref.ref(given), given._version, copy))

@@ -496,3 +496,47 @@ def test_a_conversion_that_fails_leaves_the_model_as_it_was(opt_level, monkeypat
     assert torch.equal(model(X), before(X))
     monkeypatch.undo()
     assert fxamp.convert(model, torch.bfloat16, (X,), opt_level)[0].weight.dtype == torch.bfloat16
+
+
+# -------------------------------------------------------------------------------------------------- inference mode
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_a_model_converted_in_inference_mode_trains(opt_level):
+    net = nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 6))
+    with torch.inference_mode():
+        model = fxamp.convert(net, torch.bfloat16, (X,), opt_level, pad="always")
+        model(X)
+    optimizer = fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    before = copy.deepcopy(model.state_dict())
+    steps(model, optimizer)
+    assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items() if "0." in name)
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_a_state_dict_in_inference_mode(opt_level):
+    model = converted(opt_level)
+    expected = copy.deepcopy(model.state_dict())
+    with torch.inference_mode():
+        state = model.state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in state.items())
+        state["0.weight"].fill_(0.5)
+        model(X)
+        assert (model[0].weight == 0.5).all()
+    state["0.weight"].fill_(0.25)
+    model(X)
+    assert (model[0].weight == 0.25).all()
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_parameters_made_in_inference_mode_are_refused_and_a_copy_is_not(opt_level):
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    before = copy.deepcopy(model)
+    with pytest.raises(
+        fxamp.OptionError, match=r"0\.weight and 1 more were made under torch\.inference_mode\(\).*copy\.deepcopy"
+    ):
+        fxamp.convert(model, torch.bfloat16, (X,), opt_level)
+    assert torch.equal(model(X), before(X)) and model[0].weight.dtype == torch.float32
+    low = fxamp.convert(copy.deepcopy(model), torch.bfloat16, (X,), opt_level)
+    assert low[0].weight.dtype == torch.bfloat16 and torch.allclose(low(X), before(X), rtol=0.02, atol=0.01)
