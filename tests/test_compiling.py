@@ -146,6 +146,25 @@ def test_blocks_that_are_converted_by_themselves():
     assert torch.equal(compiled(X), converted(X))
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_region_without_gradients(gradients):
+    class Detaching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            with torch.no_grad():
+                offset = self.fc(x)
+            return self.fc(x) - offset
+
+    converted, compiled = both(Detaching())
+    with torch.set_grad_enabled(gradients):
+        assert torch.equal(compiled(X), converted(X)) and compiled(X).requires_grad is gradients
+    asked = [node.target for node in engine_of(converted).all_variants()[0].graph.nodes if "grad" in str(node.target)]
+    assert asked[0] is torch.is_grad_enabled
+
+
 def test_o2():
     net = Net().eval()
     converted, compiled = both(net, opt_level="O2")

@@ -9,6 +9,8 @@ from fxamp.capture.locations import user_line
 from fxamp.errors import CaptureError
 from fxamp.switches import Switches, changed, set_switches, switches_found
 
+_IS_GRAD_ENABLED = torch.is_grad_enabled  # torch's own: while a model is traced another stands in its place
+
 
 class ModeNodes:
     """Compares the modes with those at the last node, and makes the nodes that switch them.
@@ -33,7 +35,7 @@ class ModeNodes:
             raise CaptureError(f"{user_line()}: torch.inference_mode inside forward. Use torch.no_grad there.")
         inside = not torch.is_grad_enabled()
         if inside and self._grad_node is None:
-            self._grad_node = self._call(torch.is_grad_enabled)
+            self._grad_node = self._call(_IS_GRAD_ENABLED)
             self._call(torch._C._set_grad_enabled, False)
         elif not inside and self._grad_node is not None:
             self._call(torch._C._set_grad_enabled, self._grad_node)
