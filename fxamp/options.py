@@ -119,10 +119,7 @@ def check_stored(model: nn.Module, low: torch.dtype) -> None:
 
 
 def check_whole(path: str, module: nn.Module) -> None:
-    """Raise an OptionError for a module that is to run as a whole, in float32, and holds parameters that O2 lowered.
-
-    (Those that O3 lowered have no float32 masters: there every module runs low.)
-    """
+    """Raise an OptionError for a module that is to run as a whole, in float32, and holds parameters that O2 lowered."""
     for name, tensor in module.named_parameters():
         if is_stored_low(tensor) and hasattr(tensor, MASTER):
             raise OptionError(

@@ -101,7 +101,7 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
     policy = policy_of(root, options)
     fits: dict[str, Fit] = {}
     fit_of = _weight_reader(captured, options, fits)
-    _note_storage(captured)
+    _note_storage(captured, options)
     pipeline: tuple[Pass, ...] = (
         InferTypes(root, fakes, captured.constants),  # every later pass asks for ops and dtypes
         Normalise(),  # reads of dtypes must not see what casts will change
@@ -184,7 +184,7 @@ def policy_of(root: nn.Module, options: Options) -> Policy:
     )
 
 
-def _note_storage(captured: Captured) -> None:
+def _note_storage(captured: Captured, options: Options) -> None:
     for node in captured.graph.nodes:
         if node.op == "placeholder" and captured.method == "symbolic":
             node.meta[ir.FROM_CALLER] = True  # an input of one of Dynamo's graphs may be another graph's result
@@ -192,7 +192,8 @@ def _note_storage(captured: Captured) -> None:
             node.meta["stored_low"] = is_stored_low(ir.attribute(captured.root, node.target))
         elif node.op == "call_module":
             module = captured.root.get_submodule(str(node.target))
-            check_whole(str(node.target), module)
+            if options.opt_level != "O3":  # where every module runs low, masters or not
+                check_whole(str(node.target), module)
             node.meta["boundary"] = is_boundary(module)
             node.meta["hooked"] = has_hooks(module)
             node.meta["weights"] = any(True for _ in module.parameters())

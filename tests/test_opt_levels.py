@@ -351,3 +351,15 @@ def test_apexs_speed_of_light_setting_trains(model, dtype):
         optimizer.step()
     assert loss < 0.9 * before
     assert converted.bn.weight.dtype == torch.float32 and converted.conv.weight.dtype == dtype
+
+
+@pytest.mark.parametrize("masters", ["fp32", "kahan"])
+def test_an_o3_model_with_masters_is_captured_again(masters):
+    """Masters are the optimizer's; the modules that stay whole (batch norm) run low all the same."""
+    x, net = torch.randn(4, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model, without = (fxamp.convert(copy.deepcopy(net), torch.bfloat16, (x,), "O3") for _ in range(2))
+    optimizer = fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 0.1), masters=masters)
+    model(x).sum().backward()
+    optimizer.step()
+    without.load_state_dict(model.state_dict())
+    assert torch.equal(model.eval()(x), without.eval()(x))
