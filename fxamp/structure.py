@@ -17,8 +17,8 @@ class Structure:
     """What a graph takes for granted of one model.
 
     Attributes:
-        fingerprint: paths, classes and hooked modules, and the parameters' dtypes and types of device: equal for a copy
-            of the model.
+        fingerprint: paths, classes and hooked modules, which of them are one, and the parameters' dtypes and types of
+            device: equal for a copy of the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,6 +27,7 @@ class Structure:
         self._ends = _ends_of(modules.values())
         self.fingerprint = (
             tuple((path, type(module), has_hooks(module)) for path, module in modules.items() if path),
+            _sharing(modules.values()),
             tuple(map(_kind, model.parameters())),
         )
         self._children = [module._modules for module in modules.values() if module._modules]
@@ -52,6 +53,12 @@ class Structure:
             and [type(module) for module in self._traced] == self._classes
             and [tuple(children.values()) for children in self._children] == self._values
         )
+
+
+def _sharing(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+    """For each module the place of the first one that is the same: a graph reads the weights of both in one place."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(module), place) for place, module in enumerate(modules))
 
 
 def _ends_of(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, torch.dtype, torch.device]]:

@@ -122,3 +122,27 @@ def test_an_exchanged_block_is_no_longer_counted_among_the_blocks():
     converted(X)
     assert list(engine_of(converted).blocks) == ["blocks.0", "blocks.2"]
     converted.freeze()
+
+
+class Twice(nn.Module):
+    """Three blocks, of which two are one."""
+
+    def __init__(self, *order: int) -> None:
+        super().__init__()
+        parts = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+        self.blocks = nn.ModuleList([parts[number] for number in order])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_block_that_stands_in_another_place_is_noticed(opt_level):
+    model = Twice(0, 0, 1)
+    converted = fxamp.convert(copy.deepcopy(model), torch.float16, (X,), opt_level)
+    converted(X)
+    for each in (model, converted):
+        each.blocks[1] = each.blocks[2]
+    assert torch.allclose(converted(X), model(X), rtol=0.01, atol=0.01)
