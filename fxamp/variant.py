@@ -75,6 +75,9 @@ class Variant:
         self.plain = [(cell.path or "", cell.name, cell.frozen[1]) for cell in cells if cell.is_plain]
         self.empty = [(cell.path or "", cell.name) for cell in cells if cell.is_none]
         self.kept = [(cell.path or "", cell.name, cell.frozen[0], cell.frozen[1]) for cell in cells if cell.is_kept]
+        weights = [cell for cell in cells if cell.is_weight]
+        self.stored = [(cell.path or "", cell.name, cell.frozen[1], cell.frozen[0]) for cell in weights]
+        self.tied = [(cell.path or "", cell.name, cell.tie[0], cell.tie[2]) for cell in cells if cell.tie is not None]
         self.memory = memory_between(self.captured)
 
     @property
@@ -91,6 +94,7 @@ class Variant:
         """Whether the graph is what the model's forward would do now. Dynamo and torch.jit.trace come through here."""
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             is_as_before = self.fits(module, inputs) and self._is_plain_state(module)
+            is_as_before = is_as_before and (not torch.compiler.is_compiling() or self._has_its_weights(module))
             return is_as_before and (self.numbers is None or self.numbers.holds(module, inputs))
         if not self._is_for(inputs) or not self._state(module).holds():
             return False
@@ -104,16 +108,29 @@ class Variant:
     def _is_plain_state(self, module: nn.Module) -> bool:
         """Whether the model's attributes are as they were, asked in words that Dynamo follows and guards."""
         for path, name, value in self.plain:
-            if getattr(ir.module_at(module, path), name, None) != value:
+            if _value_at(module, path, name) != value:
                 return False
         for path, name in self.empty:
-            if getattr(ir.module_at(module, path), name, None) is not None:
+            if _value_at(module, path, name) is not None:
                 return False
         for path, name, dtype, shape in self.kept:
-            kept = getattr(ir.module_at(module, path), name, None)
+            kept = _value_at(module, path, name)
             if not isinstance(kept, torch.Tensor) or kept.dtype != dtype or kept.shape != shape:
                 return False
         return True
+
+    def _has_its_weights(self, module: nn.Module) -> bool:
+        """The same for parameters and buffers. (torch.jit.trace would record the questions.)"""
+        for path, name, dtype, shape in self.stored:
+            stored = _value_at(module, path, name)
+            if stored is None or stored.dtype != dtype or stored.shape != shape:
+                return False
+        return all(
+            [
+                _value_at(module, path, name) is _value_at(module, other, name_there)
+                for path, name, other, name_there in self.tied
+            ]
+        )
 
     def note_transforms(self, is_transformed: bool) -> None:
         """Note how it was made, where it has a batch norm that could be low: its statistics are float32."""
@@ -148,6 +165,10 @@ class Variant:
     def changed_state(self, module: nn.Module) -> list[Cell]:
         """What holds something else than when the graph was made."""
         return self._state(module).changed()
+
+
+def _value_at(module: nn.Module, path: str, name: str) -> Any:
+    return getattr(ir.module_at(module, path), name, None)
 
 
 def takes_apart() -> bool:

@@ -126,6 +126,25 @@ def test_a_module_that_is_added_or_exchanged_is_seen(kind):
     assert torch.equal(compiled(X), converted(X))
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_weight_that_is_no_longer_tied_is_seen(index):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    net[1].weight = net[0].weight
+    converted, compiled = both(net)
+    compiled(X)
+    converted[index].weight = nn.Parameter(torch.randn(8, 8))
+    assert torch.equal(compiled(X), converted(X))
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_low_weight_that_is_replaced_by_a_float32_one_is_seen(index):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    converted, compiled = both(net, opt_level="O2", example_inputs=(X,))
+    compiled(X)
+    converted[index].weight = nn.Parameter(torch.randn(8, 8))
+    assert torch.equal(compiled(X), converted(X))
+
+
 def test_a_call_that_no_graph_can_hold_is_named_and_breaks_where_it_may():
     converted, compiled = both(Chooses())
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"no graph for this call of Chooses: .*test_compiling\.py"):

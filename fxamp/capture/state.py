@@ -86,6 +86,11 @@ class Cell:
         """Whether it is a tensor that is a plain attribute of one of the model's modules."""
         return self.path is not None and not self.kind and isinstance(self.frozen[0], torch.dtype)
 
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is a parameter or a buffer."""
+        return self.path is not None and bool(self.kind) and isinstance(self.frozen[0], torch.Size)
+
     def with_frozen(self, stand_in: tuple[Any, ...]) -> "Cell":
         """The same place, holding something else."""
         return dataclasses.replace(self, frozen=stand_in)
