@@ -46,7 +46,7 @@ def check_boundaries(model: nn.Module, boundaries: Any, options: Options) -> tup
 
     Args:
         boundaries: module classes, paths, globs, or "blocks" for the repeated blocks of the model; one or several.
-            A list of modules stands for what it holds.
+            A list of modules stands for what it holds, and a module for all places in which it is.
 
     Raises:
         OptionError: something that names no submodule, or an option that does not go with boundaries.
@@ -60,8 +60,10 @@ def check_boundaries(model: nn.Module, boundaries: Any, options: Options) -> tup
         raise OptionError(f"boundaries= goes with opt_level='O1' only, not with {options.opt_level!r}.")
     if options.plan is not None or options.ranges is not None:
         raise OptionError("boundaries= does not go with plan= or ranges=: those were made for one graph.")
-    found = dict.fromkeys(path for each in asked for path in _paths(model, each))
-    return tuple(sorted(found, key=lambda path: path.count(".")))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {id(modules[path]) for each in asked for path in _paths(model, each)}
+    paths = [path for path, module in modules.items() if id(module) in found]
+    return tuple(sorted(paths, key=lambda path: path.count(".")))
 
 
 def _paths(model: nn.Module, asked: Any) -> list[str]:

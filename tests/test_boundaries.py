@@ -503,3 +503,33 @@ def test_a_wrong_boundary_is_named(boundaries, options, message):
 def test_symbolic_capture_around_blocks_names_the_line():
     with pytest.raises(CaptureError, match=r"test_boundaries\.py:\d+: Python's bool"):
         fxamp.convert(Net(branches=True), LOW, boundaries="blocks", example_inputs=(X,), capture="symbolic")
+
+
+@pytest.mark.parametrize("boundaries", ["blocks", ("layers.0", "layers.1"), "layers.*"])
+def test_a_block_that_stands_in_two_places_is_one(boundaries):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.scale = nn.Linear(4, 4), 1.0
+
+        def forward(self, x):
+            return self.fc(x) * self.scale
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Scaled(), Scaled()])
+            self.last, self.extra = self.layers[1], nn.Sequential(nn.ReLU(), self.layers[0])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return self.last(self.extra(x))
+
+    model, x = Net(), torch.randn(2, 4)
+    converted = fxamp.convert(copy.deepcopy(model), torch.float16, boundaries=boundaries)
+    converted(x)
+    for each in (model, converted):
+        each.last.scale, each.layers[0].scale = 2.0, 3.0
+    assert converted.last is converted.layers[1] and converted.extra[1] is converted.layers[0]
+    assert torch.allclose(converted(x), model(x), rtol=0.02, atol=0.02)
