@@ -197,3 +197,24 @@ def test_dynamo_makes_a_graph_where_a_verdict_changes_alone():
         plain.knob = model.knob = 10.0 ** -(step / 4)
         assert error(model(X), plain(X)) < 4e-3
     assert len(engine_of(model).all_variants()) == 3
+
+
+@pytest.mark.parametrize("is_given", [True])
+@pytest.mark.parametrize("tail", [lambda net, y, x, k: (y * k) / k, lambda net, y, x, k: y * (k * 1.0) / k])
+def test_dynamo_looks_at_integers_that_come_later(is_given, tail):
+    torch._dynamo.reset()
+    plain, model = pair(Given, tail, capture="dynamo") if is_given else pair(Net, tail, 2, capture="dynamo")
+    for knob in (2, 3, 4, 100_000, 5, 70_000):
+        plain.knob = model.knob = knob
+        given = (X, knob) if is_given else (X,)
+        assert error(model(*given), plain(*given)) <= 4e-3
+    assert len(engine_of(model).all_variants()) == 3
+
+
+def test_dynamo_asks_nothing_of_sizes():
+    torch._dynamo.reset()
+    plain, model = pair(Net, lambda net, y, x, k: (y * x.shape[0]) / 4, 0, capture="dynamo")
+    for rows in (2, 3, 4, 5):
+        x = torch.randn(rows, 4, 8)
+        assert error(model(x), plain(x)) <= 4e-3
+    assert len(engine_of(model).all_variants()) == 2

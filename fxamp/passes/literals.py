@@ -56,7 +56,7 @@ _ADDENDS = frozenset({"add", "sub", "rsub"})
 # On a number that a graph reads at each call: the rules asked how it fits; True: also as an addend.
 ASKED = "asked"
 NumberFit = Literal["", "lost", "vanishes", "beyond"]
-Number = float | torch.SymFloat
+Number = float | torch.SymFloat | torch.SymInt
 
 
 def destroyed_literal(node: fx.Node, low: torch.dtype) -> str | None:
@@ -101,7 +101,7 @@ def _scalars(node: fx.Node) -> Iterator[tuple[str, Number]]:
             yield from ((f"literal {number!r}", number) for number in _numbers_in(given))
         elif isinstance(given, fx.Node) and (number := number_now(given)) is not None:
             given.meta[ASKED] = op in _ADDENDS or given.meta.get(ASKED, False)
-            value = number.node.hint if isinstance(number, torch.SymFloat) else number
+            value = number.node.hint if isinstance(number, torch.SymFloat | torch.SymInt) else number
             yield f"number {value!r} ({given.target if given.op == 'get_attr' else given.name})", number
 
 
@@ -120,17 +120,29 @@ def number_now(node: fx.Node) -> Number | None:
     None for everything else, sizes among it.
     """
     value = node.meta.get("val")
-    if isinstance(value, torch.SymFloat):
-        return value if _is_of_floats(value) else None
+    if isinstance(value, torch.SymFloat | torch.SymInt):
+        return value if _is_of_numbers(value) else None
     if not _is_number(node) or not all(map(_is_number, computed_of([node]))):
         return None
     return cast(float, value)
 
 
-def _is_of_floats(value: torch.SymFloat) -> bool:
-    """Whether one of Dynamo's numbers is known, and computed of Python's floats alone."""
+def _is_of_numbers(value: torch.SymFloat | torch.SymInt) -> bool:
+    """Whether one of Dynamo's numbers is known, and computed of Python's numbers alone: of no size of a tensor."""
     symbols = value.node.expr.free_symbols
-    return value.node.hint is not None and all(symbol_is_type(symbol, SymT.FLOAT) for symbol in symbols)
+    return value.node.hint is not None and all(_is_a_number(symbol, value.node.shape_env) for symbol in symbols)
+
+
+def _is_a_number(symbol: Any, shapes: Any) -> bool:
+    """Whether a symbol stands for a number of Python's: an attribute, an item or an argument by itself."""
+    sources = shapes.var_to_sources.get(symbol)
+    is_size = not sources or any(map(_is_of_a_tensor, sources))
+    return symbol_is_type(symbol, SymT.FLOAT) or not is_size
+
+
+def _is_of_a_tensor(source: Any) -> bool:
+    """By its name: who converts without Dynamo does not import it."""
+    return type(source).__name__ == "TensorPropertySource"
 
 
 def computed_of(nodes: list[fx.Node]) -> set[fx.Node]:
