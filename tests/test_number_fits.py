@@ -199,7 +199,7 @@ def test_dynamo_makes_a_graph_where_a_verdict_changes_alone():
     assert len(engine_of(model).all_variants()) == 3
 
 
-@pytest.mark.parametrize("is_given", [True])
+@pytest.mark.parametrize("is_given", [False, True])
 @pytest.mark.parametrize("tail", [lambda net, y, x, k: (y * k) / k, lambda net, y, x, k: y * (k * 1.0) / k])
 def test_dynamo_looks_at_integers_that_come_later(is_given, tail):
     torch._dynamo.reset()

@@ -57,6 +57,8 @@ def captures_apart(hear: Hear | None = None, most: int | None = _NO_LIMIT) -> It
     """A call of what `compile_apart` made: the captures of other models do not count, recurrent layers are captured.
 
     Dynamo leaves `nn.LSTM` and its like out by default, and the frame around it too; as one node they hold no surprise.
+    It holds integers that are attributes of modules for constants, so that a count in `forward` is captured anew at
+    each call; here one that has changed is read at each call, as it does with those that `forward` is given.
 
     Args:
         hear: is told of each frame that Dynamo gives up, in the place of torch's own lines in the log; since torch
@@ -65,7 +67,11 @@ def captures_apart(hear: Hear | None = None, most: int | None = _NO_LIMIT) -> It
         most: captures of one piece of code, which equal modules share; before torch 2.13, where those of other models
             count, there is no limit then. None: as many as torch allows.
     """
-    changed: dict[str, Any] = {"accumulated_recompile_limit": _NO_LIMIT, "allow_rnn": True}
+    changed: dict[str, Any] = {
+        "accumulated_recompile_limit": _NO_LIMIT,
+        "allow_rnn": True,
+        "allow_unspec_int_on_nn_module": True,
+    }
     if hear is not None:
         _dynamos_log.addFilter(_overheard)  # once, however often it is called
         changed.update({"suppress_errors": True} if _IS_APART else {})

@@ -318,6 +318,17 @@ def test_a_count_that_forward_decides_on_is_left_to_dynamo_in_the_end(caplog):
     assert "sets self.steps and decides on it in Python" in caplog.text
 
 
+def test_a_count_that_forward_decides_on_stays_converted(caplog):
+    """Dynamo, too, would capture each number by itself, and give the frame up where torch's limit is reached."""
+    plain, model = pairs(counter_that_decides)
+    converted = fxamp.convert(model, LOW)
+    for _ in range(30):
+        assert converted(inputs(0)).ne(plain(inputs(0))).any(), "it runs low"
+        assert converted.steps == plain.steps
+    assert "gives up" not in caplog.text
+    assert len(engine_of(converted).all_variants()) < 12
+
+
 def test_a_time_is_not_frozen():
     def body(net, x):
         net.started = time.perf_counter()
