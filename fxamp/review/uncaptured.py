@@ -14,7 +14,12 @@ _NAMED = 3
 _WHY = (
     "Dynamo gives up a whole frame where it meets what it does not follow: a graph break inside a loop or a with "
     "block, such as hooks on saved tensors. TORCH_LOGS=graph_breaks names the line: move it out of there, or convert "
-    "the submodules that are called there (model.block = fxamp.convert(model.block))"
+    "the submodules that are called there (model.block = fxamp.convert(model.block)). Weights that forward does not "
+    "use count, too"
+)
+_WHY_RECURRENT = (
+    "Dynamo takes no recurrent layer on a PackedSequence into a graph, nor what a frame calls that it gives up: "
+    "convert the layer by itself (model.lstm = fxamp.convert(model.lstm))"
 )
 
 
@@ -36,7 +41,7 @@ def uncaptured(engine: Engine, model: nn.Module) -> tuple[float, str]:
     if not left:
         return 0.0, ""
     given_up = [f"Dynamo gave up {function}: {why}" for function, why in engine.dynamo.given_up.items()]
-    why = "; ".join(given_up) or _WHY
+    why = "; ".join(given_up) or (_WHY_RECURRENT if all(_is_recurrent(model, name) for name in left) else _WHY)
     names = listed(left, _NAMED)
     where = "in calls that are left to Dynamo " if is_apart else ""
     return share, f"{where}{share:.0%} of the weights are read by no graph and run as they are ({names}): {why}."
@@ -79,6 +84,10 @@ def _weights_read(variant: Variant) -> set[str]:
 
 def _names_below(variant: Variant, path: str) -> Iterator[str]:
     yield from (name for name, _ in variant.captured.root.get_submodule(path).named_parameters())
+
+
+def _is_recurrent(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), nn.RNNBase)
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

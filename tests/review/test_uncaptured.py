@@ -144,6 +144,37 @@ def test_a_part_that_was_not_captured_is_counted(caplog):
     assert warnings_of(caplog) == []
 
 
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0])
+
+
+def test_a_recurrent_layer_on_a_packed_sequence_is_told_from_a_frame_that_is_given_up():
+    converted = fxamp.convert(Packs(), dtype="bf16", capture="dynamo")
+    converted(torch.randn(2, 3, 8), torch.tensor([3, 2]))
+    (outside,) = fxamp.report(converted).outside
+    assert outside.startswith("89% of the weights are read by no graph and run as they are (lstm.weight_ih_l0")
+    assert "PackedSequence" in outside and "fxamp.convert(model.lstm)" in outside and "graph break" not in outside
+
+
+class Spare(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(8, 8)
+
+
+def test_weights_that_forward_does_not_use_are_not_said_to_be_what_dynamo_gave_up_alone():
+    converted = fxamp.convert(Spare(), dtype="bf16", capture="dynamo")
+    converted(X)
+    (outside,) = fxamp.report(converted).outside
+    assert "(spare.weight)" in outside and "Weights that forward does not use count, too." in outside
+
+
 def test_a_symbolic_model_has_nothing_outside():
     converted = fxamp.convert(Block(), dtype="bf16")
     converted(X)
