@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from fxamp.capture.leaves import TABLES
-from fxamp.converted import make_sibling
-from fxamp.engine import Engine
 from fxamp.errors import OptionError, nearest
 from fxamp.ir import Colour
+from fxamp.model.converted import make_sibling
+from fxamp.model.engine import Engine
+from fxamp.model.structure import Structure
+from fxamp.model.variant import Variant
+from fxamp.model.views import take_state
 from fxamp.options import Options
 from fxamp.references import repointed
-from fxamp.structure import Structure
-from fxamp.variant import Variant
-from fxamp.views import take_state
 
 BLOCKS = "blocks"
 _OF_MODULE = frozenset(nn.Module().__dict__)

@@ -8,16 +8,22 @@ import torch
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.backend import DynamoForward
-from fxamp.block_calls import calls_of_blocks
 from fxamp.boundaries import AsWritten, check_boundaries, make_tree
 from fxamp.capture.inputs import check_call_fits, normalise_example
-from fxamp.converted import make_sibling
-from fxamp.dynamo_preview import trace_on_fakes
-from fxamp.engine import Engine, engine_of
+from fxamp.dynamo.backend import DynamoForward
+from fxamp.dynamo.preview import trace_on_fakes
 from fxamp.errors import CaptureError, OptionError
 from fxamp.lists import OpLists
 from fxamp.lists.environment import disabled_by
+from fxamp.model.block_calls import calls_of_blocks
+from fxamp.model.converted import make_sibling
+from fxamp.model.engine import Engine, engine_of
+from fxamp.model.storage import lower_parameters, put_back, speak_float32
+from fxamp.model.uncalled import watch_for_a_call
+from fxamp.model.unconverted import leave
+from fxamp.model.variant import Variant
+from fxamp.model.views import device_of, forward_arguments, plain_tree, plain_view
+from fxamp.model.workshop import Workshop
 from fxamp.numerics.pins import as_ranges
 from fxamp.options import (
     Options,
@@ -32,12 +38,6 @@ from fxamp.passes.overrides import check_overrides, unmatched_overrides
 from fxamp.pipeline import build_variant, keep_weights, rewrite
 from fxamp.review.announce import announce
 from fxamp.review.plan import as_plan
-from fxamp.storage import lower_parameters, put_back, speak_float32
-from fxamp.uncalled import watch_for_a_call
-from fxamp.unconverted import leave
-from fxamp.variant import Variant
-from fxamp.views import device_of, forward_arguments, plain_tree, plain_view
-from fxamp.workshop import Workshop
 
 
 def convert(

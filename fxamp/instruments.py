@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from fxamp.convert import convert_as
-from fxamp.engine import engine_of
 from fxamp.errors import OptionError
+from fxamp.model.engine import engine_of
+from fxamp.model.views import device_of
 from fxamp.numerics.ranges import LossFn, Ranges, check_batches, profile_converted, split_batch
 from fxamp.numerics.run import arguments
 from fxamp.options import check_model, check_options
 from fxamp.review.announce import only_looking
 from fxamp.review.audit import Audit, audit_converted
-from fxamp.views import device_of
 
 _NOTHING = object()
 

@@ -26,7 +26,7 @@ CONVERTED_BACK = "fxamp_converted_back"
 PROMOTED = "fxamp_promoted"
 # Set on a placeholder that is handed a parameter or a buffer: its path in the model.
 WEIGHT_PATH = "fxamp_weight_path"
-# Set by a capture on the nodes of a checkpointed region: which one, see fxamp.recompute.
+# Set by a capture on the nodes of a checkpointed region: which one, see fxamp.capture.recompute.
 REGION = "checkpoint"
 # Set by a capture on a call that wrote into its inputs: their positions among `all_input_nodes`.
 WRITES = "fxamp_writes"

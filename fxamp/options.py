@@ -12,14 +12,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fxamp.dtypes import dtype_name, resolve_dtype
-from fxamp.engine import Engine, engine_of
 from fxamp.errors import OptionError, nearest
 from fxamp.ir import Colour
 from fxamp.lists import COLOURS, OpLists
+from fxamp.model.engine import Engine, engine_of
+from fxamp.model.storage import is_stored_low
+from fxamp.model.views import device_of, nested
 from fxamp.passes.policy import LEVELS, Level
 from fxamp.runtime.masters import MASTER
-from fxamp.storage import is_stored_low
-from fxamp.views import device_of, nested
 
 log = logging.getLogger("fxamp")
 

@@ -11,8 +11,11 @@ from fxamp.capture.inputs import CallSpec, unknown_call
 from fxamp.capture.leaves import has_hooks, is_boundary
 from fxamp.capture.reads import Place
 from fxamp.capture.symbolic import capture_symbolic
-from fxamp.codegen import compile_graph
 from fxamp.fakes import Fakes
+from fxamp.model.codegen import compile_graph
+from fxamp.model.storage import is_stored_low, logical_dtype
+from fxamp.model.variant import Variant
+from fxamp.model.views import device_of
 from fxamp.number_fits import NumberFits
 from fxamp.numerics.pins import ranges_pins
 from fxamp.options import Options, check_stored, check_whole
@@ -37,10 +40,7 @@ from fxamp.passes.verify import ALWAYS, keeps_state, outputs_have, types_hold
 from fxamp.review.code import call_title
 from fxamp.review.plan import plan_pins
 from fxamp.runtime.apex_casts import casts_into
-from fxamp.storage import is_stored_low, logical_dtype
 from fxamp.switches import kept_switches
-from fxamp.variant import Variant
-from fxamp.views import device_of
 from fxamp.weight_fits import WeightFits
 
 

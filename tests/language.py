@@ -23,9 +23,9 @@ from fxamp.canonical import canonical_text
 from fxamp.capture.captured import Captured
 from fxamp.capture.inputs import flatten_call
 from fxamp.capture.symbolic import capture_symbolic
-from fxamp.codegen import compile_graph
 from fxamp.fakes import Fakes
 from fxamp.lists import OpLists
+from fxamp.model.codegen import compile_graph
 from fxamp.passes.base import Pass, run_passes
 from fxamp.passes.cast import InsertCasts
 from fxamp.passes.colour import ColourNodes

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.engine import engine_of
 from fxamp.errors import CaptureError, OptionError
+from fxamp.model.engine import engine_of
 
 LOW = torch.bfloat16
 X = torch.linspace(-1, 1, 24).reshape(3, 8)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
-from fxamp.engine import Engine, engine_of
+from fxamp.model.engine import Engine, engine_of
 
 X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
 

@@ -10,7 +10,7 @@ from torch.nn.utils import prune
 
 import fxamp
 from fxamp.capture.locations import explained
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 
 class Net(nn.Module):

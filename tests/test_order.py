@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 LOW = torch.bfloat16
 # Numbers for which bf16 is exact: small integers.

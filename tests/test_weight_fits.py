@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 from fxamp.weight_fits import WeightFits
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
-from fxamp.recompute import CONTEXT, Region
+from fxamp.capture.recompute import CONTEXT, Region
 
 
 def open_checkpoints(graph: fx.Graph, module: fx.GraphModule) -> None:

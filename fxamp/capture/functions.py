@@ -14,7 +14,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils import checkpoint as torch_checkpoint
 
 from fxamp.capture.creations import holds_proxy
-from fxamp.recompute import Region
+from fxamp.capture.recompute import Region
 
 Enter = Callable[[Region], "contextlib.AbstractContextManager[None]"]
 

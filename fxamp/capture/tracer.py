@@ -46,6 +46,7 @@ from fxamp.capture.proxies import (
     opened,
 )
 from fxamp.capture.reads import Place, Reads
+from fxamp.capture.recompute import Region
 from fxamp.capture.settings import Settings
 from fxamp.capture.sizes import Decision
 from fxamp.capture.state import Cell, flag_cell, switch_cells
@@ -64,7 +65,6 @@ from fxamp.capture.surroundings import (
 from fxamp.capture.traces import State, untouched
 from fxamp.errors import CaptureError, ShardedParameterError
 from fxamp.fakes import UNKNOWN, Fakes, is_sharded
-from fxamp.recompute import Region
 from fxamp.switches import kept_switches, switches_found
 
 

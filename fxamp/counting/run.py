@@ -132,7 +132,7 @@ def _in(value: Any, dtype: torch.dtype) -> Any:
 def _lower(
     model: nn.Module, names: Iterable[str], low: torch.dtype, keep_masters: bool = True, multiple: int = 1
 ) -> list[Any]:
-    """`fxamp.storage.lower_parameters` for fake tensors, whose `.data` cannot be replaced: new Parameter objects."""
+    """`storage.lower_parameters` for fake tensors, whose `.data` cannot be replaced: new Parameter objects."""
     named = dict(model.named_parameters(remove_duplicate=False))
     made: dict[int, nn.Parameter] = {}
     wanted = {id(named[name]) for name in names if name in named}

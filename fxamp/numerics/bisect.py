@@ -7,9 +7,10 @@ from typing import Any
 from torch import nn
 
 from fxamp import ir
-from fxamp.engine import engine_of
 from fxamp.errors import OptionError
 from fxamp.lists import TRAITS
+from fxamp.model.engine import engine_of
+from fxamp.model.unconverted import check_left
 from fxamp.numerics.blocks import boundary_of
 from fxamp.numerics.compare import Loss, NodeError, check_pair, compare, error_of, finite, flags_of
 from fxamp.numerics.modes import plain_modes
@@ -17,7 +18,6 @@ from fxamp.numerics.progress import Progress
 from fxamp.numerics.recording import record
 from fxamp.numerics.run import Call, Rewriter, call_of, in_float32
 from fxamp.numerics.subset import SubsetSearch
-from fxamp.unconverted import check_left
 
 MAX_RUNS = 64
 

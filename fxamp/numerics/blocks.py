@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 from fxamp.numerics.run import Call
 
 

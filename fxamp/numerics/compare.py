@@ -12,16 +12,16 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.capture.traces import State
-from fxamp.engine import engine_of
 from fxamp.errors import OptionError
+from fxamp.model.engine import engine_of
+from fxamp.model.rebuild import training_flags
+from fxamp.model.unconverted import check_left
 from fxamp.numerics.extent import check_not_empty
 from fxamp.numerics.modes import usable
 from fxamp.numerics.recording import Recorded, record
 from fxamp.numerics.run import Call, arguments, call_of, check_module, floats_in, in_float32, loss_of, state_kept
 from fxamp.numerics.runner import Part
 from fxamp.numerics.underflow import Underflow, underflows
-from fxamp.rebuild import training_flags
-from fxamp.unconverted import check_left
 from fxamp.words import listed
 
 Loss = Callable[[Any], torch.Tensor]

@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from fxamp.model.variant import Variant
 from fxamp.numerics.extent import Extent
 from fxamp.numerics.runner import Part
-from fxamp.variant import Variant
 
 Edge = tuple[str, str]
 """(the value's node, the node that reads it)"""

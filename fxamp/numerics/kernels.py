@@ -10,11 +10,11 @@ from tabulate import tabulate
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.engine import engine_of
 from fxamp.errors import OptionError
+from fxamp.model.engine import engine_of
+from fxamp.model.unconverted import check_left
 from fxamp.numerics.run import Call, call_of, floats_in, run, state_kept
 from fxamp.numerics.runner import Part, Runner
-from fxamp.unconverted import check_left
 
 _PREFIX = "fxamp::"
 # cuBLAS, cuDNN, CUTLASS, FlashAttention and Triton spell what they do into their kernels' names, from Volta to

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from fxamp import ir
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
+from fxamp.model.unconverted import check_left
 from fxamp.numerics.blocks import block_of
 from fxamp.numerics.exact import exact_weight, has_master
 from fxamp.numerics.extent import extent_of
@@ -26,7 +27,6 @@ from fxamp.numerics.origin import (
 from fxamp.numerics.reach import reach_of
 from fxamp.numerics.run import Call, call_of, check_module, in_float32
 from fxamp.numerics.watcher import watch_flow
-from fxamp.unconverted import check_left
 
 Loss = Callable[[Any], torch.Tensor]
 FROM_OUTSIDE = ("input", "parameter", "between graphs")

@@ -14,8 +14,8 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES, dtype_name
-from fxamp.engine import Engine
 from fxamp.errors import OptionError
+from fxamp.model.engine import Engine
 from fxamp.numerics.extent import check_finite, check_not_empty
 from fxamp.numerics.histogram import Histogram
 from fxamp.numerics.modes import usable

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.capture.traces import Attribute
-from fxamp.engine import Engine
+from fxamp.model.engine import Engine
+from fxamp.model.variant import Variant
 from fxamp.numerics.extent import Extent, extent_of
 from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.mending import first_ring, node_of
@@ -21,7 +22,6 @@ from fxamp.numerics.nan import BadNode, bad_node, describe
 from fxamp.numerics.origin import Origin, of_output, origin_of, vanished_origin
 from fxamp.numerics.run import Call, floats_in, in_float32, state_kept
 from fxamp.numerics.watcher import watch_flow
-from fxamp.variant import Variant
 
 log = logging.getLogger("fxamp")
 

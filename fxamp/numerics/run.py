@@ -16,17 +16,17 @@ from torch.utils import _pytree as pytree
 from fxamp.capture.inputs import call_arguments
 from fxamp.capture.traces import State
 from fxamp.dtypes import LOW_DTYPES
-from fxamp.engine import Engine, engine_of
 from fxamp.errors import CaptureError, OptionError
 from fxamp.inplace import mutated
+from fxamp.model.engine import Engine, engine_of
+from fxamp.model.rebuild import rebuild_variant, reference
+from fxamp.model.unconverted import not_converted
+from fxamp.model.variant import Variant
+from fxamp.model.views import forward_arguments
 from fxamp.numerics.extent import check_not_empty
 from fxamp.numerics.given import copied
 from fxamp.numerics.modes import plain_modes, usable
 from fxamp.numerics.runner import Edge, Part, Runner, See, converted_again, run_part
-from fxamp.rebuild import rebuild_variant, reference
-from fxamp.unconverted import not_converted
-from fxamp.variant import Variant
-from fxamp.views import forward_arguments
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,9 +11,9 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES
-from fxamp.engine import Engine
+from fxamp.model.engine import Engine
+from fxamp.model.variant import Variant
 from fxamp.numerics.exact import exact_weight, has_master
-from fxamp.variant import Variant
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

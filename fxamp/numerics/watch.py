@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fxamp.engine import Engine, engine_of
+from fxamp.model.engine import Engine, engine_of
+from fxamp.model.unconverted import check_left
+from fxamp.model.variant import Variant
 from fxamp.numerics.extent import extent_of
 from fxamp.numerics.nan import BadNode
 from fxamp.numerics.replay import Replay
 from fxamp.numerics.run import Call, check_module, floats_in, looking_dynamo
 from fxamp.numerics.runner import Part, Runner, run_part
 from fxamp.numerics.watcher import CallWatcher
-from fxamp.unconverted import check_left
-from fxamp.variant import Variant
 
 KEPT = 64
 """Calls without an optimizer step between them that are kept to be run again: micro-batches, or calls for no step."""

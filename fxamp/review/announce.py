@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import nn
 
-from fxamp.engine import Engine
 from fxamp.errors import OptionError, nearest, warn
+from fxamp.model.engine import Engine
 from fxamp.review.advice import low_already
 from fxamp.review.dump import dump
 from fxamp.review.report import Report, report, require_engine

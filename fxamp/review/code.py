@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fxamp.model.variant import Variant
 from fxamp.review.chain import Rows
 from fxamp.review.rows import Row, rows_of
-from fxamp.variant import Variant
 from fxamp.words import plural
 
 _FREED = re.compile(r";  (?:\w+ = )+None\b")

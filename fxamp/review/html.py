@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from fxamp.model.variant import Variant
 from fxamp.review.advice import region_advice
 from fxamp.review.chain import Rows, by_name, chain_of
 from fxamp.review.code import expressions, graph_title
@@ -13,7 +14,6 @@ from fxamp.review.counted import is_cast
 from fxamp.review.regions import Region
 from fxamp.review.report import Report
 from fxamp.review.rows import Row
-from fxamp.variant import Variant
 from fxamp.words import bytes_in_words
 
 HERE = Path(__file__).parent

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fxamp.dtypes import dtype_name
-from fxamp.engine import Engine, engine_of
 from fxamp.lists import EnvironmentChange
+from fxamp.model.engine import Engine, engine_of
+from fxamp.model.unconverted import not_converted, why_left
+from fxamp.model.variant import Variant
+from fxamp.model.views import device_of
 from fxamp.review.advice import advice_of, low_already, outside_of, unread_parameters
 from fxamp.review.code import graph_title
 from fxamp.review.counted import casts_inside, count, is_cast, is_node, is_weight_cast, user_casts
@@ -21,9 +24,6 @@ from fxamp.review.runs import runs_of
 from fxamp.review.sharing import sharing
 from fxamp.review.table import report_table
 from fxamp.review.uncaptured import is_nothing_captured, uncaptured
-from fxamp.unconverted import not_converted, why_left
-from fxamp.variant import Variant
-from fxamp.views import device_of
 
 if TYPE_CHECKING:
     from fxamp.review.what_if import Suggestion

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from fxamp import ir
-from fxamp.block_calls import arguments_of, nodes_of_blocks
 from fxamp.capture.inputs import call_key
-from fxamp.engine import Engine, engine_of
 from fxamp.errors import CaptureError
-from fxamp.variant import Variant
+from fxamp.model.block_calls import arguments_of, nodes_of_blocks
+from fxamp.model.engine import Engine, engine_of
+from fxamp.model.variant import Variant
 
 Call = tuple[str, tuple[Any, ...] | None, dict[str, Any]]
 """Path of a block, arguments (None where their types are not known) and keywords."""

@@ -4,7 +4,7 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from fxamp.engine import Engine
+from fxamp.model.engine import Engine
 from fxamp.words import listed
 
 _NAMED = 3

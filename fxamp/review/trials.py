@@ -14,18 +14,18 @@ from fxamp import ir
 from fxamp.capture.captured import Captured
 from fxamp.capture.inputs import unknown_call
 from fxamp.capture.symbolic import capture_symbolic
-from fxamp.codegen import CompiledForward
-from fxamp.engine import Engine, mark_block
 from fxamp.errors import OptionError
 from fxamp.fakes import Fakes, is_foreign
 from fxamp.lists import OpLists
-from fxamp.rebuild import modes_of, rebuild_variant, with_data
+from fxamp.model.codegen import CompiledForward
+from fxamp.model.engine import Engine, mark_block
+from fxamp.model.rebuild import modes_of, rebuild_variant, with_data
+from fxamp.model.storage import is_stored_low, logical_dtype, lower_parameters
+from fxamp.model.variant import Variant
+from fxamp.model.views import plain_tree
 from fxamp.runtime.apex_casts import casts_into
 from fxamp.runtime.masters import exact_values
 from fxamp.runtime.packed_weights import packed_cast
-from fxamp.storage import is_stored_low, logical_dtype, lower_parameters
-from fxamp.variant import Variant
-from fxamp.views import plain_tree
 
 
 class Trials:

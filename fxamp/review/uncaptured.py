@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from fxamp import ir
-from fxamp.engine import Engine
-from fxamp.variant import Variant
+from fxamp.model.engine import Engine
+from fxamp.model.variant import Variant
 from fxamp.words import listed
 
 _NAMED = 3

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from fxamp.engine import Engine
 from fxamp.errors import FxampError, OptionError, nearest
 from fxamp.lists import Op, OpLists
+from fxamp.model.engine import Engine
 from fxamp.passes.costs import LAUNCH_BYTES
 from fxamp.passes.policy import LEVELS
 from fxamp.review.find import find_rows

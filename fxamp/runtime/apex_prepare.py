@@ -123,7 +123,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 def _put_back(before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
     """Undo what O2 and O3 did to the models before the one that failed: they can be given to initialize() again."""
-    storage = importlib.import_module("fxamp.storage")
+    storage = importlib.import_module("fxamp.model.storage")
     storage.put_back(storage.Lowered(*each) for each in before if storage.is_stored_low(each[0]))
 
 

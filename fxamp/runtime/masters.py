@@ -20,7 +20,7 @@ MASTER = "_fxamp_master"
 VERSION = "_fxamp_master_version"
 LOOSE = "_fxamp_master_loose"  # the version at which parameter and master last agreed
 WRITTEN = "_fxamp_master_written"  # the master's version then
-LOGICAL = "_fxamp_logical_dtype"  # on parameters that fxamp.storage lowered: their dtype in the state dict
+LOGICAL = "_fxamp_logical_dtype"  # on parameters that fxamp.model.storage lowered: their dtype in the state dict
 LOADING = -1  # in the place of a version: what is written is being loaded
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 LOW = torch.bfloat16
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
-from fxamp.engine import engine_of
 from fxamp.errors import InvariantError
+from fxamp.model.engine import engine_of
 
 
 class Deciding(nn.Module):

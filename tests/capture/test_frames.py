@@ -11,7 +11,7 @@ import torch._dynamo
 from torch import nn
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 bf16 = torch.bfloat16
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 BF16 = torch.bfloat16
 MAKERS = {"script": torch.jit.script, "trace": lambda part: torch.jit.trace(part, (torch.randn(4, 8),))}

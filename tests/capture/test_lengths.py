@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 
 class Net(nn.Module):

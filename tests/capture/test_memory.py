@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 CAPTURES = ["symbolic", "dynamo"]
 X = torch.linspace(-1, 1, 32).reshape(4, 8)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 LOW = torch.bfloat16
 # Values of these small models are below 4 in magnitude; a few roundings to 8 bits.

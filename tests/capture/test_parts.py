@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 
 class Pair(NamedTuple):

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.engine import engine_of
 from fxamp.errors import CaptureError
+from fxamp.model.engine import engine_of
 
 LOW = torch.bfloat16
 EXACT = {"overrides": {"*": "deny"}}

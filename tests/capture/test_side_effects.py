@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.engine import engine_of
 from fxamp.errors import CaptureError, OptionError
+from fxamp.model.engine import engine_of
 
 LOW = torch.bfloat16
 WEIGHT = torch.ones(16)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 LENGTHS = (6, 7, 9, 12, 1, 8, 5, 16, 2, 10, 6, 33, 4, 3)
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import fxamp
 from fxamp.capture.state import StateCheck
-from fxamp.engine import engine_of
 from fxamp.errors import CaptureError, OptionError
+from fxamp.model.engine import engine_of
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
 SCALE = 2.0

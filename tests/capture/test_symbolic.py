@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import fxamp
 from fxamp.capture.tracer import SymbolicTracer
-from fxamp.engine import engine_of
 from fxamp.errors import CaptureError
+from fxamp.model.engine import engine_of
 
 # Numbers for which bf16 is exact: small integers.
 EXACT = torch.arange(12.0).reshape(3, 4)

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import fxamp
 from fxamp.capture.tracer import SymbolicTracer
-from fxamp.engine import engine_of
 from fxamp.errors import InvariantError
+from fxamp.model.engine import engine_of
 from fxamp.passes.verify import keeps_state
 
 X = torch.linspace(-1, 1, 16).reshape(2, 8)

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 LOW = torch.bfloat16
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))

@@ -12,8 +12,8 @@ from torch import nn
 import fxamp
 from fxamp.capture.refusals import Refusals
 from fxamp.capture.tracer import SymbolicTracer
-from fxamp.engine import engine_of
 from fxamp.errors import CaptureError
+from fxamp.model.engine import engine_of
 
 
 class Deciding(nn.Module):

@@ -6,7 +6,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 from fxamp.numerics.ranges import profile_converted
 
 FP16 = torch.float16

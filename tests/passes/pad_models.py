@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 import fxamp
 from fxamp import ir
 from fxamp.capture.inputs import flatten_call
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
+from fxamp.model.views import plain_view
 from fxamp.pipeline import build_variant
 from fxamp.runtime.padded_results import cast_of_part
-from fxamp.views import plain_view
 
 BF16 = torch.bfloat16
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 LOW = torch.float16
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import fxamp
 from fxamp import ir
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 from fxamp.passes.gemm_types import Gemm
 from fxamp.passes.gemms import _TABLE, describe
 from fxamp.passes.recurrent_gemms import OPS as RECURRENT

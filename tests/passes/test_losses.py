@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fxamp
 from fxamp import ir
 from fxamp.capability import conversions_inside
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 from fxamp.runtime import low_loss
 from fxamp.runtime.padded_results import cast_of_part
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 import fxamp
 from fxamp import ir
 from fxamp.canonical import canonical_text
-from fxamp.engine import engine_of
 from fxamp.errors import InvariantError
+from fxamp.model.engine import engine_of
 from fxamp.passes.alias import find_aliases
 from fxamp.passes.base import run_passes
 from fxamp.passes.pack import PackWeights, is_weight_cast, outputs_reached, packs_sound

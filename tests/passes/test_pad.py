@@ -11,8 +11,8 @@ from torch.nn import functional
 import fxamp
 from fxamp import ir
 from fxamp.canonical import canonical_text
-from fxamp.engine import engine_of
 from fxamp.errors import InvariantError
+from fxamp.model.engine import engine_of
 from fxamp.passes.pad import PadGemms
 from fxamp.passes.pad_verify import pads_minimal
 from tests.passes.pad_models import (
@@ -215,7 +215,7 @@ def test_training_with_room_is_training_without(monkeypatch):
         return {**model.state_dict(), "twin": copy.deepcopy(model)(numbers(4, 8))}
 
     with_room = trained()
-    monkeypatch.setattr("fxamp.storage.make_room", lambda weight, multiple: None)
+    monkeypatch.setattr("fxamp.model.storage.make_room", lambda weight, multiple: None)
     without = trained()
     assert all(torch.equal(value, without[name]) for name, value in with_room.items())
 

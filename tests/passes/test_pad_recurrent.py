@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxamp
 from fxamp import ir
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 from tests.passes.pad_models import BF16, Gemms, assert_equal_in_float64, numbers, step
 
 X = torch.randn(8, 2, 5, generator=torch.Generator().manual_seed(0))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fxamp.codegen import compile_graph
+from fxamp.model.codegen import compile_graph
 from fxamp.passes.base import run_passes
 from fxamp.passes.verify import ALWAYS
 from tests.language import CAST, COLOUR, INFER_TYPES, NORMALISE, SETTLE_WRITES, captured

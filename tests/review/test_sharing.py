@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 from fxamp.passes.pack import PackWeights
 from fxamp.runtime.packed_weights import KeptCast, packed_cast
 

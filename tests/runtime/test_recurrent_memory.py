@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 from fxamp.passes.pack import PackWeights
 from fxamp.runtime import recurrent_memory
 from fxamp.runtime.packed_weights import packed_cast

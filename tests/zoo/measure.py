@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 LOW = torch.bfloat16
 ERRORS = ("outputs", "gradients", "evaluated", "buffers")

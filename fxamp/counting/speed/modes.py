@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from fxamp.backend import backend
 from fxamp.convert import convert
 from fxamp.counting.speed.workloads import Workload
 from fxamp.counting.zoo.language import Attention
+from fxamp.dynamo.backend import backend
 from fxamp.runtime import apex
 from fxamp.runtime.graphed_step import GraphedStep
 from fxamp.runtime.master_weights import MasterWeightOptimizer

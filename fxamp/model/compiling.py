@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxamp.engine import engine_of
 from fxamp.errors import CaptureError
+from fxamp.model.engine import engine_of
 
 log = logging.getLogger("fxamp")
 

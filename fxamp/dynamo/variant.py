@@ -14,12 +14,12 @@ from fxamp.capture.captured import Captured
 from fxamp.capture.dynamo import adopt, fake_mode_of, is_dynamic
 from fxamp.capture.memory import groups_of, note_memory
 from fxamp.capture.promotion import promote
+from fxamp.capture.recompute import Call, eager_call, fold_checkpoints
 from fxamp.capture.unseen import no_inference_mode, no_saved_tensor_hooks
-from fxamp.codegen import CompiledForward
 from fxamp.fakes import Fakes
+from fxamp.model.codegen import CompiledForward
+from fxamp.model.variant import Variant
 from fxamp.options import Options
-from fxamp.recompute import Call, eager_call, fold_checkpoints
-from fxamp.variant import Variant
 
 Rewrite = Callable[..., object]
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
-from fxamp.variant import Variant
+from fxamp.model.variant import Variant
 
 
 def calls_of_blocks(variant: Variant, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.fx.graph import PythonCode, inplace_methods
 
 from fxamp import ir
-from fxamp.recompute import eager_call, fold_checkpoints
+from fxamp.capture.recompute import eager_call, fold_checkpoints
 from fxamp.switches import set_switches, switches_found
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fxamp.engine import Engine, engine_of
+from fxamp.model.engine import Engine, engine_of
 from fxamp.words import listed
 
 log = logging.getLogger("fxamp")

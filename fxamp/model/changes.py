@@ -7,7 +7,7 @@ from torch import nn
 
 from fxamp.capture.reads import Place
 from fxamp.errors import CaptureError
-from fxamp.variant import Variant
+from fxamp.model.variant import Variant
 
 log = logging.getLogger("fxamp")
 

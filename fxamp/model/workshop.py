@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from fxamp.variant import Variant
+from fxamp.model.variant import Variant
 
 Build = Callable[..., Variant]  # see fxamp.pipeline.build_variant
 

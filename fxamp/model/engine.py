@@ -17,19 +17,19 @@ from torch import nn
 from torch.fx.proxy import TraceError
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxamp.autocasting import outside_autocast, run_low
 from fxamp.capture.inputs import CallSpec, call_key, flatten_call
 from fxamp.capture.refusals import Refusals
 from fxamp.capture.selves import OtherSelves
 from fxamp.capture.symbolic import one_at_a_time
 from fxamp.capture.unseen import no_inference_mode, no_jit_trace, no_saved_tensor_hooks
-from fxamp.changes import Changes
 from fxamp.errors import CaptureError, InvariantError, OpListError, OptionError
 from fxamp.ir import BLOCK_PATH, ENGINE
-from fxamp.structure import Structure
-from fxamp.variant import Variant, takes_apart
-from fxamp.views import plain_tree
-from fxamp.workshop import Workshop
+from fxamp.model.autocasting import outside_autocast, run_low
+from fxamp.model.changes import Changes
+from fxamp.model.structure import Structure
+from fxamp.model.variant import Variant, takes_apart
+from fxamp.model.views import plain_tree
+from fxamp.model.workshop import Workshop
 
 log = logging.getLogger("fxamp")
 

@@ -13,7 +13,7 @@ from fxamp import ir
 from fxamp.capture.captured import Captured
 from fxamp.capture.memory import memory_between
 from fxamp.capture.state import Cell, StateCheck, flag_cell
-from fxamp.codegen import CompiledForward
+from fxamp.model.codegen import CompiledForward
 
 
 class WeightCheck(Protocol):

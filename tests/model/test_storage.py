@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp import storage
+from fxamp.model import storage
 from fxamp.runtime import apex as amp
 from fxamp.runtime import masters
 from fxamp.runtime.masters import master_of, set_master
@@ -475,7 +475,7 @@ def test_a_conversion_that_fails_leaves_the_model_as_it_was(opt_level, monkeypat
     before = copy.deepcopy(model)
     gradients = [parameter.grad for parameter in model.parameters()]
     hooks = {name: dict(value) for name, value in model.__dict__.items() if "hooks" in name and value is not None}
-    capture, calls = fxamp.engine.Engine.capture, []
+    capture, calls = fxamp.model.engine.Engine.capture, []
 
     def fails_the_second_time(*args, **kwargs):
         calls.append(args)
@@ -483,7 +483,7 @@ def test_a_conversion_that_fails_leaves_the_model_as_it_was(opt_level, monkeypat
             raise MemoryError("no memory")
         return capture(*args, **kwargs)
 
-    monkeypatch.setattr(fxamp.engine.Engine, "capture", fails_the_second_time)
+    monkeypatch.setattr(fxamp.model.engine.Engine, "capture", fails_the_second_time)
     with pytest.raises(MemoryError):
         fxamp.convert(model, torch.bfloat16, (X,), opt_level)
     for name, value in before.state_dict(keep_vars=True).items():

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from fxamp.capture.frames import as_written
-from fxamp.compiling import make_ready, watch
-from fxamp.engine import Engine
 from fxamp.errors import OptionError
 from fxamp.ir import ENGINE
-from fxamp.storage import Marks, apply_exactly, load_exactly, mark, marks_of, take_over_writes
-from fxamp.views import plain_view, take_state
+from fxamp.model.compiling import make_ready, watch
+from fxamp.model.engine import Engine
+from fxamp.model.storage import Marks, apply_exactly, load_exactly, mark, marks_of, take_over_writes
+from fxamp.model.views import plain_view, take_state
 
 # Weak on both sides: a sibling's class holds the user's, which it is derived from.
 _siblings: "weakref.WeakKeyDictionary[type, weakref.ref[type]]" = weakref.WeakKeyDictionary()

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp import unconverted
 from fxamp.errors import OptionError
+from fxamp.model import unconverted
 
 X = torch.ones(2, 8)
 

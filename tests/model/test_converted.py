@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 
 class Net(nn.Module):

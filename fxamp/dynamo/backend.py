@@ -20,15 +20,15 @@ from fxamp import ir, pipeline
 from fxamp.capture.frames import captures_apart, compile_apart, failed_captures, failure, frame_number
 from fxamp.capture.inputs import refused_low_inputs
 from fxamp.capture.modes import are_modes_active, follow_modules, modes_return, modes_wait
+from fxamp.capture.recompute import compiler_call, fold_checkpoints
 from fxamp.capture.unseen import no_saved_tensor_hooks
-from fxamp.dynamo_preview import protected_lines
-from fxamp.dynamo_variant import Rewrite, rewrite_dynamo_graph, run_checkpoints
+from fxamp.dynamo.preview import protected_lines
+from fxamp.dynamo.variant import Rewrite, rewrite_dynamo_graph, run_checkpoints
 from fxamp.errors import OptionError, nearest
+from fxamp.model.variant import Variant
+from fxamp.model.views import nested, plain_inside
 from fxamp.options import Options, check_options
-from fxamp.recompute import compiler_call, fold_checkpoints
 from fxamp.runtime.apex_casts import casts_into
-from fxamp.variant import Variant
-from fxamp.views import nested, plain_inside
 
 log = logging.getLogger("fxamp")
 

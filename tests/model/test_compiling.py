@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.engine import engine_of
+from fxamp.model.engine import engine_of
 
 X = torch.randn(4, 8)
 

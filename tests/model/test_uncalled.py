@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp import uncalled
+from fxamp.model import uncalled
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

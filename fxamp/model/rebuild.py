@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fxamp.capture.unseen import no_inference_mode
-from fxamp.engine import Engine
-from fxamp.variant import Variant
-from fxamp.views import device_of, plain_tree
+from fxamp.model.engine import Engine
+from fxamp.model.variant import Variant
+from fxamp.model.views import device_of, plain_tree
 
 
 def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **changes: Any) -> Variant:

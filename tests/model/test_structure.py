@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.engine import Engine, engine_of
-from fxamp.structure import Structure
+from fxamp.model.engine import Engine, engine_of
+from fxamp.model.structure import Structure
 
 X = torch.linspace(-1, 1, 24).reshape(3, 8)
 

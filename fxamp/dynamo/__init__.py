@@ -1,0 +1,1 @@
+"""Dynamo as the second front door, for what our own tracer cannot follow."""
