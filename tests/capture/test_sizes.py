@@ -142,7 +142,9 @@ def test_every_length_is_decided_as_in_eager(kind, opt_level):
             assert (mine - theirs).norm() <= 0.03 * theirs.norm(), (length, mine, theirs)
     torch.testing.assert_close(converted.norm.running_mean, eager.norm.running_mean, rtol=0.05, atol=0.02)
     if kind in GENERAL:
-        assert len(graphs(converted)) <= 5, [variant.captured.example for variant in graphs(converted)]
+        assert len(graphs(converted)) <= len(set(LENGTHS)) // 2, [
+            variant.captured.example for variant in graphs(converted)
+        ]
 
 
 def test_the_first_size_has_a_graph_of_its_own_and_all_others_share_one():
