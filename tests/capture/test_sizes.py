@@ -226,3 +226,15 @@ def test_a_size_that_forward_cannot_take_has_forwards_own_error():
         Model(divided_by_nothing)(torch.randn(2, 5, 4))
     with pytest.raises((ZeroDivisionError, fxamp.InputError), match="integer"):
         converted(torch.randn(2, 5, 4))
+
+
+def test_the_tools_run_the_graph_that_holds_for_a_size():
+    model = Model(asserted)
+    converted = fxamp.convert(model, dtype=torch.float16)
+    for length in (5, 6):
+        converted(torch.randn(3, length, 4))
+    x = torch.randn(3, 9, 4)
+    assert 0 < fxamp.compare(model, converted, (x,)).output < 0.01
+    found = fxamp.find_nan(converted, (x * 1e7,))
+    assert found is not None and "[3, 9, 4]" in str(found)
+    assert len(graphs(converted)) == 2
