@@ -105,9 +105,8 @@ class ValueProxy(fx.Proxy):
             return None
         if not callable(getattr(torch.Tensor, k, str)):  # .T, .data, .shape: what it is now, in this region
             found = attribute.node.meta.get("val", UNKNOWN)
-            if found is not UNKNOWN and not isinstance(
-                found, torch.Tensor | torch.Size
-            ):  # a shape is always another object
+            is_plain = not isinstance(found, torch.Tensor | torch.Size)  # a shape is another object each time
+            if found is not UNKNOWN and is_plain:
                 if is_compared_by_identity(sys._getframe(1)):
                     return self.tracer.decide(attribute, "is")  # type: ignore[attr-defined]
         return attribute
