@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from fxamp import errors
+
 torch.set_num_threads(1)
 
 
@@ -13,3 +15,9 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_warned_of(monkeypatch):
+    """What is said once a process is said once a test."""
+    monkeypatch.setattr(errors, "_warned", set())

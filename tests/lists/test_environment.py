@@ -7,15 +7,10 @@ import warnings
 import pytest
 
 from fxamp.errors import FxampWarning, OpListError
-from fxamp.lists import COLOURS, EnvironmentChange, OpLists, environment
+from fxamp.lists import COLOURS, EnvironmentChange, OpLists
 from fxamp.lists.environment import disabled_by
 
 LISTS = OpLists.default()
-
-
-@pytest.fixture(autouse=True)
-def a_process_that_has_not_warned(monkeypatch):
-    monkeypatch.setattr(environment, "_warned", set())
 
 
 def applied(**variables: str) -> tuple[OpLists, list[str]]:

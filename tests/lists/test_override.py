@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from fxamp.errors import OpListError
-from fxamp.lists import COLOURS, OpLists, Row, environment
+from fxamp.lists import COLOURS, OpLists, Row
 
 LISTS = OpLists.default()
 
@@ -149,17 +149,14 @@ def test_pickle_keeps_everything():
 
 
 @pytest.mark.parametrize("given", [my_gemm, f"{__name__}.my_gemm"])
-def test_a_python_function_that_capture_enters_is_warned_about_with_what_to_do(given, monkeypatch):
-    monkeypatch.setattr(environment, "_warned", set())
+def test_a_python_function_that_capture_enters_is_warned_about_with_what_to_do(given):
     with pytest.warns(UserWarning, match=r"override\(deny=...\): .*my_gemm' is a Python function.*float_function"):
         LISTS.override(deny=[given])
-    monkeypatch.setattr(environment, "_warned", set())
     with pytest.warns(UserWarning, match=r"FXAMP_DENYLIST_ADD: .*my_gemm' is a Python function"):
         LISTS.with_environment({"FXAMP_DENYLIST_ADD": f"{__name__}.my_gemm"})
 
 
-def test_what_a_graph_holds_as_an_op_is_not_warned_about(monkeypatch):
-    monkeypatch.setattr(environment, "_warned", set())
+def test_what_a_graph_holds_as_an_op_is_not_warned_about():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         LISTS.override(deny=[my_wrapped_gemm, MyLinear, MyFunction, MyFunction.apply, f"{__name__}.my_wrapped_gemm"])
