@@ -66,7 +66,6 @@ class Engine:
         self.changes = Changes()
         self.variants: dict[Any, list[Variant]] = {}
         self.previews: list[Variant] = []
-        self.is_called = False  # at all; what it says of one call is no matter
         self.structures: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDictionary()
         self.fingerprint: Any = None
         self.successor: Engine | None = None
@@ -84,7 +83,6 @@ class Engine:
         if not torch.compiler.is_compiling():
             structure = self.structures.get(module)
             if structure is None or not structure.holds():
-                self.is_called = True
                 return self._recheck(module)(module, args, kwargs)
         try:
             key, inputs = call_key(args, kwargs)

@@ -44,15 +44,16 @@ def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     met = {id(parameter) for model in called for parameter in model.parameters()}
     _waiting.clear()
     for model, reference, looks in models:
-        others = [parameter for parameter in model.parameters() if id(parameter) not in met]
-        if len(others) == len(list(model.parameters())) and any(p.grad is not None for p in others):
+        own = list(model.parameters())
+        others = [parameter for parameter in own if id(parameter) not in met]
+        if any(parameter.grad is not None for parameter in others):
             _warn(model)
-        elif others and looks > 1:
+        elif len(others) == len(own) and looks > 1:  # what is shared has gradients of the other model later on
             _waiting.append((reference, looks - 1))
 
 
 def _is_called(engine: Engine | None) -> bool:
-    if engine is None or engine.is_called or engine.fallbacks:
+    if engine is None or engine.fallbacks:
         return True
     if getattr(engine.dynamo, "calls", 0) or any(not variant.is_preview for variant in engine.all_variants()):
         return True

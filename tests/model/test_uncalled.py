@@ -105,6 +105,17 @@ def test_a_model_that_waits_is_looked_at_at_later_steps(caplog):
     assert len(said(caplog)) == 1
 
 
+def test_a_parameter_that_a_called_model_shares_says_nothing_of_the_others(caplog):
+    called, other = (fxamp.convert(Coder(), dtype=torch.bfloat16) for _ in range(2))
+    other.encoder.weight = called.encoder.weight
+    step(called(X), called, other)
+    assert not said(caplog)
+    other_again = fxamp.convert(Coder(), dtype=torch.bfloat16)
+    other_again.encoder.weight = called.encoder.weight
+    step(called(X) + by_methods(other_again), called, other_again)
+    assert len(said(caplog)) == 1
+
+
 def test_but_not_for_ever(monkeypatch):
     monkeypatch.setattr(uncalled, "_LOOKS", 2)
     used, unused = nn.Linear(8, 8), fxamp.convert(Coder(), dtype=torch.bfloat16)
