@@ -102,3 +102,21 @@ def test_the_model_itself_stays_compiled(kind):
     fxamp.convert(model, dtype=torch.bfloat16)(X)
     assert model(X).equal(made(Plain)(X))
     assert torch._dynamo.utils.counters["frames"]["ok"] >= 1
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_its_forward_can_be_compiled(kind):
+    expected = fxamp.convert(made(Plain), dtype=torch.bfloat16)
+    converted = fxamp.convert(made(kind), dtype=torch.bfloat16)
+    assert torch.compile(converted.forward, backend="eager")(X).equal(expected(X))
+
+
+class Disabled(Plain):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_a_forward_that_dynamo_is_to_leave_alone_is_left_alone():
+    assert fxamp.convert(made(Disabled), dtype=torch.bfloat16, capture="dynamo")(X).equal(made(Plain)(X))
+    assert not fxamp.convert(made(Disabled), dtype=torch.bfloat16)(X).equal(made(Plain)(X))

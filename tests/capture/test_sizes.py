@@ -233,6 +233,15 @@ def test_a_size_that_forward_cannot_take_has_forwards_own_error():
         converted(torch.randn(2, 5, 4))
 
 
+def test_while_dynamo_compiles_no_size_is_asked_for_others(monkeypatch, fresh_dynamo):
+    asked = []
+    monkeypatch.setattr("fxamp.capture.captured.size_guard", lambda *given: asked.append(given))
+    compiled = torch.compile(fxamp.convert(Model(truncated), dtype=torch.bfloat16), backend="eager")
+    for length in (5, 6, 12):
+        compiled(torch.randn(2, length, 4))
+    assert not asked
+
+
 def test_the_tools_run_the_graph_that_holds_for_a_size():
     model = Model(asserted)
     converted = fxamp.convert(model, dtype=torch.float16)
