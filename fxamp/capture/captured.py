@@ -32,6 +32,7 @@ class Captured:
         decisions: what Python asked of traced sizes; the graph is then valid for the example's sizes, and for those
             that `sizes` allows.
         sizes: the sizes for which the decisions are the same; None where it was not asked, or cannot be told.
+        asked_sizes: whether it was asked.
         constants: tensors that belong to no module, by the name that `get_attr` nodes use.
         example: the inputs the graph was captured with, None when it was captured without.
         method: which capture made it.
@@ -49,6 +50,7 @@ class Captured:
     training: tuple[tuple[str, bool], ...] = ()
     decisions: tuple[Decision, ...] = ()
     sizes: SizeGuard | None = None
+    asked_sizes: bool = False
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
     example: list[Any] | None = None
     method: str = "symbolic"
@@ -72,6 +74,7 @@ class Captured:
 
     def generalise(self, fakes: Fakes) -> None:
         """Find out for which other sizes the graph holds, as it was captured; no pass has changed it yet."""
+        self.asked_sizes = True
         if self.decisions and self.example is not None:
             self.sizes = size_guard(self.graph, self.decisions, self.example, fakes.in_mode, self._read)
 
@@ -87,10 +90,11 @@ class Captured:
         """Whether Python would decide as it did for these inputs. Dynamo and torch.jit.trace come through here."""
         if not self.decisions or self.example is None:
             return True
+        if self.sizes is not None and torch.compiler.is_compiling():
+            return self.sizes(inputs)  # alone: asked whether a size is a certain one, Dynamo compiles for that one
         if list(map(_shape, inputs)) == list(map(_shape, self.example)):
             return True
-        is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-        return self.sizes is not None and not is_traced and self.sizes(inputs)
+        return self.sizes is not None and torch._C._get_tracing_state() is None and self.sizes(inputs)
 
     def text(self) -> str:
         """The graph as Python code."""

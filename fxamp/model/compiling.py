@@ -2,10 +2,13 @@
 
 Dynamo cannot trace a capture. It can run a function while it compiles (`torch._dynamo.comptime`), with what it knows of
 the call by then: sizes, dtypes and devices. A graph is made with that, on the real model; what Dynamo traces next
-finds it. Where its guards see that the model has changed, Dynamo compiles again, and comes through here again.
+finds it, by its number: it asks no other graph whether it holds, so that guards say nothing of others, and what was
+compiled stays when others are made. Where guards see that the model has changed, Dynamo compiles again, and comes
+through here again.
 """
 
 import logging
+import threading
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from fxamp.model.engine import engine_of
 
 log = logging.getLogger("fxamp")
 
+_made = threading.local()
+
 
 def make_ready(context: Any) -> None:
     """Make the graph for a call of `self` with `args` and `kwargs`, locals of the frame that Dynamo traces.
@@ -24,6 +29,8 @@ def make_ready(context: Any) -> None:
     Where symbolic capture cannot follow the call, Dynamo's graph breaks here, or its error says why where it must not
     break. Arguments that Dynamo does not hold as plain values are left to what is traced next.
     """
+    _made.number = None
+    torch.compiler.assume_constant_result(_fxamp_graph_made_ready)  # type: ignore[no-untyped-call]
     module, args, kwargs = (_tracked(context, name) for name in ("self", "args", "kwargs"))
     engine = engine_of(getattr(module, "value", None))
     if engine is None:
@@ -34,12 +41,23 @@ def make_ready(context: Any) -> None:
     if engine.options.capture == "dynamo":
         return
     try:
-        args, kwargs = pytree.tree_map(_sample, (args.as_proxy(), kwargs.as_proxy()))
-        engine.current(module.value).capture(module.value, args, kwargs)
+        call = args.as_proxy(), kwargs.as_proxy()
+        sizes_vary = any(map(_varies, pytree.tree_leaves(call)))
+        args, kwargs = pytree.tree_map(_sample, call)
+        _made.number = engine.current(module.value).capture(module.value, args, kwargs, sizes_vary=sizes_vary).number
     except CaptureError as error:
         context.graph_break(f"fxamp has no graph for this call of {name}: {error}")
     except NotImplementedError as error:  # an argument that has no place in Dynamo's graph
         log.debug("no graph was made for torch.compile: %s", error)
+
+
+def graph_made_ready() -> str | None:
+    """The number of the graph that `make_ready` has made for the call that Dynamo traces; None where it made none."""
+    return _fxamp_graph_made_ready() if torch.compiler.is_dynamo_compiling() else None
+
+
+def _fxamp_graph_made_ready() -> str | None:  # Dynamo keeps what it returns under this name among the globals
+    return getattr(_made, "number", None)
 
 
 def watch(module: nn.Module) -> bool:
@@ -64,6 +82,12 @@ def _sample(leaf: Any) -> Any:
     sizes, strides = map(_hint, known.shape), map(_hint, known.stride())
     made = torch.empty_strided(tuple(sizes), tuple(strides), dtype=known.dtype, device=known.device).zero_()
     return made.requires_grad_(known.requires_grad)
+
+
+def _varies(leaf: Any) -> bool:
+    """Whether Dynamo compiles for more than one size of a tensor."""
+    known = leaf.node.meta["example_value"] if isinstance(leaf, fx.Proxy) else None
+    return isinstance(known, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in known.shape)
 
 
 def _hint(number: Any) -> Any:

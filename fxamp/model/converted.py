@@ -19,7 +19,7 @@ from torch import nn
 from fxamp.capture.frames import as_written
 from fxamp.errors import OptionError
 from fxamp.ir import ENGINE
-from fxamp.model.compiling import make_ready, watch
+from fxamp.model.compiling import graph_made_ready, make_ready, watch
 from fxamp.model.engine import Engine
 from fxamp.model.storage import Marks, apply_exactly, load_exactly, mark, marks_of, take_over_writes
 from fxamp.model.views import plain_view, take_state
@@ -53,17 +53,19 @@ def _sibling_class(base: type) -> type:
 def _make_class(base: Any) -> type:
     @functools.wraps(as_written(base.forward))
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        number = None
         if torch.compiler.is_compiling():
             from torch._dynamo.comptime import comptime  # takes seconds to import, and is there by then
 
             comptime(make_ready)
             watch(self)
+            number = graph_made_ready()
         engine = self.__dict__.get(ENGINE)
         if engine is None:  # made by self.__class__(...), as slices of a Sequential are
             return base.forward(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             take_over_writes()
-        return engine(self, args, kwargs)
+        return engine(self, args, kwargs, number)
 
     _keep_unwrapped(forward, base.forward)
 

@@ -65,6 +65,7 @@ class Engine:
         self.is_frozen = is_frozen
         self.changes = Changes()
         self.variants: dict[Any, list[Variant]] = {}
+        self.numbered: dict[str, Variant] = {}
         self.previews: list[Variant] = []
         self.structures: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDictionary()
         self.fingerprint: Any = None
@@ -77,7 +78,14 @@ class Engine:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Engine":
         return self  # graphs read everything by path, so copies of the model can share them
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], number: str | None = None
+    ) -> Any:
+        """Run the call.
+
+        Args:
+            number: of the graph to ask whether it holds; None, or that of one that is gone: all are asked.
+        """
         if self.options.capture == "dynamo":
             return self._call_dynamo(module, args, kwargs)
         if not torch.compiler.is_compiling():
@@ -86,7 +94,8 @@ class Engine:
                 return self._recheck(module)(module, args, kwargs)
         try:
             key, inputs = call_key(args, kwargs)
-            for variant in self.variants.get(key, ()):
+            chosen = None if number is None else self.numbered.get(number)
+            for variant in self.variants.get(key, ()) if chosen is None else (chosen,):
                 if variant.holds(module, inputs):
                     break
             else:
@@ -185,12 +194,18 @@ class Engine:
             self.workshop.announce(module)
 
     def capture(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_example: bool = False
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_example: bool = False,
+        sizes_vary: bool = False,
     ) -> Variant:
         """Make, or find, the variant for one call; nothing is run on the real inputs. One thread at a time.
 
         Args:
             is_example: the call itself is not made: the model keeps the state that it had.
+            sizes_vary: whether it is to hold for other sizes too, which it does where it can be told for which.
         """
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break()  # compiling.py has tried
@@ -198,15 +213,18 @@ class Engine:
         if "torch._dynamo" in sys.modules:  # which would trace a trace, called inside of a compiled function
             capture = torch._dynamo.disable(capture)  # type: ignore[no-untyped-call]
         with one_at_a_time:
-            return capture(module, args, kwargs, is_example)  # type: ignore[no-any-return]
+            return capture(module, args, kwargs, is_example, sizes_vary)  # type: ignore[no-any-return]
 
-    def _capture(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_example: bool) -> Variant:
+    def _capture(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_example: bool, sizes_vary: bool
+    ) -> Variant:
         if self.fingerprint is None:
             self.fingerprint = Structure(module).fingerprint
         key, inputs = call_key(args, kwargs)
         known = self.variants.setdefault(key, [])
         for variant in known:
-            if variant.holds(module, inputs):
+            may_be_general = variant.captured.is_for_one_size and not variant.captured.asked_sizes
+            if variant.holds(module, inputs) and not (sizes_vary and may_be_general):
                 return variant
         if (reason := self.refusals.reason(key, module)) is not None:
             raise CaptureError(reason)
@@ -221,7 +239,7 @@ class Engine:
         try:
             # torch.export calls a model under modes of its own, and checkpoint under hooks that count what is saved.
             with _disable_current_modes(), no_saved_tensor_hooks(), no_jit_trace(), no_inference_mode():
-                variant = self._build(module, spec, inputs, self._is_second_size(known, inputs))
+                variant = self._build(module, spec, inputs, sizes_vary or _is_second_size(known, inputs))
         except CaptureError as error:
             if self._may_use_dynamo:
                 self.refusals.add(key, module, error)  # Dynamo takes such calls; where it does not, try again
@@ -241,13 +259,9 @@ class Engine:
             variant.weights.note(module)
         self.changes.note(variant)
         known.append(variant)
+        self.numbered[variant.number] = variant
         self.previews.clear()
         return variant
-
-    def _is_second_size(self, known: list[Variant], inputs: list[Any]) -> bool:
-        """Whether sizes vary: it is worth the time then to find out for which of them a graph holds."""
-        others = [variant.captured for variant in known if variant.captured.is_for_one_size]
-        return not torch.compiler.is_compiling() and any(not other.holds_for(inputs) for other in others)
 
     def _build(self, module: nn.Module, spec: CallSpec, inputs: list[Any], is_general: bool) -> Variant:
         """The variant of a call.
@@ -302,6 +316,7 @@ class Engine:
     def start_again(self) -> None:
         """Forget every graph: the dtypes in which the parameters are stored have changed."""
         self.variants.clear()
+        self.numbered.clear()
         self.fingerprint = None
 
     def all_variants(self) -> list[Variant]:
@@ -335,6 +350,12 @@ class Engine:
         """These, and those of the blocks that are converted by themselves; one of equal blocks stands for all."""
         inner = {id(engine): engine for engine in self.blocks.values()}
         return [*self.all_variants(), *(variant for engine in inner.values() for variant in engine.graphs())]
+
+
+def _is_second_size(known: list[Variant], inputs: list[Any]) -> bool:
+    """Whether sizes vary: it is worth the time then to find out for which of them a graph holds."""
+    others = [variant.captured for variant in known if variant.captured.is_for_one_size]
+    return not torch.compiler.is_compiling() and any(not other.holds_for(inputs) for other in others)
 
 
 def mark_block(variant: Variant, paths: tuple[str, ...]) -> None:

@@ -1,6 +1,7 @@
 """One rewritten graph of a model, and the conditions under which it may run."""
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -34,6 +35,9 @@ class NumberCheck(Protocol):
     def holds(self, module: nn.Module, inputs: list[Any]) -> bool: ...
 
 
+_numbers = itertools.count()
+
+
 @dataclasses.dataclass
 class Variant:
     """One rewritten graph of a model, and when it may run.
@@ -52,6 +56,7 @@ class Variant:
         is_for_transforms: whether it is for calls in which torch takes batch norm apart (`takes_apart`), or for all
             others; None where that makes no difference.
         numbers: whether the numbers that are read at each call still fit it as they did; None where none was looked at.
+        number: its own, as text: Dynamo takes one for what it is, and a number for one that may vary.
     """
 
     captured: Captured
@@ -65,6 +70,7 @@ class Variant:
     again: Callable[[Any], "Variant"] | None = dataclasses.field(default=None, repr=False, compare=False)
     weights: WeightCheck | None = dataclasses.field(default=None, repr=False, compare=False)
     numbers: NumberCheck | None = dataclasses.field(default=None, repr=False, compare=False)
+    number: str = dataclasses.field(default_factory=lambda: str(next(_numbers)), repr=False, compare=False)
     checks: weakref.WeakKeyDictionary[nn.Module, StateCheck] = dataclasses.field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )

@@ -209,14 +209,63 @@ def test_numbers_are_as_they_were():
         torch.testing.assert_close(converted(x, times), eager(x, times), rtol=0.05, atol=0.05)
 
 
-def test_under_torch_compile_every_size_is_decided_as_in_eager(fresh_dynamo):
-    eager, converted = Model(truncated), fxamp.convert(Model(truncated), dtype=torch.bfloat16)
-    for length in (5, 6, 12):
+class Counting:
+    """A compiler that counts what it is given."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, module, inputs):
+        self.count += 1
+        return module.forward
+
+
+@pytest.mark.parametrize(
+    ("kind", "dynamic"),
+    [*((kind, None) for kind in KINDS), *((kind, True) for kind in KINDS if kind in GENERAL)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_under_torch_compile_every_length_is_decided_as_in_eager(kind, dynamic, fresh_dynamo):
+    eager, plain, mixed = Model(kind), Counting(), Counting()
+    converted = fxamp.convert(Model(kind), dtype=torch.bfloat16)
+    alone = torch.compile(Model(kind), backend=plain, dynamic=dynamic)
+    compiled = torch.compile(converted, backend=mixed, dynamic=dynamic)
+    for number, length in enumerate((6, 7, 9, 12, 1, 5, 8)):
+        x = torch.randn(2, length, 4, generator=torch.Generator().manual_seed(number))
+        alone(x)
+        for mine, theirs in zip(run(compiled, x), run(eager, x), strict=True):
+            assert mine.shape == theirs.shape
+            assert (mine - theirs).norm() <= 0.03 * theirs.norm(), (length, mine, theirs)
+    if kind in GENERAL:
+        assert mixed.count <= plain.count + 1, (mixed.count, plain.count)
+
+
+@pytest.mark.parametrize("before", [(), (6,), (5, 6, 12)])
+def test_graphs_from_before_torch_compile_do_not_make_it_compile_for_one_size(before, fresh_dynamo):
+    eager, converted, counting = Model(truncated), fxamp.convert(Model(truncated), dtype=torch.bfloat16), Counting()
+    for length in before:
         converted(torch.randn(2, length, 4))
-    compiled = torch.compile(converted, backend="eager")
+    compiled = torch.compile(converted, backend=counting)
     for length in (6, 7, 12, 13, 5, 3):
         x = torch.randn(2, length, 4)
+        torch._dynamo.mark_dynamic(x, 1)
         torch.testing.assert_close(compiled(x), eager(x), rtol=0.05, atol=0.05)
+    assert counting.count == 2
+
+
+def test_under_torch_compile_what_symbolic_shapes_do_not_know_has_one_graph_a_size(monkeypatch, fresh_dynamo):
+    def fails(*given):
+        raise NotImplementedError
+
+    monkeypatch.setattr("fxamp.capture.sizes._decide_again", fails)
+    eager, converted = Model(truncated), fxamp.convert(Model(truncated), dtype=torch.bfloat16)
+    compiled = torch.compile(converted, backend="eager", fullgraph=True)
+    for training in (True, False, True, False):
+        for length in (5, 6, 12, 5):
+            x = torch.randn(2, length, 4)
+            compiled.train(training)
+            torch.testing.assert_close(compiled(x), eager(x), rtol=0.05, atol=0.05)
+    assert len(graphs(converted)) == 3
 
 
 def divided_by_nothing(model, h):
@@ -233,10 +282,11 @@ def test_a_size_that_forward_cannot_take_has_forwards_own_error():
         converted(torch.randn(2, 5, 4))
 
 
-def test_while_dynamo_compiles_no_size_is_asked_for_others(monkeypatch, fresh_dynamo):
+def test_while_dynamo_compiles_for_one_size_none_is_asked_for_others(monkeypatch, fresh_dynamo):
     asked = []
     monkeypatch.setattr("fxamp.capture.captured.size_guard", lambda *given: asked.append(given))
-    compiled = torch.compile(fxamp.convert(Model(truncated), dtype=torch.bfloat16), backend="eager")
+    converted = fxamp.convert(Model(truncated), dtype=torch.bfloat16)
+    compiled = torch.compile(converted, backend="eager", dynamic=False)
     for length in (5, 6, 12):
         compiled(torch.randn(2, length, 4))
     assert not asked

@@ -63,6 +63,22 @@ def test_both_modes_in_one_graph_each_with_no_call_before():
     assert converted.norm.num_batches_tracked == 2
 
 
+def test_a_graph_that_is_made_later_leaves_what_is_compiled():
+    count = 0
+
+    def compiler(module, inputs):
+        nonlocal count
+        count += 1
+        return module.forward
+
+    converted = fxamp.convert(Net(), torch.bfloat16)
+    compiled = torch.compile(converted, fullgraph=True, backend=compiler)
+    for training in (True, False, True, False):
+        compiled.train(training)
+        compiled(X)
+    assert count == 2
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_sizes_that_vary(dynamic):
     converted = fxamp.convert(Net().eval(), torch.bfloat16)
