@@ -21,6 +21,7 @@ from fxamp.model.engine import engine_of
 log = logging.getLogger("fxamp")
 
 _made = threading.local()
+_SOME_SIZE = 8
 
 
 def make_ready(context: Any) -> None:
@@ -79,8 +80,11 @@ def _sample(leaf: Any) -> Any:
     known = leaf.node.meta["example_value"]
     if not isinstance(known, torch.Tensor):
         return _hint(known)
-    sizes, strides = map(_hint, known.shape), map(_hint, known.stride())
-    made = torch.empty_strided(tuple(sizes), tuple(strides), dtype=known.dtype, device=known.device).zero_()
+    try:
+        sizes, strides = tuple(map(_hint, known.shape)), tuple(map(_hint, known.stride()))
+        made = torch.empty_strided(sizes, strides, dtype=known.dtype, device=known.device).zero_()
+    except NotImplementedError:  # a size that hangs on data
+        made = torch.zeros([_hint(size, _SOME_SIZE) for size in known.shape], dtype=known.dtype, device=known.device)
     return made.requires_grad_(known.requires_grad)
 
 
@@ -90,5 +94,16 @@ def _varies(leaf: Any) -> bool:
     return isinstance(known, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in known.shape)
 
 
-def _hint(number: Any) -> Any:
-    return number.node.hint if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) else number
+def _hint(number: Any, default: Any = None) -> Any:
+    """What a number is in the call that is compiled for.
+
+    Raises:
+        NotImplementedError: it hangs on data, and there is no default.
+    """
+    if not isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return number
+    if number.node.has_hint():
+        return number.node.hint
+    if default is None:
+        raise NotImplementedError(f"{number} hangs on data")
+    return default

@@ -113,6 +113,22 @@ def test_inside_a_larger_compiled_function():
     assert torch.equal(compiled(X), step(X))
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_hang_on_data(fullgraph):
+    converted = fxamp.convert(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.bfloat16)
+
+    def step(x):
+        return converted(x[x[:, 0] > 0])
+
+    compiled = torch.compile(step, fullgraph=fullgraph, backend="eager")
+    for count in (1, 5, 0, 20):
+        x = torch.randn(20, 8)
+        x[:, 0] = (torch.arange(20) < count).float() - 0.5
+        assert torch.equal(compiled(x), step(x))
+        assert compiled(x).shape == (count, 4)
+
+
 def test_making_a_graph_draws_no_random_number_and_moves_no_buffer():
     converted, compiled = both()
     twin = fxamp.convert(Net(), torch.bfloat16)
