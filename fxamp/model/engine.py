@@ -199,13 +199,14 @@ class Engine:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         is_example: bool = False,
-        sizes_vary: bool = False,
+        sizes_vary: bool | None = None,
     ) -> Variant:
         """Make, or find, the variant for one call; nothing is run on the real inputs. One thread at a time.
 
         Args:
             is_example: the call itself is not made: the model keeps the state that it had.
-            sizes_vary: whether it is to hold for other sizes too, which it does where it can be told for which.
+            sizes_vary: whether it is to hold for other sizes too, which it does where it can be told for which;
+                None: where this is not the first size.
         """
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break()  # compiling.py has tried
@@ -216,7 +217,12 @@ class Engine:
             return capture(module, args, kwargs, is_example, sizes_vary)  # type: ignore[no-any-return]
 
     def _capture(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_example: bool, sizes_vary: bool
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_example: bool,
+        sizes_vary: bool | None,
     ) -> Variant:
         if self.fingerprint is None:
             self.fingerprint = Structure(module).fingerprint
@@ -236,10 +242,11 @@ class Engine:
                 "sizes or arguments that differ at every call. Pad the inputs to a few sizes, or use capture='dynamo'."
             )
         spec, inputs = flatten_call(args, kwargs)
+        is_general = _is_second_size(known, inputs) if sizes_vary is None else sizes_vary
         try:
             # torch.export calls a model under modes of its own, and checkpoint under hooks that count what is saved.
             with _disable_current_modes(), no_saved_tensor_hooks(), no_jit_trace(), no_inference_mode():
-                variant = self._build(module, spec, inputs, sizes_vary or _is_second_size(known, inputs))
+                variant = self._build(module, spec, inputs, is_general)
         except CaptureError as error:
             if self._may_use_dynamo:
                 self.refusals.add(key, module, error)  # Dynamo takes such calls; where it does not, try again
