@@ -92,6 +92,8 @@ class Captured:
             return True
         if self.sizes is not None and torch.compiler.is_compiling():
             return self.sizes(inputs)  # alone: asked whether a size is a certain one, Dynamo compiles for that one
+        if _have_symbols(inputs) and not _have_symbols(self.example):
+            return False  # torch.export would find that a size is a certain one
         if list(map(_shape, inputs)) == list(map(_shape, self.example)):
             return True
         return self.sizes is not None and torch._C._get_tracing_state() is None and self.sizes(inputs)
@@ -115,6 +117,14 @@ class Captured:
         if self.example is not None:
             self.example = [_without_data(value) for value in self.example]
         self.decisions = tuple(Decision(line) for line in dict.fromkeys(decision.line for decision in self.decisions))
+
+
+def _have_symbols(inputs: list[Any]) -> bool:
+    """Whether sizes are symbols, as while torch.export traces without Dynamo (which takes a question for an answer)."""
+    if not torch.compiler.is_compiling() or torch.compiler.is_dynamo_compiling():
+        return False
+    tensors = (value for value in inputs if isinstance(value, torch.Tensor))
+    return any(isinstance(size, torch.SymInt) for value in tensors for size in value.shape)
 
 
 def _shape(value: Any) -> Any:

@@ -302,3 +302,18 @@ def test_the_tools_run_the_graph_that_holds_for_a_size():
     found = fxamp.find_nan(converted, (x * 1e7,))
     assert found is not None and "[3, 9, 4]" in str(found)
     assert len(graphs(converted)) == 2
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("before", [(), (6,), (5, 6, 7)])
+def test_an_export_of_sizes_that_vary_takes_no_graph_of_one_size(before, strict, fresh_dynamo):
+    model = Model(truncated).eval()
+    converted = fxamp.convert(model, dtype=torch.bfloat16)
+    for length in before:
+        converted(torch.randn(2, length, 4))
+    sizes = ({1: torch.export.Dim("length", min=3, max=8)},)
+    exported = torch.export.export(converted, (torch.randn(2, 6, 4),), dynamic_shapes=sizes, strict=strict).module()
+    for length in (3, 5, 6, 8):
+        x = torch.randn(2, length, 4)
+        torch.testing.assert_close(exported(x), model(x), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(converted(x), model(x), rtol=0.05, atol=0.05)
