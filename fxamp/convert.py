@@ -16,6 +16,7 @@ from fxamp.errors import CaptureError, OptionError
 from fxamp.lists import OpLists
 from fxamp.lists.environment import disabled_by
 from fxamp.model.block_calls import calls_of_blocks
+from fxamp.model.blocks import mark_blocks
 from fxamp.model.converted import make_sibling
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.storage import lower_parameters, put_back, speak_float32
@@ -193,7 +194,7 @@ def _convert_blocks(
     for path, inner in outer.blocks.items():
         if not inner.all_variants():
             _first_graph(sibling.get_submodule(path), inner, None)
-    outer.mark_blocks(sibling)
+    mark_blocks(sibling, outer.blocks)
     check_overrides(
         [each.graph for each in outer.graphs()], options.overrides, [path for path, _ in model.named_modules()]
     )

@@ -14,7 +14,6 @@ from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.identity import is_compared_by_identity
 from fxamp.capture.locations import user_line
 from fxamp.capture.numbers import operator_of, plain_number
-from fxamp.capture.sizes import Decision
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
 from fxamp.inplace import INPLACE_OPERATORS
@@ -68,7 +67,7 @@ def opened(value: Any, traced: Any) -> Any:
     parts, form = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
     places = list(value) if isinstance(value, dict) else range(len(parts))
     items = [traced[place] for place in places]
-    traced.tracer.take_for_all(traced, items)
+    traced.tracer.questions.take_for_all(traced, items)
     return pytree.tree_unflatten(list(map(opened, parts, items)), form)
 
 
@@ -101,14 +100,14 @@ class ValueProxy(fx.Proxy):
             return torch.device(kind) if k == "device" else kind == "cuda"
         attribute = AttributeProxy(self, k)
         if value is not UNKNOWN and not isinstance(value, torch.Tensor) and getattr(value, k) is None:
-            self.tracer.take_for_none(attribute)  # type: ignore[attr-defined]
+            self.tracer.questions.take_for_none(attribute)  # type: ignore[attr-defined]
             return None
         if not callable(getattr(torch.Tensor, k, str)):  # .T, .data, .shape: what it is now, in this region
             found = attribute.node.meta.get("val", UNKNOWN)
             is_plain = not isinstance(found, torch.Tensor | torch.Size)  # a shape is another object each time
             if found is not UNKNOWN and is_plain:
                 if is_compared_by_identity(sys._getframe(1)):
-                    return self.tracer.decide(attribute, "is")  # type: ignore[attr-defined]
+                    return self.tracer.questions.decide(attribute, "is")  # type: ignore[attr-defined]
         return attribute
 
     def _has_real(self, name: str) -> bool:
@@ -138,25 +137,25 @@ class ValueProxy(fx.Proxy):
     def __len__(self) -> int:
         value = self.node.meta.get("val", UNKNOWN)
         if isinstance(value, (tuple, list, torch.Size)):
-            self.tracer.note_length(self.node)  # type: ignore[attr-defined]
+            self.tracer.questions.count_items(self.node)  # type: ignore[attr-defined]
             return len(value)
         if isinstance(value, torch.Tensor):
-            self.tracer.decisions.append(Decision(user_line()))  # type: ignore[attr-defined]
+            self.tracer.questions.note()  # type: ignore[attr-defined]
             return int(value.shape[0])
         raise self.tracer._unfollowable("len() of a traced value")  # type: ignore[attr-defined]
 
     def __index__(self) -> int:
-        return int(self.tracer.decide(self, "int"))  # type: ignore[attr-defined]
+        return int(self.tracer.questions.decide(self, "int"))  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
         """That of a number, a dtype or a device, so that sets and dictionaries know it; else the proxy's own."""
         value = self.node.meta.get("val", UNKNOWN)
         if isinstance(value, _HASHED):
-            return hash(self.tracer.decide(self, "hash"))  # type: ignore[attr-defined]
+            return hash(self.tracer.questions.decide(self, "hash"))  # type: ignore[attr-defined]
         return id(self)
 
     def __format__(self, how: str) -> str:
-        return format(self.tracer.decide(self, "format"), how)  # type: ignore[attr-defined]
+        return format(self.tracer.questions.decide(self, "format"), how)  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         return self.__format__("")
@@ -164,19 +163,19 @@ class ValueProxy(fx.Proxy):
     def __repr__(self) -> str:
         """That of a number, a dtype or a device, so that texts of tuples know it; else the proxy's own."""
         if is_value(self) and isinstance(self.node.meta.get("val", UNKNOWN), _HASHED):
-            return repr(self.tracer.decide(self, "repr"))  # type: ignore[attr-defined]
+            return repr(self.tracer.questions.decide(self, "repr"))  # type: ignore[attr-defined]
         return super().__repr__()
 
     def __int__(self) -> int:
-        return int(self.tracer.decide(self, "int"))  # type: ignore[attr-defined]
+        return int(self.tracer.questions.decide(self, "int"))  # type: ignore[attr-defined]
 
     def __float__(self) -> float:
-        return float(self.tracer.decide(self, "float"))  # type: ignore[attr-defined]
+        return float(self.tracer.questions.decide(self, "float"))  # type: ignore[attr-defined]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy  # it asks, so it is there
 
-        return numpy.asarray(self.tracer.decide(self, "numpy.asarray"), dtype)  # type: ignore[attr-defined]
+        return numpy.asarray(self.tracer.questions.decide(self, "numpy.asarray"), dtype)  # type: ignore[attr-defined]
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """`np.ceil(x.shape[0] / 4)` decides on a size; `np.float32(2) * x` is x's own operator, as in eager."""
@@ -185,7 +184,7 @@ class ValueProxy(fx.Proxy):
         if own is not None and not kwargs and any(isinstance(value, torch.Tensor) for value in traced):
             return own(*map(plain_number, inputs))
         numbers = [
-            self.tracer.decide(given, f"numpy.{ufunc.__name__}")  # type: ignore[attr-defined]
+            self.tracer.questions.decide(given, f"numpy.{ufunc.__name__}")  # type: ignore[attr-defined]
             if issubclass(type(given), fx.Proxy)
             else given
             for given in inputs

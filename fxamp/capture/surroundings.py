@@ -145,7 +145,7 @@ def plain_answers(tracer: Any) -> Iterator[None]:
 
     def asking(name: str, original: Any) -> Callable[..., Any]:
         def answer(*given: Any, **kwargs: Any) -> Any:
-            told = [tracer.decide(each, name) if issubclass(type(each), fx.Proxy) else each for each in given]
+            told = [tracer.questions.decide(each, name) if issubclass(type(each), fx.Proxy) else each for each in given]
             return original(*told, **kwargs)
 
         return answer

@@ -90,7 +90,7 @@ def _trace_once(
         graph=graph,
         spec=spec,
         training=tuple(tracer.training.items()),
-        decisions=tuple(dict.fromkeys(tracer.decisions)),
+        decisions=tuple(dict.fromkeys(tracer.questions.decisions)),
         constants=tracer.constants,
         output_form=tracer.output_form,
         example=example,

@@ -29,9 +29,9 @@ from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.functions import whole_functions
 from fxamp.capture.inputs import CallSpec, unflatten_call
 from fxamp.capture.leaves import has_hooks, hooks_on, is_leaf
-from fxamp.capture.lengths import hands_on_open_length, has_open_length, lists_parts_of_inputs
+from fxamp.capture.lengths import hands_on_open_length, lists_parts_of_inputs
 from fxamp.capture.live import LiveNumbers
-from fxamp.capture.locations import unfollowable, user_line
+from fxamp.capture.locations import user_line
 from fxamp.capture.mode_nodes import ModeNodes
 from fxamp.capture.numbers import plain_number
 from fxamp.capture.outputs import OutputForm, flatten_output
@@ -39,16 +39,15 @@ from fxamp.capture.promotion import Promotion
 from fxamp.capture.proxies import (
     ValueProxy,
     WeightProxy,
-    asks_of_autograd,
     gives_parts,
     is_static,
     kind_of_dictionary,
     opened,
 )
+from fxamp.capture.questions import Questions
 from fxamp.capture.reads import Place, Reads
 from fxamp.capture.recompute import Region
 from fxamp.capture.settings import Settings
-from fxamp.capture.sizes import Decision
 from fxamp.capture.state import Cell, flag_cell, switch_cells
 from fxamp.capture.surroundings import (
     asked_by_torch_check,
@@ -79,7 +78,6 @@ class SymbolicTracer(fx.Tracer):
         self.example = example
         self.values = FakeValues(example, fakes)
         self.training: dict[str, bool] = {}
-        self.decisions: list[Decision] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.output_form: OutputForm | None = None
         self.state: tuple[Cell, ...] = ()
@@ -87,9 +85,9 @@ class SymbolicTracer(fx.Tracer):
         self.grad_mode: bool | None = None
         self.gradients_outside = True
         self._numbers = LiveNumbers(live, self._attribute)
+        self.questions = Questions(self._numbers, self._function, example is not None)
         self._tensor_paths: dict[int, str] = {}
         self._weights: dict[str, WeightProxy] = {}
-        self._counts: list[tuple[fx.Node, fx.Node | None]] = []  # check of how many items there are, last item
         self._hooks: dict[int, list[object]] = {}  # id of a module -> those it has before forward runs
         self._modes: ModeNodes | None = None
         self._has_begun = False
@@ -127,7 +125,7 @@ class SymbolicTracer(fx.Tracer):
             self._reads.noted(),
         ):
             graph = super().trace(root)
-        self._without_needless_counts()
+        self.questions.forget_needless_counts()
         if self.output_form is not None and self.output_form.inside_objects:
             graph.output_node().meta[ir.INSIDE_OBJECTS] = self.output_form.inside_objects
         self.state = (*self._reads.cells(self._numbers.decided), *self._cells_of_whole_parts(graph))
@@ -177,7 +175,7 @@ class SymbolicTracer(fx.Tracer):
             flat, self.output_form = flatten_output(result, assignments.before, changes)
             for value in pytree.tree_leaves(flat):
                 if issubclass(type(value), fx.Proxy):
-                    self.note_length(value.node)
+                    self.questions.count_items(value.node)
             return flat
 
         return run, []
@@ -267,6 +265,9 @@ class SymbolicTracer(fx.Tracer):
         finally:
             self._region = was
 
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        return iter(self.questions.items(obj))
+
     def _function(self, target: Callable[..., Any], args: Any, kwargs: Any) -> fx.Proxy:
         return self.create_proxy("call_function", target, args, kwargs)
 
@@ -299,7 +300,7 @@ class SymbolicTracer(fx.Tracer):
         if self.example is not None:
             self._promotion.before(node)
         if hands_on_open_length(node):
-            self.decisions.append(Decision(user_line()))
+            self.questions.note()
         value = self.values.of(node)
         if value is not UNKNOWN:
             node.meta["val"] = value
@@ -307,86 +308,22 @@ class SymbolicTracer(fx.Tracer):
         elif self.example is not None:
             node.meta[ir.GUESS] = self.values.guess(node)
         if value is None and (kind == "call_module" or node.target is operator.getitem):
-            self.take_for_none(proxy)
+            self.questions.take_for_none(proxy)
             return None  # type: ignore[return-value]
         if kind == "call_module" and lists_parts_of_inputs(node):
-            self.decisions.append(Decision(user_line()))
+            self.questions.note()
         return proxy if kind != "call_module" else opened(value, proxy)
-
-    def take_for_none(self, proxy: fx.Proxy) -> None:
-        """None itself is to stand for this: Python asks for it by `is`, which no proxy can answer.
-
-        Raises:
-            CaptureError: autograd gives it, for which another parameter may require a gradient at the next call.
-        """
-        if any(node.target is torch.autograd.grad for node in proxy.node.all_input_nodes):
-            raise self._unfollowable("a None that torch.autograd.grad gives")
-        said = f"{user_line()}: this was None when the model was captured, and is none now. Convert the model anew."
-        self._function(torch._assert, (self._function(operator.is_, (proxy, None), {}), said), {})
-
-    def take_for_all(self, container: fx.Proxy, items: list[Any]) -> None:
-        """These items are to stand for all that a container holds: Python counts them, and goes through them."""
-        many = self._function(len, (container,), {})
-        said = (
-            f"{user_line()}: this held {len(items)} when the model was captured, and holds more or less now. Pass "
-            "capture='dynamo', which counts at each call."
-        )
-        check = self._function(torch._assert, (self._function(operator.eq, (many, len(items)), {}), said), {})
-        self._counts.append((check.node, next((item.node for item in reversed(items) if item is not None), None)))
-
-    def _without_needless_counts(self) -> None:
-        """Nobody counts items where the last one is not read: `part(x)[0]` is right however many there are."""
-        for check, last in self._counts:
-            if last is not None and not last.users:
-                equal = check.all_input_nodes[0]
-                for node in (check, equal, equal.all_input_nodes[0]):
-                    self.graph.erase_node(node)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         if asked_by_torch_check():
             return False
-        return bool(self.decide(obj, "bool"))
-
-    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        value = obj.node.meta.get("val", UNKNOWN)
-        if isinstance(value, torch.Tensor):
-            self.decisions.append(Decision(user_line()))
-            return iter([obj[i] for i in range(value.shape[0])])  # type: ignore[index]
-        if isinstance(value, (tuple, list, torch.Size)):
-            self.note_length(obj.node)
-            return iter([obj[i] for i in range(len(value))])  # type: ignore[index]
-        raise self._unfollowable("iteration over a traced value")
-
-    def note_length(self, node: fx.Node) -> None:
-        """Record that Python has counted the items of a tuple."""
-        if has_open_length(node):
-            self.decisions.append(Decision(user_line()))
-
-    # ---------------------------------------------------------------------------------------- fake values
-
-    def decide(self, proxy: fx.Proxy, question: str) -> Any:
-        """The Python value of a proxy whose value follows from shapes alone; the decision is recorded.
-
-        What follows from dtypes, devices and numbers of dimensions is the same at every call of the graph.
-        """
-        value = proxy.node.meta.get("val", UNKNOWN)
-        if asks_of_autograd(proxy.node):
-            raise self._unfollowable(f"Python's {question}() of what autograd or memory layout says")
-        if isinstance(value, (bool, int, float, str, torch.dtype, torch.device, torch.Size)) or value is None:
-            if not proxy.node.meta.get("static"):
-                if self._numbers.decide_on(proxy.node):
-                    self.decisions.append(Decision(user_line(), proxy.node, value))
-            return value
-        raise self._unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))
+        return bool(self.questions.decide(obj, "bool"))
 
     def _attribute(self, path: str, value: Any) -> fx.Proxy:
         """A proxy of a plain attribute, which is read at each call."""
         node = self.create_node("get_attr", path, (), {})
         node.meta["val"] = value
         return self.proxy(node)
-
-    def _unfollowable(self, what: str, data: bool = False) -> CaptureError:
-        return unfollowable(what, self.example is not None, data)
 
     @property
     def evaluating(self) -> bool:

@@ -23,8 +23,9 @@ from fxamp.capture.selves import OtherSelves
 from fxamp.capture.symbolic import one_at_a_time
 from fxamp.capture.unseen import no_inference_mode, no_jit_trace, no_saved_tensor_hooks
 from fxamp.errors import CaptureError, InvariantError, OpListError, OptionError
-from fxamp.ir import BLOCK_PATH, ENGINE
+from fxamp.ir import ENGINE
 from fxamp.model.autocasting import outside_autocast, run_low
+from fxamp.model.blocks import mark_block, mark_blocks
 from fxamp.model.changes import Changes
 from fxamp.model.structure import Structure
 from fxamp.model.variant import Variant, takes_apart
@@ -190,7 +191,7 @@ class Engine:
             self.announced = state
             if not count:
                 self.previews.clear()  # Dynamo gave up, whatever the preview promised
-            self.mark_blocks(module)
+            mark_blocks(module, self.blocks)
             self.workshop.announce(module)
 
     def capture(
@@ -331,25 +332,6 @@ class Engine:
         made = [*self._own_variants(), *(self.dynamo.variants if self.dynamo else ())]
         return [variant for variant in made if not variant.is_preview] or made or self.previews
 
-    def mark_blocks(self, module: nn.Module) -> None:
-        """Note on Dynamo's graphs for blocks which of them each is for.
-
-        1. Dynamo makes graphs for each of equal blocks; one that has none is taken to run those of the first.
-        2. Those that ran on fake tensors are gone: they are taken to have been called in their order.
-        """
-        for engine in {id(inner): inner for inner in self.blocks.values()}.values():
-            places = {id(module.get_submodule(path)): path for path, inner in self.blocks.items() if inner is engine}
-            made = [variant for variant in engine.all_variants() if variant.maker is not None or not variant.blocks]
-            makers = list(dict.fromkeys(variant.maker for variant in made))
-            known = {maker: places.get(id(maker and maker()), "") for maker in makers}
-            if not any(known.values()):
-                known |= dict(zip(makers, places.values(), strict=False))
-            first = next(filter(None, known.values()), "")
-            others = tuple(path for path in places.values() if path not in known.values())
-            for variant in made:
-                if path := known[variant.maker]:
-                    mark_block(variant, (path, *others) if path == first else (path,))
-
     def _own_variants(self) -> list[Variant]:
         return [variant for known in self.variants.values() for variant in known]
 
@@ -363,13 +345,6 @@ def _is_second_size(known: list[Variant], inputs: list[Any]) -> bool:
     """Whether sizes vary: it is worth the time then to find out for which of them a graph holds."""
     others = [variant.captured for variant in known if variant.captured.is_for_one_size]
     return not torch.compiler.is_compiling() and any(not other.holds_for(inputs) for other in others)
-
-
-def mark_block(variant: Variant, paths: tuple[str, ...]) -> None:
-    """Note on a graph, and on its nodes, which blocks of the model it is for."""
-    variant.blocks = paths
-    for node in variant.graph.nodes:
-        node.meta[BLOCK_PATH] = paths[0]
 
 
 def _blocks_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Engine]:

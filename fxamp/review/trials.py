@@ -17,8 +17,9 @@ from fxamp.capture.symbolic import capture_symbolic
 from fxamp.errors import OptionError
 from fxamp.fakes import Fakes, is_foreign
 from fxamp.lists import OpLists
+from fxamp.model.blocks import mark_block
 from fxamp.model.codegen import CompiledForward
-from fxamp.model.engine import Engine, mark_block
+from fxamp.model.engine import Engine
 from fxamp.model.rebuild import modes_of, rebuild_variant, with_data
 from fxamp.model.storage import is_stored_low, logical_dtype, lower_parameters
 from fxamp.model.variant import Variant

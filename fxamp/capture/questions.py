@@ -1,0 +1,104 @@
+"""What Python asks of traced values while forward runs, and what is answered: a graph holds while the answers do.
+
+What follows from shapes is answered, and the source line is recorded; what follows from dtypes, devices and numbers of
+dimensions is the same at every call of the graph; values that depend on data are never guessed.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxamp.capture.lengths import has_open_length
+from fxamp.capture.live import LiveNumbers
+from fxamp.capture.locations import unfollowable, user_line
+from fxamp.capture.proxies import asks_of_autograd
+from fxamp.capture.sizes import Decision
+from fxamp.errors import CaptureError
+from fxamp.fakes import UNKNOWN
+
+
+class Questions:
+    """The questions of one trace.
+
+    Args:
+        numbers: attributes that are read at each call, unless Python decides on one.
+        call: makes a node of a function.
+        has_example: whether values are known by their types and sizes.
+    """
+
+    def __init__(self, numbers: LiveNumbers, call: Callable[..., fx.Proxy], has_example: bool) -> None:
+        self.decisions: list[Decision] = []
+        self._numbers = numbers
+        self._call = call
+        self._has_example = has_example
+        self._counts: list[tuple[fx.Node, fx.Node | None]] = []  # check of how many items there are, last item
+
+    def decide(self, proxy: fx.Proxy, question: str) -> Any:
+        """The Python value of a proxy whose value follows from shapes alone; the decision is recorded.
+
+        What follows from dtypes, devices and numbers of dimensions is the same at every call of the graph.
+        """
+        value = proxy.node.meta.get("val", UNKNOWN)
+        if asks_of_autograd(proxy.node):
+            raise self._unfollowable(f"Python's {question}() of what autograd or memory layout says")
+        if isinstance(value, (bool, int, float, str, torch.dtype, torch.device, torch.Size)) or value is None:
+            if not proxy.node.meta.get("static"):
+                if self._numbers.decide_on(proxy.node):
+                    self.decisions.append(Decision(user_line(), proxy.node, value))
+            return value
+        raise self._unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))
+
+    def note(self) -> None:
+        """Record a decision whose answer is not one value of the graph."""
+        self.decisions.append(Decision(user_line()))
+
+    def items(self, obj: fx.Proxy) -> list[Any]:
+        """What Python goes through: the rows of a tensor, or the items of a tuple."""
+        value = obj.node.meta.get("val", UNKNOWN)
+        if isinstance(value, torch.Tensor):
+            self.note()
+            return [obj[i] for i in range(value.shape[0])]  # type: ignore[index]
+        if isinstance(value, (tuple, list, torch.Size)):
+            self.count_items(obj.node)
+            return [obj[i] for i in range(len(value))]  # type: ignore[index]
+        raise self._unfollowable("iteration over a traced value")
+
+    def count_items(self, node: fx.Node) -> None:
+        """Record that Python has counted the items of a tuple."""
+        if has_open_length(node):
+            self.note()
+
+    def take_for_none(self, proxy: fx.Proxy) -> None:
+        """None itself is to stand for this: Python asks for it by `is`, which no proxy can answer.
+
+        Raises:
+            CaptureError: autograd gives it, for which another parameter may require a gradient at the next call.
+        """
+        if any(node.target is torch.autograd.grad for node in proxy.node.all_input_nodes):
+            raise self._unfollowable("a None that torch.autograd.grad gives")
+        said = f"{user_line()}: this was None when the model was captured, and is none now. Convert the model anew."
+        self._call(torch._assert, (self._call(operator.is_, (proxy, None), {}), said), {})
+
+    def take_for_all(self, container: fx.Proxy, items: list[Any]) -> None:
+        """These items are to stand for all that a container holds: Python counts them, and goes through them."""
+        many = self._call(len, (container,), {})
+        said = (
+            f"{user_line()}: this held {len(items)} when the model was captured, and holds more or less now. Pass "
+            "capture='dynamo', which counts at each call."
+        )
+        check = self._call(torch._assert, (self._call(operator.eq, (many, len(items)), {}), said), {})
+        self._counts.append((check.node, next((item.node for item in reversed(items) if item is not None), None)))
+
+    def forget_needless_counts(self) -> None:
+        """Nobody counts items where the last one is not read: `part(x)[0]` is right however many there are."""
+        for check, last in self._counts:
+            if last is not None and not last.users:
+                equal = check.all_input_nodes[0]
+                for node in (check, equal, equal.all_input_nodes[0]):
+                    node.graph.erase_node(node)
+
+    def _unfollowable(self, what: str, data: bool = False) -> CaptureError:
+        return unfollowable(what, self._has_example, data)
