@@ -146,7 +146,7 @@ def convert_as(
             raise OptionError(f"opt_level={opt_level!r} lowers what the graph reads low: give example_inputs.")
         paths = _lowered_paths(first.graph, opt_level, sibling)
         lowered = lower_parameters(sibling, paths, options.low, opt_level == "O2", options.pad_to or 1)
-        handles = speak_float32(sibling)
+        handles = speak_float32(sibling, model)
         try:
             engine.start_again()
             _first_graph(sibling, engine, example)

@@ -136,14 +136,17 @@ def _lower(tensor: torch.Tensor, low: torch.dtype, keep_masters: bool, done: lis
         loosen(tensor)
 
 
-def speak_float32(model: nn.Module) -> list[Any]:
+def speak_float32(model: nn.Module, original: nn.Module) -> list[Any]:
     """Let state_dict() of the model and its parts give, and load_state_dict() take, float32 for lowered tensors.
+
+    Args:
+        original: the model that it was made from, which has the same tensors and parts.
 
     Returns:
         Handles that take it back.
     """
     handles: list[Any] = []
-    for module in model.modules():
+    for module in (*model.modules(), original):
         lowered = {
             name: hasattr(tensor, MASTER) for name, tensor in _own_tensors(module).items() if is_stored_low(tensor)
         }

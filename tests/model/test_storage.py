@@ -540,3 +540,29 @@ def test_parameters_made_in_inference_mode_are_refused_and_a_copy_is_not(opt_lev
     assert torch.equal(model(X), before(X)) and model[0].weight.dtype == torch.float32
     low = fxamp.convert(copy.deepcopy(model), torch.bfloat16, (X,), opt_level)
     assert low[0].weight.dtype == torch.bfloat16 and torch.allclose(low(X), before(X), rtol=0.02, atol=0.01)
+
+
+class Rooted(nn.Module):
+    """Has a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.part = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.part(x @ self.weight)
+
+
+def test_the_model_that_was_converted_speaks_float32_too():
+    torch.manual_seed(0)
+    original = Rooted()
+    wanted = {name: value.clone() for name, value in original.state_dict().items()}
+    model = fxamp.convert(original, torch.bfloat16, opt_level="O2", example_inputs=(torch.randn(2, 4),))
+    assert original.weight.dtype == torch.bfloat16
+    for state in (original.state_dict(), pickle.loads(pickle.dumps(original)).state_dict()):
+        assert {value.dtype for value in state.values()} == {torch.float32}
+    assert all(torch.equal(value, wanted[name]) for name, value in original.state_dict().items())
+    original.load_state_dict({name: value + 0.0001 for name, value in wanted.items()})
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, wanted[name] + 0.0001)
