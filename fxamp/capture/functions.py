@@ -51,12 +51,17 @@ def whole_functions(call: Callable[..., Any], enter: Enter) -> Iterator[None]:
 
 
 def _as_function(cls: Any) -> Callable[..., Any]:
-    """`cls.apply` under the name and module of the class: a graph cannot name torch's bound method."""
+    """`cls.apply` under the name and module of the class: a graph cannot name torch's bound method.
+
+    Of a class of torch's own the module is this one: torch.fx writes what is torch's by its name, which is the class.
+    """
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return cls.apply(*args, **kwargs)
 
-    function.__name__, function.__qualname__, function.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    function.__name__, function.__qualname__ = cls.__name__, cls.__qualname__
+    if cls.__module__.partition(".")[0] != "torch":
+        function.__module__ = cls.__module__
     function.__self__ = cls  # type: ignore[attr-defined]
     return function
 

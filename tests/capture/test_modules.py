@@ -327,6 +327,24 @@ def test_unlisted_functions_are_one_node_in_fp32(function, name):
     check(One(seeded(nn.Linear, 8, 8), lambda m, x: function(m(x))), X, ops=(name,), low=False)
 
 
+def test_a_function_of_torch_itself_is_one_node():
+    def draw(module, x):
+        return torch.distributions.Dirichlet(module(x).exp(), validate_args=False).rsample()
+
+    model = One(nn.LayerNorm(8), draw)  # nothing gains by low precision here
+    converted = fxamp.convert(model, dtype=LOW, capture="symbolic", example_inputs=(X,))
+    results = []
+    for each in (model, converted):
+        x = X.clone().requires_grad_()
+        torch.manual_seed(3)
+        drawn = each(x)
+        drawn[:, 0].sum().backward()
+        results.append((drawn, x.grad))
+    (eager, gradient), (ours, our_gradient) = results
+    assert torch.equal(ours, eager)
+    assert torch.equal(our_gradient, gradient)
+
+
 def test_a_listed_function_runs_low():
     seen = []
 
