@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from fxamp.capture.assignments import Assignments
@@ -227,11 +227,14 @@ class Reads:
         return self._root
 
     def _keep_registered(self, module: nn.Module, name: str) -> None:
-        """A parameter or buffer, whose shape the graph may hold, or a name that there is not."""
+        """A parameter or buffer, whose shape the graph may hold, or a name that there is not.
+
+        A value of forward's own that stands there (torch.func.functional_call has swapped it in) is the graph's.
+        """
         for kind in ("_parameters", "_buffers", "_modules"):
             entries = module.__dict__.get(kind, {})
             if name in entries:
-                if kind != "_modules":
+                if kind != "_modules" and not issubclass(type(entries[name]), fx.Proxy):
                     self._registered.setdefault((id(module), name), (module, kind, entries[name]))
                 return
         self._keep(module, name, MISSING)

@@ -442,6 +442,38 @@ def test_an_equal_value_written_again_changes_nothing():
     assert len(engine_of(converted).all_variants()) == 1
 
 
+OTHER = nn.Linear(8, 8)
+
+
+class Bank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("offset", torch.zeros(8))
+
+    def forward(self, y):
+        return y + self.offset
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda net, y: torch.func.functional_call(net.inner, {"bias": y.mean(0)}, (y,)),
+        lambda net, y: torch.func.functional_call(net.inner, {"bias": y.mean(0)}, (y,)) + net.inner(y),
+        lambda net, y: net.inner(y) + torch.func.functional_call(net.inner, {"bias": y.mean(0)}, (y,)),
+        lambda net, y: torch.func.functional_call(net.bank, {"offset": y.mean(0)}, (y,)),
+        lambda net, y: torch.func.functional_call(OTHER, {"weight": y.T @ y, "bias": y.mean(0)}, (y,)),
+    ],
+    ids=["weight", "weight, then its own", "its own, then the weight", "buffer", "a module outside"],
+)
+def test_weights_that_forward_swaps_in_for_a_call_are_no_change(function):
+    model = Net(function)
+    model.inner, model.bank = nn.Linear(8, 8), Bank()
+    converted = fxamp.convert(model, torch.bfloat16)
+    for _ in range(3):
+        assert agrees(model, converted)
+    assert len(engine_of(converted).all_variants()) == 1
+
+
 def test_copies_share_a_graph_until_their_state_differs():
     model = Net(lambda net, y: y * net.config.gain * net.table["gain"])
     converted = fxamp.convert(model, torch.bfloat16)
