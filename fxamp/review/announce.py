@@ -24,6 +24,8 @@ log = logging.getLogger("fxamp")
 
 MAX_LINES = 18
 """Lines said about one model at INFO, all of its graphs together; with two on how it was captured, 20."""
+_MOST = 0.5
+"""Of the weights: where a larger share is left out, a warning is due."""
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 _warned: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
@@ -48,22 +50,20 @@ def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
     """Log what a conversion decided, and dump it where FXAMP_LOG_PATH says.
 
     The summary and what to know are logged at INFO, MAX_LINES lines at most; every node's decision at DEBUG. That
-    nothing can have been converted (Dynamo made no graph, or the weights are low already) is a WARNING, once. Called
+    little can have been converted (Dynamo left most weights out, or they are low already) is a WARNING, once. Called
     again for a model, after another graph was captured, it says what is new, and brings the same folder up to date.
 
     Args:
         warnings: more of them, each said once.
     """
     configure_logging()
-    engine, name = require_engine(converted), type(converted).__qualname__
-    share, outside = uncaptured(engine, converted)
-    subject = name if holds_other_calls(engine) else f"nothing of {name} was converted"
-    nothing = f"{subject}: {outside}" if share == 1 else ""
+    engine = require_engine(converted)
     lost = overrides_without_effect(engine)
     is_low = "" if _looking.get() else low_already(converted)
-    for text in filter(None, (nothing, is_low, *lost, *warnings)):
-        if text not in _warned.setdefault(converted, set()):
-            _warned[converted].add(text)
+    said = _warned.setdefault(converted, set())
+    for key, text in (_left_out(converted, engine), *((text, text) for text in (is_low, *lost, *warnings))):
+        if text and key not in said:
+            said.add(key)
             log.warning(text)
     path = os.environ.get("FXAMP_LOG_PATH", "").strip()
     if not path and not log.isEnabledFor(logging.INFO):
@@ -75,6 +75,18 @@ def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
         _log_nodes(built)
     if path and (folder := _dump(converted, Path(path))) is not None:
         log.info("written to %s", folder)
+
+
+def _left_out(converted: nn.Module, engine: Engine) -> tuple[str, str]:
+    """What Dynamo left out, where that is most of the weights; first, what it is known by, for the share changes."""
+    name = type(converted).__qualname__
+    share, outside = uncaptured(engine, converted)
+    if share <= _MOST:
+        return "", ""
+    if holds_other_calls(engine):
+        return "other calls", f"{name}: {outside}"
+    what = f"nothing of {name} was converted" if share == 1 else f"most of {name} was not converted"
+    return "left out", f"{what}: {outside}"
 
 
 def _inform(converted: nn.Module, lines: Iterable[str]) -> None:

@@ -141,7 +141,28 @@ def test_a_part_that_was_not_captured_is_counted(caplog):
     converted(X)
     (outside,) = fxamp.report(converted).outside
     assert outside.startswith("75% of the weights are read by no graph and run as they are (loop.parts.0.weight")
-    assert warnings_of(caplog) == []
+
+
+class Grows(Around):
+    """Of its weights 80 % are outside, then 60 %."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.loop(self.head(x)).relu()
+        return x if x.dim() == 2 else self.tail(x)
+
+
+def test_a_model_of_which_most_was_not_captured_says_so_once(caplog):
+    converted = fxamp.convert(Grows(), dtype="bf16")
+    for shape in ((2, 8), (2, 8), (3, 2, 8), (2, 2, 2, 8)):
+        converted(torch.randn(shape))
+    (said,) = warnings_of(caplog)
+    assert said.startswith("most of Grows was not converted: 80% of the weights are read by no graph")
+    assert "loop.parts.0.weight" in said and "graph break inside a loop" in said and "convert the submodules" in said
+    assert "60%" in fxamp.report(converted).outside[0]
 
 
 class Packs(nn.Module):
@@ -154,12 +175,13 @@ class Packs(nn.Module):
         return self.head(nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0])
 
 
-def test_a_recurrent_layer_on_a_packed_sequence_is_told_from_a_frame_that_is_given_up():
+def test_a_recurrent_layer_on_a_packed_sequence_is_told_from_a_frame_that_is_given_up(caplog):
     converted = fxamp.convert(Packs(), dtype="bf16", capture="dynamo")
     converted(torch.randn(2, 3, 8), torch.tensor([3, 2]))
     (outside,) = fxamp.report(converted).outside
     assert outside.startswith("89% of the weights are read by no graph and run as they are (lstm.weight_ih_l0")
     assert "PackedSequence" in outside and "fxamp.convert(model.lstm)" in outside and "graph break" not in outside
+    assert warnings_of(caplog) == [f"most of Packs was not converted: {outside}"]
 
 
 class Spare(Block):
@@ -168,11 +190,12 @@ class Spare(Block):
         self.spare = nn.Linear(8, 8)
 
 
-def test_weights_that_forward_does_not_use_are_not_said_to_be_what_dynamo_gave_up_alone():
+def test_weights_that_forward_does_not_use_are_not_said_to_be_what_dynamo_gave_up_alone(caplog):
     converted = fxamp.convert(Spare(), dtype="bf16", capture="dynamo")
     converted(X)
     (outside,) = fxamp.report(converted).outside
     assert "(spare.weight)" in outside and "Weights that forward does not use count, too." in outside
+    assert warnings_of(caplog) == []  # half of them
 
 
 def test_a_symbolic_model_has_nothing_outside():
