@@ -22,6 +22,7 @@ from fxamp.runtime.master_gradients import mirror_gradient
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scale_rule import ANY_SCALE, checked_scale
 from fxamp.runtime.scaler import LossScaler
+from fxamp.runtime.scaler_state import any_of
 
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 PENDING_FOUND_INF = "_fxamp_found_inf"
@@ -186,7 +187,7 @@ def prepared(optimizer: torch.optim.Optimizer, chosen: Properties) -> torch.opti
         found: list[torch.Tensor] = getattr(self, PENDING_FOUND_INF)
         if not found:
             return run()
-        found_inf = torch.stack([flag.to(found[0].device) for flag in found]).sum()
+        found_inf = any_of(found, found[0].device)
         found.clear()
         settle(self)
         returned = step_unless(self, found_inf, run)

@@ -65,7 +65,7 @@ def step_unless(
     Call `settle(optimizer)` once before a step; it may be made of several such calls.
 
     Args:
-        found_inf: 0-d float32 on the device of the loss scale.
+        found_inf: 0-d float32 on the device of the loss scale, 0 or 1: fused kernels know no other flag.
         grad_scale: 0-d float32 by which gradients are still multiplied; only for an optimizer that takes it.
 
     Returns:

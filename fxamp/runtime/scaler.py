@@ -13,7 +13,7 @@ from fxamp.runtime import arguments, capturing, distributed, gradients, host_ste
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.scale_rule import ScaleRule
 from fxamp.runtime.scaler_base import ScalerBase, needs_scaling
-from fxamp.runtime.scaler_state import combined_found_inf
+from fxamp.runtime.scaler_state import any_of, combined_found_inf
 from fxamp.runtime.step_result import Gradients, HostCopy, StepResult, result_of
 
 log = logging.getLogger("fxamp")
@@ -289,7 +289,7 @@ class LossScaler(ScalerBase):
             return
         flags = [combined_found_inf(state, self._scale.device) for state in checked]
         self._observe(checked, flags)
-        found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).sum()
+        found_inf = any_of(flags, self._scale.device)
         self.rule.advance_(self._scale, self._growth_tracker, self._hysteresis_left, found_inf)
 
     def _observe(self, states: list[dict[str, Any]], flags: list[torch.Tensor]) -> None:

@@ -18,10 +18,18 @@ NOT_PICKLED = ("process_group", "_per_optimizer_states", "_names", "_looked_at")
 
 def combined_found_inf(state: dict[str, Any], device: torch.device) -> torch.Tensor:
     """One optimizer's found_inf over all its devices, 0-d float32 on `device`."""
-    flags = [flag.to(device, non_blocking=True).reshape(()) for flag in state["found_inf_per_device"].values()]
+    return any_of(list(state["found_inf_per_device"].values()), device)
+
+
+def any_of(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """1 where any of the flags is, else 0; 0-d float32 on `device`.
+
+    Not their sum: torch's fused kernels skip where found_inf is 1, and step where it is 2.
+    """
+    flags = [flag.to(device, non_blocking=True).reshape(()) for flag in flags]
     if not flags:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return flags[0] if len(flags) == 1 else torch.stack(flags).sum()
+    return flags[0] if len(flags) == 1 else torch.stack(flags).amax()
 
 
 def state_of(scaler: "ScalerBase") -> dict[str, Any]:

@@ -7,6 +7,7 @@ import torch
 
 from fxamp.errors import CheckpointError, OptionError
 from fxamp.runtime import apex as amp
+from fxamp.runtime import device_skip
 from fxamp.runtime.apex_casts import registry
 from fxamp.runtime.apex_options import properties
 from fxamp.runtime.master_weights import MasterWeightOptimizer
@@ -113,6 +114,20 @@ def test_overflow_skips_one_step_of_every_optimizer_passed(opt_level):
         moved = [not torch.equal(now.weight, then) for now, then in zip((one, two), weights, strict=True)]
         assert moved == ([False, False] if factor == math.inf else [True, True])
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 1}
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_overflow_of_two_backwards_skips_a_fused_step_too(opt_level, monkeypatch):
+    monkeypatch.setattr(device_skip, "LOOKS_AT_HOST_FLAGS", False)  # as on a GPU, where the kernel reads the flag
+    model = torch.nn.Linear(2, 1)
+    made = torch.optim.Adam(model.parameters(), 0.1, fused=True)
+    model, optimizer = amp.initialize(model, made, opt_level=opt_level, convert=convert)
+    weights = [each.clone() for each in amp.master_params(optimizer)]
+    for _ in range(2):
+        with amp.scale_loss(model.weight.float().sum() * math.inf, optimizer) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert all(map(torch.equal, weights, amp.master_params(optimizer)))
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])

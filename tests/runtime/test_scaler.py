@@ -308,6 +308,19 @@ def test_two_optimizers_of_a_gan_skip_by_themselves():
     assert [record.skipped for record in scaler.history()] == [True]
 
 
+def test_overflow_on_two_devices_skips_a_fused_step(monkeypatch):
+    """torch's fused kernels skip where found_inf is 1, and not where it is 2."""
+    monkeypatch.setattr(device_skip, "LOOKS_AT_HOST_FLAGS", False)
+    weight = parameter(1.0)
+    optimizer, scaler = torch.optim.Adam([weight], 0.5, fused=True), LossScaler(4.0)
+    backward(scaler, weight, [math.inf])
+    scaler.unscale_(optimizer)
+    flags = scaler._found_inf_per_device(optimizer)
+    flags[torch.device("cuda", 1)] = flags[torch.device("cpu")].clone()
+    assert scaler.step(optimizer).skipped
+    assert weight.tolist() == [1.0]
+
+
 def test_gradient_penalty_equals_float32():
     """The recipe of torch's documentation: the penalty's gradient is unscaled by hand, then scaled again."""
     results = []
