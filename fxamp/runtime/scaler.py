@@ -207,6 +207,8 @@ class LossScaler(ScalerBase):
             self._check_inf_per_device(optimizer)
         elif is_scaled:
             self._unscale_(optimizer, state)
+        elif self._may_be_written(optimizer, state):
+            self._look_again(optimizer, state)
         found_inf = combined_found_inf(state, self._scale.device)
         divisor = self._scale if unscales_itself else None
         norm = None
@@ -221,6 +223,19 @@ class LossScaler(ScalerBase):
         return result_of(
             optimizer, found_inf, self._scale, about, norm, returned=returned, scaled_gradients=unscales_itself
         )
+
+    def _may_be_written(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
+        """Whether gradients may be others than after unscale_(); ranks that share them all say yes, and agree anew."""
+        before: gradients.Stamp | None = state.get("unscaled")
+        return before is not None and (bool(self._groups(optimizer)) or not before.holds(optimizer))
+
+    def _look_again(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Clipping leaves finite gradients finite; what else is done between unscale_() and step() may not."""
+        assert self._scale is not None
+        before = combined_found_inf(state, self._scale.device)
+        self._check_inf_per_device(optimizer)
+        found_inf = any_of([before, combined_found_inf(state, before.device)], before.device)
+        state["found_inf_per_device"] = {before.device: found_inf}
 
     def _clip(
         self, optimizer: torch.optim.Optimizer, max_norm: float, divisor: torch.Tensor | None

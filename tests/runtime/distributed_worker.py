@@ -43,6 +43,16 @@ def overflow_on_one_rank_only():
     assert (weight.tolist(), scaler.get_scale()) == ([0.5, 0.5], 2.0)
 
 
+def written_after_unscale_on_one_rank():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], 0.5), LossScaler(8.0, process_group=dist.group.WORLD)
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    if dist.get_rank() == 1:
+        weight.grad.fill_(math.nan)
+    assert scaler.step(optimizer).skipped and weight.item() == 1.0
+
+
 def rank_without_gradients():
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer, scaler = torch.optim.SGD([weight], 0.5), LossScaler(8.0, process_group=dist.group.WORLD)
@@ -423,6 +433,7 @@ def fused_adam(parameters):
 
 CHECKS = {
     "overflow": overflow_on_one_rank_only,
+    "written": written_after_unscale_on_one_rank,
     "empty": rank_without_gradients,
     "collapse": collapse_on_all_ranks,
     "ddp": lambda: data_parallel(torch.float32, None),

@@ -543,6 +543,30 @@ def test_as_lightning_calls_it():
 # Order, states, arguments
 
 
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("max_norm", [None, math.inf])
+def test_what_is_written_into_gradients_after_unscale_is_looked_at(bad, max_norm):
+    weight = parameter(1.0, 2.0)
+    optimizer, scaler = torch.optim.SGD([weight], 0.5), LossScaler(4.0)
+    backward(scaler, weight, [1.0, 1.0])
+    scaler.unscale_(optimizer)
+    weight.grad[1] = bad
+    result = scaler.step(optimizer, max_grad_norm=max_norm)
+    assert (result.skipped, len(result.nonfinite), weight.tolist()) == (True, 1, [1.0, 2.0])
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+
+
+def test_what_unscale_has_found_counts_where_it_was_written_over_since():
+    weight = parameter(1.0)
+    optimizer, scaler = torch.optim.SGD([weight], 0.5), LossScaler(4.0)
+    backward(scaler, weight, [math.inf])
+    scaler.unscale_(optimizer)
+    weight.grad.nan_to_num_(posinf=0.0)
+    assert scaler.step(optimizer).skipped
+    assert weight.tolist() == [1.0]
+
+
 def test_unscale_twice_is_once():
     weight = parameter(1.0)
     optimizer, scaler = torch.optim.SGD([weight], 1.0), LossScaler()
