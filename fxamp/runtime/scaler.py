@@ -287,34 +287,35 @@ class LossScaler(ScalerBase):
             return
         if self._scale is None:
             raise self._order_error("update()", "scale() was never called")
-        if new_scale is not None:
-            self._set_scale(new_scale)
-        else:
-            self._advance()
+        new = None if new_scale is None else self._checked_new_scale(new_scale)
         states = list(self._per_optimizer_states.values())
+        flags = self._observe()
+        if new is not None:
+            self._set_scale(new)
+        elif flags:
+            self._advance(flags)
         self.forget_iteration()
         if self.watch.skips_at_floor >= self.max_skips:
             self._raise_if_collapsed(states)
 
-    def _advance(self) -> None:
+    def _observe(self) -> list[torch.Tensor]:
+        """Tell the watch of this iteration's steps; found_inf of each optimizer that was unscaled or stepped."""
+        assert self._scale is not None
+        flags, copies = [], []
+        for state in self._per_optimizer_states.values():
+            if state["found_inf_per_device"]:
+                flags.append(flag := combined_found_inf(state, self._scale.device))
+                result: StepResult | None = state.get("result")
+                copies.append(result.copy if result else HostCopy(torch.stack((flag, self._scale))))
+        if copies and not any(copy.is_captured for copy in copies):
+            self.watch.observe(copies)
+        return flags
+
+    def _advance(self, flags: list[torch.Tensor]) -> None:
         assert self._scale is not None and self._growth_tracker is not None
         assert self._hysteresis_left is not None
-        checked = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
-        if not checked:
-            return
-        flags = [combined_found_inf(state, self._scale.device) for state in checked]
-        self._observe(checked, flags)
         found_inf = any_of(flags, self._scale.device)
         self.rule.advance_(self._scale, self._growth_tracker, self._hysteresis_left, found_inf)
-
-    def _observe(self, states: list[dict[str, Any]], flags: list[torch.Tensor]) -> None:
-        assert self._scale is not None
-        copies = []
-        for state, flag in zip(states, flags, strict=True):
-            result: StepResult | None = state.get("result")
-            copies.append(result.copy if result else HostCopy(torch.stack((flag, self._scale))))
-        if not any(copy.is_captured for copy in copies):
-            self.watch.observe(copies)
 
     def observe_replay(self, result: StepResult, optimizer: torch.optim.Optimizer) -> None:
         """Take the outcome of a step that a CUDA graph replayed, which ran no code of this class.

@@ -137,20 +137,25 @@ class ScalerBase(torch.amp.GradScaler):
 
     # The scale
 
-    def _set_scale(self, new_scale: float | torch.Tensor) -> None:
-        assert self._scale is not None
+    def _checked_new_scale(self, new_scale: float | torch.Tensor) -> float | torch.Tensor:
+        """A number, or a tensor on a device that is not read."""
         if not isinstance(new_scale, torch.Tensor):
-            checked = checked_scale("new_scale", new_scale, self.rule)
-            self._scale.fill_(checked)
-            self.watch.note_scale(checked)
-            return
+            return checked_scale("new_scale", new_scale, self.rule)
         if new_scale.numel() != 1 or new_scale.requires_grad:
             raise OptionError(
                 f"new_scale has {new_scale.numel()} elements and requires_grad={new_scale.requires_grad}; "
                 "it must be one element without gradient."
             )
         if new_scale.device.type == "cpu":
-            checked_scale("new_scale", new_scale.reshape(1).tolist()[0], self.rule)
+            return checked_scale("new_scale", new_scale.reshape(1).tolist()[0], self.rule)
+        return new_scale
+
+    def _set_scale(self, new_scale: float | torch.Tensor) -> None:
+        assert self._scale is not None
+        if not isinstance(new_scale, torch.Tensor):
+            self._scale.fill_(new_scale)
+            self.watch.note_scale(new_scale)
+            return
         given = new_scale.detach().reshape(()).to(self._scale.device, torch.float32, non_blocking=True)
         given = torch.where(torch.isfinite(given), given, self._scale)
         self._scale.copy_(given.clamp(self.rule.min_scale, self.rule.max_scale))

@@ -735,6 +735,20 @@ def test_new_scale_may_be_any_number(new):
     assert scaler.get_scale() == 1024.0
 
 
+def test_steps_before_an_update_that_sets_the_scale_are_told_of_too():
+    weight = parameter(1.0)
+    optimizer, scaler = torch.optim.SGD([weight], 0.5), LossScaler(4.0)
+    for gradient, new_scale in ((math.inf, 8.0), (1.0, torch.tensor(16.0)), (math.nan, None)):
+        optimizer.zero_grad()
+        backward(scaler, weight, [gradient])
+        scaler.step(optimizer)
+        with pytest.raises(OptionError, match="new_scale"):
+            scaler.update(-1.0)
+        scaler.update(new_scale)
+    assert [(record.scale, record.skipped) for record in scaler.history()] == [(4.0, True), (8.0, False), (16.0, True)]
+    assert (scaler.skipped_steps, scaler.get_scale()) == (2, 8.0)
+
+
 def test_setters_check_too():
     scaler = LossScaler()
     scaler.set_growth_factor(4.0)
