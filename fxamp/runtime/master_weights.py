@@ -20,6 +20,7 @@ from fxamp.runtime.masters import (
     ensure_master,
     is_low,
     master_of,
+    reconcile_,
     resync,
     round_into,
 )
@@ -220,6 +221,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def _wide(self, bucket: list[torch.Tensor]) -> list[torch.Tensor]:
         """What stands in for each parameter: its master, or itself."""
         widen = ensure_master if self._rounding is None else self._rounding.widened
+        for parameter in bucket:
+            if not is_low(parameter):
+                detach_master(parameter)  # one from before `model.float()` may not see what this step writes
         return [widen(parameter) if is_low(parameter) else parameter for parameter in bucket]
 
     def _take_back(self, bucket: list[torch.Tensor], wide: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
@@ -322,6 +326,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             for parameter in low:
                 if parameter.requires_grad:
                     ensure_master(parameter)
+                    reconcile_(parameter)  # another optimizer's fused step may have written it, which leaves no version
         else:
             if self._rounding is None:
                 self._rounding = Compensation() if self.masters == "kahan" else StochasticRounding()

@@ -28,9 +28,12 @@ def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """The float32 value of a low-precision parameter, or None if it has no master.
 
     A parameter written by someone else since the last step wins over its master, element by element; before the
-    first step, in a job of several ranks, as a whole.
+    first step, in a job of several ranks, as a whole. One that is float32 by now (`model.float()`) has none.
     """
     master: torch.Tensor | None = getattr(parameter, MASTER, None)
+    if master is not None and not is_low(parameter):
+        detach_master(parameter)
+        return None
     if master is not None and (getattr(parameter, VERSION, None) != parameter._version or is_master_written(parameter)):
         reconcile_(parameter)
     return master

@@ -193,6 +193,46 @@ def test_write_past_the_version_counter_needs_resync():
     assert master_of(weight).tolist() == [3.0, 3.0]
 
 
+def test_a_new_wrapper_sees_what_a_fused_step_wrote_past_the_version_counter():
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    MasterWeightOptimizer(torch.optim.SGD([weight], 0.1))
+    set_master(weight, torch.tensor([1.0 + 2.0**-12, 1.0]))
+    weight.grad = torch.tensor([0.0, -4.0], dtype=torch.bfloat16)
+    torch.optim.SGD([weight], 1.0, fused=True).step()
+    MasterWeightOptimizer(torch.optim.SGD([weight], 0.0)).step()
+    assert master_of(weight).tolist() == [1.0 + 2.0**-12, 5.0]
+    assert weight.tolist() == [1.0, 5.0]
+
+
+def test_parameters_that_were_float32_meanwhile_begin_with_new_masters():
+    model = low_model()
+    optimizer = MasterWeightOptimizer(KINDS["fused_sgd"](model.parameters()))
+    give_gradients(model, 0)
+    optimizer.step()
+    model.float()
+    assert all(mine is theirs for mine, theirs in zip(optimizer.master_params(), model.parameters(), strict=True))
+    give_gradients(model, 1)
+    optimizer.step()
+    assert "masters" not in optimizer.state_dict()
+    model.bfloat16()
+    before = [parameter.clone() for parameter in model.parameters()]
+    assert all(map(torch.equal, optimizer.master_params(), [each.float() for each in before]))
+
+
+def test_parameters_that_took_steps_as_float32_begin_with_new_masters():
+    model = low_model()
+    optimizer = MasterWeightOptimizer(KINDS["fused_sgd"](model.parameters()))
+    model.float()
+    give_gradients(model, 0)
+    optimizer.step()
+    model.bfloat16()
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer.param_groups[0]["lr"] = 0.0
+    give_gradients(model, 1)
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_dict_is_the_plain_optimizers_both_ways(kind):
     model = low_model()
