@@ -57,8 +57,10 @@ def save_checkpoint(
         remove_drafts(path)
         put_whole(path, lambda file: torch.save(content, file), check=_check_readable)
     except Exception as error:
-        reason = "" if isinstance(error, OSError) else _culprit(content)
-        raise CheckpointError(f"{path} could not be written: {reason or error}. The last one is intact.") from error
+        # torch.save() makes an error about its archive of a full disk's.
+        failed = error.__context__ if isinstance(error.__context__, OSError) else error
+        reason = failed if isinstance(failed, OSError) else _culprit(content) or error
+        raise CheckpointError(f"{path} could not be written: {reason}. The last one is intact.") from error
 
 
 def load_checkpoint(

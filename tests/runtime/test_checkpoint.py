@@ -4,6 +4,7 @@ import argparse
 import copy
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -239,6 +240,20 @@ def test_failed_write_leaves_the_last_good_one(tmp_path, monkeypatch):
         save_checkpoint(tmp_path / "a.pt", step=2)
     assert load_checkpoint(tmp_path / "a.pt") == {"step": 1}
     assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_a_disk_that_is_full_amid_the_file_is_named(tmp_path):
+    """torch.save() makes an error about its archive of what the file says."""
+    path = tmp_path / "last.pt"
+    save_checkpoint(path, step=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"File too large.*last one is intact"):
+            save_checkpoint(path, model=torch.nn.Linear(200, 200))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (load_checkpoint(path), os.listdir(tmp_path)) == ({"step": 1}, ["last.pt"])
 
 
 def test_what_cannot_be_pickled_is_named_and_leaves_no_file(tmp_path):
