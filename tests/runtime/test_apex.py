@@ -239,7 +239,9 @@ def test_shapes_are_returned_as_given():
     assert [call["opt_level"] for call in calls] == ["O1", "O1", "O1"]
 
 
-@pytest.mark.parametrize(("level", "keep", "expected"), [("O2", False, "allow"), ("O3", "True", "deny")])
+@pytest.mark.parametrize(
+    ("level", "keep", "expected"), [("O2", False, "allow"), ("O2", "False", "allow"), ("O3", "True", "deny")]
+)
 def test_keep_batchnorm_becomes_an_override(level, keep, expected):
     start(level, keep_batchnorm_fp32=keep)
     assert calls[0]["overrides"] == {"1": expected}

@@ -97,6 +97,20 @@ def test_non_finite_step_changes_nothing(kind):
 
 
 @pytest.mark.usefixtures("way_to_skip")
+def test_non_finite_step_takes_away_only_the_state_that_it_has_made():
+    trained, new = (torch.nn.Parameter(torch.ones(2).bfloat16()) for _ in range(2))
+    optimizer, scaler = MasterWeightOptimizer(ThirdParty([trained, new], 0.01)), LossScaler()
+    scaler.scale(torch.zeros(()))
+    trained.grad = torch.ones_like(trained)
+    scaler.step(optimizer)
+    scaler.update()
+    before = copy.deepcopy(optimizer.state_dict())
+    new.grad = torch.full_like(new, math.nan)
+    assert scaler.step(optimizer).skipped
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("way_to_skip")
 def test_skipped_step_under_kahan_does_not_move_a_sum_half_way_between_two_numbers():
     odd = 1.0 + 2.0**-7  # its sum with half a step lies half way, and rounds to the even neighbour
     weight = torch.nn.Parameter(torch.tensor([odd], dtype=torch.bfloat16))
