@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from fxamp.runtime import capturing, distributed, gradients
+from fxamp.runtime.copies import copy_on
 from fxamp.runtime.snapshot import OpaqueStateError, Snapshot, is_torchs
 from fxamp.runtime.step_result import HostCopy
 
@@ -101,7 +102,7 @@ def _ones_where(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer) -> It
         if given is None or given.requires_grad:  # whose graph the optimizer may differentiate (AdaHessian)
             continue
         if given.device not in skipped:
-            skipped[given.device] = found_inf.to(given.device, non_blocking=True) > 0
+            skipped[given.device] = copy_on(given.device, found_inf) > 0
         seen = given.clone()
         values = seen._values() if seen.is_sparse else distributed.local(seen)
         values.masked_fill_(skipped[given.device], 1)

@@ -16,6 +16,7 @@ import torch
 from fxamp import words
 from fxamp.errors import OptionError
 from fxamp.runtime import distributed
+from fxamp.runtime.copies import copy_on
 from fxamp.runtime.writes import versions_of
 
 log = logging.getLogger("fxamp")
@@ -144,8 +145,8 @@ def unscale_and_check(
     with torch.no_grad():
         for (device, _), same in grouped.items():
             if device not in flags:
-                flags[device] = found_inf.to(device, non_blocking=True, copy=True)
-                inverses[device] = inverse_scale.to(device, non_blocking=True)
+                flags[device] = copy_on(device, found_inf).clone()
+                inverses[device] = copy_on(device, inverse_scale)
             torch._amp_foreach_non_finite_check_and_unscale_(same, flags[device], inverses[device])
             if looks_after:
                 one = torch.ones_like(inverses[device])

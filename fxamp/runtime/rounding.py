@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from fxamp.runtime.copies import copy_on
 from fxamp.runtime.distributed import groups_of, local, several_ranks
 
 log = logging.getLogger("fxamp")
@@ -36,7 +37,7 @@ class Compensation:
             rounded = value.to(parameter.dtype)
             lost = _rest(value, rounded)
             if found_inf is not None:  # a sum half way between two numbers might be split the other way
-                skipped = found_inf.to(parameter.device, non_blocking=True) > 0
+                skipped = copy_on(parameter.device, found_inf) > 0
                 rounded = torch.where(skipped, parameter.detach(), rounded)
                 before = self._checked(parameter)
                 lost = torch.where(skipped, torch.zeros_like(lost) if before is None else before, lost)

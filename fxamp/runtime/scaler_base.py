@@ -11,6 +11,7 @@ from fxamp.dtypes import NAMES
 from fxamp.errors import FxampError, OptionError, nearest
 from fxamp.runtime import gradients, scaler_state
 from fxamp.runtime.arguments import checked_device, checked_flag, number_in, refuse_containers
+from fxamp.runtime.copies import copy_on
 from fxamp.runtime.scale_rule import ScaleRule, checked_scale
 from fxamp.runtime.watch import SETTLED_AFTER, ScaleRecord, ScaleWatch
 
@@ -156,7 +157,7 @@ class ScalerBase(torch.amp.GradScaler):
             self._scale.fill_(new_scale)
             self.watch.note_scale(new_scale)
             return
-        given = new_scale.detach().reshape(()).to(self._scale.device, torch.float32, non_blocking=True)
+        given = copy_on(self._scale.device, new_scale.detach().reshape(())).float()
         given = torch.where(torch.isfinite(given), given, self._scale)
         self._scale.copy_(given.clamp(self.rule.min_scale, self.rule.max_scale))
         self.watch.note_scale(self.rule.min_scale)

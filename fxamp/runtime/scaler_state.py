@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxamp.errors import CheckpointError, OptionError
+from fxamp.runtime.copies import copy_on
 from fxamp.runtime.scale_rule import ANY_SCALE, ScaleRule, checked_scale
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def any_of(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
     Not their sum: torch's fused kernels skip where found_inf is 1, and step where it is 2.
     """
-    flags = [flag.to(device, non_blocking=True).reshape(()) for flag in flags]
+    flags = [copy_on(device, flag).reshape(()) for flag in flags]
     if not flags:
         return torch.zeros((), dtype=torch.float32, device=device)
     return flags[0] if len(flags) == 1 else torch.stack(flags).amax()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fxamp.runtime import distributed
+from fxamp.runtime.copies import copy_on
 
 NUMBERS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 OF_EVERY_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called")  # noted otherwise, or not of the step
@@ -174,7 +175,7 @@ def select_(pairs: list[tuple[torch.Tensor, torch.Tensor]], found_inf: torch.Ten
     bits: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for current, old in pairs:
         if current.device not in skipped:
-            skipped[current.device] = found_inf.to(current.device, non_blocking=True) > 0
+            skipped[current.device] = copy_on(current.device, found_inf) > 0
         if current.device.type == "cuda" and _has_dense_bits(current, old):
             integer = integer_of(current.dtype)
             now, before = bits.setdefault((current.device, integer), ([], []))

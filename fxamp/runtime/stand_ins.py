@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fxamp.runtime import gradients
+from fxamp.runtime.copies import copy_on
 
 # torch's optimizers that treat each parameter by itself: stepping them bucket by bucket changes nothing.
 ELEMENTWISE_NAMES = (
@@ -110,7 +111,7 @@ def give_gradients(narrow: list[torch.Tensor], wide: list[torch.Tensor], inverse
             together[values.device, values.dtype].append(values)
     if inverse_scale is not None:
         for (device, _), same in together.items():
-            torch._foreach_mul_(same, inverse_scale.to(device, non_blocking=True))
+            torch._foreach_mul_(same, copy_on(device, inverse_scale))
 
 
 def _widen(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> None:
