@@ -149,8 +149,10 @@ def _kernel_step(
     grad_scale: torch.Tensor | None,
 ) -> Any:
     lacking = _parameters_without_momentum(optimizer)
-    optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
-    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    # torch's own steps do not wait for the copies that they make of these.
+    where = next((parameter.device for parameter in gradients.parameters(optimizer)), found_inf.device)
+    optimizer.grad_scale = None if grad_scale is None else copy_on(where, grad_scale)  # type: ignore[attr-defined]
+    optimizer.found_inf = copy_on(where, found_inf)  # type: ignore[attr-defined]
     try:
         returned = run()
     finally:

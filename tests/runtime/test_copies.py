@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxamp.runtime import gradients, snapshot, stand_ins
+from fxamp.runtime.device_skip import step_unless
 from fxamp.runtime.rounding import Compensation
 from fxamp.runtime.scaler_state import any_of
 
@@ -29,6 +30,21 @@ def give_gradients(weight, inverse_scale):
     stand_ins.give_gradients([weight], [weight], inverse_scale)
 
 
+class Fused(torch.optim.SGD):
+    """As torch's: the step brings both numbers to its parameters' device, without waiting."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None):
+        for number in (self.found_inf, self.grad_scale):
+            number.to(self.param_groups[0]["params"][0].device, non_blocking=True)
+
+
+def fused_step(weight, number):
+    optimizer = Fused([weight.requires_grad_()])
+    step_unless(optimizer, number, optimizer.step, grad_scale=number)
+
+
 @pytest.mark.parametrize(
     "read",
     [
@@ -36,9 +52,10 @@ def give_gradients(weight, inverse_scale):
         lambda number, here: snapshot.select_([(here, here.clone())], number),
         lambda number, here: give_gradients(here, number),
         lambda number, here: Compensation().take_back([here.bfloat16()], [here], number),
+        lambda number, here: fused_step(here, number),
         lambda number, here: any_of([number, number], here.device),
     ],
-    ids=["unscale", "select", "masters", "kahan", "flags"],
+    ids=["unscale", "select", "masters", "kahan", "fused", "flags"],
 )
 def test_a_number_of_a_gpu_is_waited_for_where_the_host_reads_it(read):
     """Parameters are on the host where FSDP offloads them; the scale is where the loss is."""
