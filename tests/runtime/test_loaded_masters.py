@@ -59,6 +59,17 @@ def exact_values(model, optimizer):
     return values
 
 
+@pytest.mark.parametrize("masters", ["fp32", "kahan"])
+def test_a_state_that_two_optimizers_have_loaded_stays_each_ones_own(masters):
+    model, optimizer = trained(low_model, masters)
+    saved, twin = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model)
+    resumed = wrapped(twin, masters)
+    resumed.load_state_dict(saved)
+    kept = {index: value.clone() for index, value in saved["masters"].items()}
+    train(twin, resumed, [3])
+    torch.testing.assert_close(saved["masters"], kept, rtol=0, atol=0)
+
+
 def load(model, optimizer, saved, order):
     for part in order:
         {"model": model, "optimizer": optimizer}[part].load_state_dict(saved[part])

@@ -199,6 +199,7 @@ def test_result_tells_what_happened():
     result = one_step(scaler, optimizer, weight, [math.inf, 4.0])
     assert (result.skipped, result.found_inf, result.scale) == (True, True, 16.0)
     assert result.nonfinite == ["group 0 parameter 0 (2,)"]
+    assert repr(result) == "StepResult(skipped=True, scale=16)"
     assert scaler.get_scale() == 8.0
     assert scaler.skipped_steps == 1
     assert [(r.step, r.scale, r.skipped) for r in scaler.history()] == [(1, 16.0, False), (2, 16.0, True)]
