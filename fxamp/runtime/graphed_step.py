@@ -40,12 +40,13 @@ class GraphedStep:
     Every call is exactly one step, warm-up included. Inputs are copied into buffers of the graph, so that
     each call may bring new tensors. Overflowing steps are skipped inside the graph; the scaler's numbers
     arrive on the host afterwards. A change of a learning rate or of the scale takes effect at the next call,
-    a change of another hyper-parameter, of the scaler's constants or of `model.training` recaptures; so does a
+    a change of another hyper-parameter, of the scaler's constants or of a module's `training` recaptures; so does a
     rate that the optimizer reads on the host (SGD without fused=True). Where a graph's memory is replaced (an
-    optimizer's state loaded, a model moved) it is warmed up and captured again. Without CUDA, or where capture is
-    impossible (an optimizer that keeps state on the host, a step that waits for the device), the same steps run
-    eagerly, and one line of the log says why. Parameters with masters that are written between calls need
-    `optimizer.resync_masters()`: a graph does not look for such writes.
+    optimizer's state loaded, a model moved), or other parameters are trained (frozen ones, another group), it is
+    warmed up and captured again. Whatever else Python decides in a step is decided while capturing. Without CUDA,
+    or where capture is impossible (an optimizer that keeps state on the host, a step that waits for the device), the
+    same steps run eagerly, and one line of the log says why. Parameters with masters that are written between calls
+    need `optimizer.resync_masters()`: a graph does not look for such writes.
 
     DistributedDataParallel keeps nodes of autograd from when it was made: make it under `torch.cuda.stream(s)` with a
     stream of your own, as torch's notes on CUDA graphs say.
@@ -83,6 +84,8 @@ class GraphedStep:
         self.max_graphs = max_graphs
         self.last_result: StepResult | None = None
         self._graphs: dict[Any, _Graph] = {}
+        self._modules = list(model.modules())
+        self._are_trained: list[bool] = []
         self._rates: list[torch.Tensor] = []
         self._recorder: Recorder | None = None
         self._warm_steps = 0
@@ -108,6 +111,10 @@ class GraphedStep:
         self._notice(leaves)
         if self._why_eager is not None:
             return self._eager(inputs, targets)
+        are_trained = [parameter.requires_grad for parameter in gradients.parameters(self.optimizer)]
+        if are_trained != self._are_trained:
+            self._are_trained = are_trained
+            self._start_again("other parameters are trained")
         if self._warm_steps < WARM_UP:
             return self._warm_up(inputs, targets)
         self._follow_learning_rates()
@@ -150,6 +157,7 @@ class GraphedStep:
         if self._graphs:
             log.info("GraphedStep captures anew: %s", why)
         self._graphs.clear()
+        self._modules = list(self.model.modules())
         self._rates = []
         self._warm_steps = 0
 
@@ -192,7 +200,8 @@ class GraphedStep:
         )
         rule = dataclasses.astuple(self.scaler.rule)
         looks_after = self.scaler.may_be_below_one()  # unscaling is another then
-        return shapes, str(structure), settings, rule, self.model.training, self.max_grad_norm, looks_after
+        modes = tuple([module.training for module in self._modules])
+        return shapes, str(structure), settings, rule, modes, self.max_grad_norm, looks_after
 
     def _capture(self, key: Any, leaves: list[Any], structure: Any) -> bool:
         if len(self._graphs) >= self.max_graphs:
@@ -247,8 +256,7 @@ class GraphedStep:
     def _follow_learning_rates(self) -> None:
         """Write each group's present rate into the device tensor that graphs read."""
         groups = self.optimizer.param_groups
-        if len(self._rates) != len(groups):
-            self._graphs.clear()
+        if not self._rates:
             self._rates = [torch.zeros((), device=group["params"][0].device) for group in groups]
             _make_capturable(self.optimizer)
         for group, rate in zip(groups, self._rates, strict=True):

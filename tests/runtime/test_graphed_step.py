@@ -294,6 +294,48 @@ def test_a_model_whose_memory_was_replaced_is_captured_anew(graphs):
     same(model, expected[0], 2**-20)
 
 
+def freeze(model, optimizer):
+    model[0].requires_grad_(False)
+
+
+def thaw(model, optimizer):
+    model[2].requires_grad_(True)
+
+
+def add_group(model, optimizer):
+    weight = torch.nn.Parameter(torch.ones(2))
+    model.register_forward_hook(lambda module, args, outputs: outputs * weight)
+    model.register_parameter("factor", weight)
+    optimizer.add_param_group({"params": [weight]})
+
+
+def fix_statistics(model, optimizer):
+    model[1].eval()
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("change", [freeze, thaw, add_group, fix_statistics])
+def test_what_is_trained_may_change_between_replays(graphs, change, masters):
+    results = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+        model[2].requires_grad_(change is not thaw)
+        made, scaler = torch.optim.AdamW(model.parameters(), 0.0625, fused=True), LossScaler(2.0**10)
+        if masters:
+            model.bfloat16()
+            made = MasterWeightOptimizer(made)
+        step = graphs.step_for(model, loss_fn, made, scaler) if graphed else None
+        losses = []
+        for number, batch in enumerate(batches(2 * WARM_UP + 6, dtype=model[0].weight.dtype)):
+            if number == WARM_UP + 2:
+                change(model, made)
+            losses += [float(step(*batch))] if graphed else eager_loop(model, made, scaler, [batch])
+        results.append([torch.tensor(losses), *model.state_dict().values()])
+    assert graphs.captures == 2
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_a_step_that_waits_for_the_device_is_never_recorded(graphs, caplog):
     model, optimizer, scaler = pieces()
 
