@@ -86,7 +86,7 @@ class GraphedStep:
         self._graphs: dict[Any, _Graph] = {}
         self._modules = list(model.modules())
         self._are_trained: list[bool] = []
-        self._rates: list[torch.Tensor] = []
+        self._rates: list[torch.Tensor] | None = None
         self._recorder: Recorder | None = None
         self._warm_steps = 0
         self._waits = 0  # steps in a row that waited for the device
@@ -158,7 +158,7 @@ class GraphedStep:
             log.info("GraphedStep captures anew: %s", why)
         self._graphs.clear()
         self._modules = list(self.model.modules())
-        self._rates = []
+        self._rates = None
         self._warm_steps = 0
 
     def _warm_up(self, inputs: Any, targets: Any) -> torch.Tensor:
@@ -253,13 +253,16 @@ class GraphedStep:
             self.scaler.observe_replay(self.last_result, self.optimizer)
         return graph.loss.clone()
 
+    def _groups_with_rates(self) -> list[dict[str, Any]]:
+        return [group for group in self.optimizer.param_groups if _reads_rate_from_device(group)]
+
     def _follow_learning_rates(self) -> None:
-        """Write each group's present rate into the device tensor that graphs read."""
-        groups = self.optimizer.param_groups
-        if not self._rates:
-            self._rates = [torch.zeros((), device=group["params"][0].device) for group in groups]
+        """Write each present rate into the device tensor that graphs read, where the optimizer reads it there."""
+        if self._rates is None:
             _make_capturable(self.optimizer)
-        for group, rate in zip(groups, self._rates, strict=True):
+            device = next(gradients.parameters(self.optimizer)).device
+            self._rates = [torch.zeros((), device=device) for _ in self._groups_with_rates()]
+        for group, rate in zip(self._groups_with_rates(), self._rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 rate.copy_(group["lr"], non_blocking=True)
             else:
@@ -268,11 +271,10 @@ class GraphedStep:
     @contextlib.contextmanager
     def _rates_on_device(self) -> Iterator[None]:
         """While capturing, groups hold device tensors; outside, what the user and schedulers put there."""
-        groups = [group for group in self.optimizer.param_groups if _reads_rate_from_device(group)]
-        rates = dict(zip(map(id, self.optimizer.param_groups), self._rates, strict=True))
+        groups = self._groups_with_rates()
         given = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = rates[id(group)]
+        for group, rate in zip(groups, self._rates or (), strict=True):
+            group["lr"] = rate
         try:
             yield
         finally:

@@ -222,6 +222,36 @@ def test_what_is_kept_from_call_to_call_sees_replays(graphs):
     torch.testing.assert_close(after, expected, rtol=0, atol=0)
 
 
+class WithoutRate(torch.optim.Optimizer):
+    """As Adafactor of transformers by default: the group's rate is None."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": None, "factor": 0.125})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad * group["factor"])
+
+
+@pytest.mark.parametrize("kind", ["without a rate", "with an empty group"])
+def test_groups_need_neither_a_rate_nor_parameters(graphs, kind):
+    results = []
+    for graphed in (False, True):
+        model, _, scaler = pieces()
+        if kind == "without a rate":
+            made = WithoutRate(model.parameters())
+        else:
+            groups = [{"params": []}, {"params": list(model.parameters())}]
+            made = torch.optim.AdamW(groups, 0.0625, fused=True)
+        step, data = graphs.step_for(model, loss_fn, made, scaler), list(batches(WARM_UP + 3))
+        losses = [float(step(*batch)) for batch in data] if graphed else eager_loop(model, made, scaler, data)
+        results.append([torch.tensor(losses), *model.parameters()])
+    assert graphs.captures == 1
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_optimizer_that_cannot_read_its_rate_from_the_device_is_captured_anew(graphs, caplog):
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
