@@ -19,6 +19,7 @@ from fxamp.runtime.distributed import local
 from fxamp.runtime.fixed_scalers import NoOpLossScaler
 from fxamp.runtime.optimizer_steps import note_step
 from fxamp.runtime.scaler import LossScaler
+from fxamp.runtime.snapshot import entries_of
 from fxamp.runtime.step_result import StepResult
 
 log = logging.getLogger("fxamp")
@@ -149,9 +150,13 @@ class GraphedStep:
             if (step := myself()) is not None:
                 step._start_again("a state of the optimizer was loaded")
 
+        self._inner.register_load_state_dict_post_hook(start_again)
+
+    @property
+    def _inner(self) -> torch.optim.Optimizer:
+        """The optimizer itself, without its masters."""
         inner = getattr(self.optimizer, "optimizer", None)
-        optimizer = inner if isinstance(inner, torch.optim.Optimizer) else self.optimizer
-        optimizer.register_load_state_dict_post_hook(start_again)
+        return inner if isinstance(inner, torch.optim.Optimizer) else self.optimizer
 
     def _start_again(self, why: str) -> None:
         if self._graphs:
@@ -211,15 +216,16 @@ class GraphedStep:
         inputs, targets = pytree.tree_unflatten(static, structure)
         self.optimizer.zero_grad(set_to_none=True)
         # Whatever still waits for an event must be read before: waiting is forbidden while capturing.
-        for optimizer in (self.optimizer, getattr(self.optimizer, "optimizer", None)):
-            if isinstance(optimizer, torch.optim.Optimizer):
-                settle(optimizer)
+        settle(self.optimizer)
+        settle(self._inner)
         self.scaler.watch.drain()
+        put_back = entries_of(self._inner)
         assert self._recorder is not None
         try:
             with self._rates_on_device():
                 replay, (loss, result) = self._recorder.record(lambda: self._step(inputs, targets))
         except Exception as error:  # whatever a model or optimizer raises when it cannot be captured
+            put_back()
             self.scaler.forget_iteration()
             self.optimizer.zero_grad(set_to_none=True)
             self._run_eagerly(f"capture failed: {error}")

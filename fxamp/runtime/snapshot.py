@@ -155,6 +155,41 @@ class Snapshot:
             self._undo.append(lambda: _put_unless_changed(container, key, before, now))
 
 
+def entries_of(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """What puts back the entries of an optimizer's state and groups after a step that was recorded, and not run.
+
+    It has changed numbers on the host, and put tensors into the state that hold nothing. Those of the device that stood
+    there hold what they held, and are not copied.
+    """
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device.type != "cpu" or id(tensor) in trained else tensor.clone()
+
+    def kept(value: Any) -> Any:
+        try:
+            return _copied(value, copy_of) if type(value) in (dict, list, tuple, set, torch.Tensor) else value
+        except OpaqueStateError:
+            return value
+
+    state: dict[Any, Any] = optimizer.state
+    places = [(state, {key: value if isinstance(value, dict) else kept(value) for key, value in state.items()})]
+    for entries in (each for each in state.values() if isinstance(each, dict)):
+        places.append((entries, {key: kept(value) for key, value in entries.items()}))
+    for group in optimizer.param_groups:
+        places.append((group, {key: value if key == "params" else kept(value) for key, value in group.items()}))
+    own = {} if is_torchs(optimizer) else {key: kept(value) for key, value in _own_attributes(optimizer).items()}
+
+    def put_back() -> None:
+        for place, before in places:
+            for key in [key for key in place if key not in before]:
+                del place[key]
+            place.update(before)
+        vars(optimizer).update(own)
+
+    return put_back
+
+
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a class of torch.optim itself: it keeps nothing on the object, and steps on any numbers."""
     return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]

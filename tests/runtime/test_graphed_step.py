@@ -15,6 +15,7 @@ from fxamp.runtime import capturing
 from fxamp.runtime.graphed_step import WARM_UP, GraphedStep
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
+from tests.runtime.runtime_instruments import ThirdParty
 from tests.runtime.simulated_graph import SimulatedGraphs
 from tests.zoo.measure import loss_of
 
@@ -472,6 +473,23 @@ def test_failed_capture_falls_back_and_says_why_once(graphs, monkeypatch, caplog
     assert len([r for r in caplog.records if "capture failed: operation not permitted" in r.message]) == 1
     expected = pieces()
     assert losses == pytest.approx(eager_loop(*expected, batches(WARM_UP + 3)), rel=2**-20)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_capture_that_fails_leaves_the_optimizer_as_it_was(graphs, masters):
+    """Tensors that a recorded step puts into the state hold nothing: it was not run."""
+    results = []
+    for graphed in (False, True):
+        model, _, scaler = pieces(dtype=torch.bfloat16 if masters else torch.float32)
+        made = ThirdParty(model.parameters(), 0.125)
+        made.state["history"] = [1.0]
+        made = MasterWeightOptimizer(made) if masters else made
+        step = graphs.step_for(model, loss_fn, made, scaler)
+        data = list(batches(WARM_UP + 4, dtype=model[0].weight.dtype))
+        losses = [float(step(*batch)) for batch in data] if graphed else eager_loop(model, made, scaler, data)
+        results.append([torch.tensor(losses), *model.parameters(), *made.state_dict()["state"].values()])
+    assert graphs.captures == 1 and "keeps state on the host" in step.why_eager
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_a_state_loaded_between_replays_is_read_by_the_next(graphs):
