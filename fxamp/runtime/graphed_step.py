@@ -19,7 +19,7 @@ from fxamp.runtime.distributed import local
 from fxamp.runtime.fixed_scalers import NoOpLossScaler
 from fxamp.runtime.optimizer_steps import note_step
 from fxamp.runtime.scaler import LossScaler
-from fxamp.runtime.snapshot import entries_of
+from fxamp.runtime.snapshot import Entries
 from fxamp.runtime.step_result import StepResult
 
 log = logging.getLogger("fxamp")
@@ -219,13 +219,22 @@ class GraphedStep:
         settle(self.optimizer)
         settle(self._inner)
         self.scaler.watch.drain()
-        put_back = entries_of(self._inner)
+        entries = Entries(self._inner, [module._buffers for module in self._modules])
+        memory = [(weight, weight.data) for weight in self.model.parameters()]
         assert self._recorder is not None
         try:
             with self._rates_on_device():
                 replay, (loss, result) = self._recorder.record(lambda: self._step(inputs, targets))
+            if entries.are_changed() or any(_is_elsewhere(*each) for each in memory):
+                raise RuntimeError(
+                    "a step changes numbers on the host, or puts new tensors in the place of weights, buffers or "
+                    "optimizer state, which a replay cannot"
+                )
         except Exception as error:  # whatever a model or optimizer raises when it cannot be captured
-            put_back()
+            entries.put_back()
+            for weight, data in memory:
+                if _is_elsewhere(weight, data):
+                    weight.data = data
             self.scaler.forget_iteration()
             self.optimizer.zero_grad(set_to_none=True)
             self._run_eagerly(f"capture failed: {error}")
@@ -332,6 +341,10 @@ def _check(model: object, loss_fn: object, optimizer: object, scaler: object, ma
 
 
 _ADDRESS = torch.Tensor.data_ptr
+
+
+def _is_elsewhere(weight: torch.Tensor, data: torch.Tensor) -> bool:
+    return _ADDRESS(local(weight)) != _ADDRESS(local(data))
 
 
 def _call(model: torch.nn.Module, inputs: Any) -> Any:

@@ -155,39 +155,55 @@ class Snapshot:
             self._undo.append(lambda: _put_unless_changed(container, key, before, now))
 
 
-def entries_of(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """What puts back the entries of an optimizer's state and groups after a step that was recorded, and not run.
+class Entries:
+    """The entries of an optimizer's state and groups, and of other dicts, before a step that is recorded, and not run.
 
-    It has changed numbers on the host, and put tensors into the state that hold nothing. Those of the device that stood
-    there hold what they held, and are not copied.
+    Such a step may change numbers on the host, and put tensors into the state that hold nothing. Those of the device
+    that stood there hold what they held, and are not copied.
     """
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
-    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device.type != "cpu" or id(tensor) in trained else tensor.clone()
+    def __init__(self, optimizer: torch.optim.Optimizer, others: list[dict[str, Any]]) -> None:
+        self._optimizer = optimizer
+        self._own = {} if is_torchs(optimizer) else {key: _kept(v) for key, v in _own_attributes(optimizer).items()}
+        states = {key: each for key, each in optimizer.state.items() if isinstance(each, dict)}
+        dicts: list[dict[Any, Any]] = [*states.values(), *optimizer.param_groups, *others]
+        self._places = [(place, {key: (value, _kept(value)) for key, value in place.items()}) for place in dicts]
+        kept = {key: (each, each if key in states else _kept(each)) for key, each in optimizer.state.items()}
+        self._places.append((optimizer.state, kept))
 
-    def kept(value: Any) -> Any:
-        try:
-            return _copied(value, copy_of) if type(value) in (dict, list, tuple, set, torch.Tensor) else value
-        except OpaqueStateError:
-            return value
+    def are_changed(self) -> bool:
+        """Whether a replay, which runs no Python, would leave out something that the step did."""
+        for place, before in self._places:
+            if place.keys() != before.keys() or not all(_is_held(place[key], *each) for key, each in before.items()):
+                return True
+        now = vars(self._optimizer)
+        return not all(key in now and _is_same(now[key], value) for key, value in self._own.items())
 
-    state: dict[Any, Any] = optimizer.state
-    places = [(state, {key: value if isinstance(value, dict) else kept(value) for key, value in state.items()})]
-    for entries in (each for each in state.values() if isinstance(each, dict)):
-        places.append((entries, {key: kept(value) for key, value in entries.items()}))
-    for group in optimizer.param_groups:
-        places.append((group, {key: value if key == "params" else kept(value) for key, value in group.items()}))
-    own = {} if is_torchs(optimizer) else {key: kept(value) for key, value in _own_attributes(optimizer).items()}
-
-    def put_back() -> None:
-        for place, before in places:
+    def put_back(self) -> None:
+        """What stood there stands there again."""
+        for place, before in self._places:
             for key in [key for key in place if key not in before]:
                 del place[key]
-            place.update(before)
-        vars(optimizer).update(own)
+            for key, (value, kept) in before.items():
+                if not _is_held(place.get(key), value, kept):
+                    place[key] = kept
+        vars(self._optimizer).update(self._own)
 
-    return put_back
+
+def _kept(value: Any) -> Any:
+    """A copy of what a step changes in place, on the host."""
+    if isinstance(value, torch.Tensor):
+        return value.clone() if value.device.type == "cpu" and not value.requires_grad else value
+    try:
+        return _copied(value, lambda tensor: tensor) if type(value) in (dict, list, tuple, set) else value
+    except OpaqueStateError:
+        return value
+
+
+def _is_held(now: Any, value: Any, kept: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return now is value and (kept is value or torch.equal(value, kept))
+    return now is value and _is_same(now, kept)
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:

@@ -492,6 +492,59 @@ def test_a_capture_that_fails_leaves_the_optimizer_as_it_was(graphs, masters):
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+class Replaces(torch.optim.Optimizer):
+    """Puts new tensors, or numbers, in the place of those that were there."""
+
+    def __init__(self, params, what):
+        super().__init__(params, {"lr": 0.125, "what": what})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, factor = self.state[parameter], 1.0
+                if group["what"] == "state":
+                    state["average"] = 0.5 * state.get("average", torch.zeros_like(parameter)) + parameter.grad
+                elif group["what"] == "nested":
+                    inner = state.setdefault("inner", {"average": torch.zeros_like(parameter)})
+                    inner["average"] = state["average"] = 0.5 * inner["average"] + parameter.grad
+                elif group["what"] == "count":
+                    state["count"] = state.get("count", 0) + 1
+                    factor = 1 / state["count"]
+                update = state.get("average", parameter.grad) * (factor * group["lr"])
+                if group["what"] == "data":
+                    parameter.data = parameter.data - update
+                else:
+                    parameter.sub_(update)
+
+
+class ReplacesBuffer(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        self.mean = 0.5 * self.mean + outputs.detach().mean(0)
+        return outputs - self.mean
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("what", ["state", "nested", "count", "data", "buffer"])
+def test_what_a_step_replaces_cannot_be_recorded(graphs, what, scales):
+    """A replay reads, and writes, the memory that there was while recording."""
+    results = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = ReplacesBuffer() if what == "buffer" else pieces()[0]
+        made, scaler = Replaces(model.parameters(), what), LossScaler(2.0**10, enabled=scales)
+        step, data = graphs.step_for(model, loss_fn, made, scaler), list(batches(WARM_UP + 4))
+        losses = [float(step(*batch)) for batch in data] if graphed else eager_loop(model, made, scaler, data)
+        results.append([torch.tensor(losses), *model.state_dict().values()])
+    assert graphs.captures == 1 and "capture failed" in step.why_eager
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_a_state_loaded_between_replays_is_read_by_the_next(graphs):
     model, optimizer, scaler = pieces()
     step = graphs.step_for(model, loss_fn, optimizer, scaler)
