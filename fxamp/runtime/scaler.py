@@ -181,10 +181,9 @@ class LossScaler(ScalerBase):
             raise self._order_error("step()", "this optimizer was already stepped since the last update()")
         if closure is not None:
             result = host_step.step_with_closure(self, optimizer, closure, max_grad_norm, args, kwargs)
+        # What unscale_() has found counts, also of gradients that are gone.
         elif not (gradients.has_any(optimizer) or self._groups(optimizer) or state["found_inf_per_device"]):
-            result = self._empty_step(
-                optimizer, state
-            )  # what unscale_() has found counts, also of gradients that are gone
+            result = self._empty_step(optimizer, state)
         else:
             result = self._guarded_step(optimizer, state, max_grad_norm, args, kwargs)
         state["stage"] = OptState.STEPPED
