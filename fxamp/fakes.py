@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import random
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -147,7 +148,7 @@ class Fakes:
                 return self._run(node, args, kwargs)
 
     def _run(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with quietly(), self._mode:
+        with quietly(), _kept_randomness(), self._mode:
             if node.target in _WHERE:
                 args, kwargs = _with_bool_condition(args, kwargs, _WHERE[node.target])
             if not kwargs and asks_cudnn(node.target, args):
@@ -322,6 +323,16 @@ def size_of(extent: int | torch.SymInt) -> int:
         return extent
     hint = extent.node.hint
     return int(hint) if isinstance(hint, int) else 1
+
+
+@contextlib.contextmanager
+def _kept_randomness() -> Iterator[None]:
+    """Leave Python's generator as it is: modules that stay whole may draw, and torch numbers fake collectives so."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 @contextlib.contextmanager

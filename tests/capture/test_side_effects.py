@@ -186,6 +186,23 @@ def calls_with_a_hook(net, x):
     return result
 
 
+class Draws(nn.Module):
+    def forward(self, x):
+        return x * random.random()
+
+
+def test_a_module_that_stays_whole_draws_at_each_call():
+    eager = nn.Sequential(nn.Linear(4, 4), Draws(), nn.Linear(4, 4))
+    eager[1].register_forward_hook(lambda *given: None)
+    converted, x = fxamp.convert(eager, torch.bfloat16, capture="symbolic"), torch.randn(2, 4)
+    for seed in range(3):
+        random.seed(seed)
+        expected, after = eager(x), random.random()
+        random.seed(seed)
+        torch.testing.assert_close(converted(x), expected, rtol=0.05, atol=0.05)
+        assert random.random() == after
+
+
 def draws_new(net, x):
     return net.q(x) * float(net.new.random())
 

@@ -7,6 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -431,7 +432,37 @@ def fused_adam(parameters):
     return torch.optim.Adam(parameters, 0.01, fused=True)
 
 
+class Gathers(torch.nn.Module):
+    """Compares what all ranks have, as contrastive models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 3 - 1 + number % 2)
+
+    def forward(self, x):
+        here = self.first(x)
+        return self.last(torch.cat(all_gather(here))) @ here.t()
+
+
+def gathered_in_forward():
+    """Small whole numbers are what bfloat16 holds exactly."""
+    from fxamp import convert
+
+    plain, results = Gathers(), []
+    x = torch.eye(8)[:2] + dist.get_rank()
+    converted = convert(Gathers(), dtype=torch.bfloat16, capture="symbolic")
+    for model in (plain, converted):
+        output = model(x)
+        output.sum().backward()
+        results.append([output.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *results)), results
+
+
 CHECKS = {
+    "gathered": gathered_in_forward,
     "overflow": overflow_on_one_rank_only,
     "written": written_after_unscale_on_one_rank,
     "empty": rank_without_gradients,
