@@ -223,7 +223,8 @@ def _first_graph(model: nn.Module, engine: Engine, example: tuple[Any, Any] | No
         except CaptureError as error:
             engine.fall_back(model, error)
     if example is not None:
-        engine.previews = trace_on_fakes(plain_tree(model), *example, engine.options, rewrite)
+        previews = trace_on_fakes(plain_tree(model), *example, engine.options, rewrite)
+        engine.previews = [] if engine.blocks else previews  # around its blocks it runs as written
     return None
 
 

@@ -189,6 +189,28 @@ def test_blocks_that_dynamo_captures_count_as_often_as_they_run(example):
         assert not report.is_preview and not report.outside[1:]
 
 
+class HeadedNet(KeepingNet):
+    def __init__(self):
+        super().__init__(2)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(super().forward(x))
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+def test_what_runs_as_written_around_blocks_has_no_preview(capture):
+    converted = fxamp.convert(HeadedNet(), LOW, boundaries="blocks", example_inputs=(X,), capture=capture)
+    for is_called in (False, True):
+        if is_called:
+            converted(X)
+        report = fxamp.report(converted)
+        assert report.titles[0].startswith("blocks.0: dynamo") and len(report.titles) == 2
+        assert report.is_preview is not is_called
+        assert [row.module for row in report.rows if row.op == "linear"] == ["blocks.0.fc", "blocks.1.fc"]
+        assert any("head.weight" in said for said in report.outside)
+
+
 @pytest.mark.parametrize(("example", "is_called"), [(None, True), ((X,), False), ((X,), True)])
 def test_explain_knows_the_parts_and_lines_of_blocks_that_dynamo_captures(example, is_called):
     converted = fxamp.convert(KeepingNet(3), LOW, boundaries="blocks", example_inputs=example)
