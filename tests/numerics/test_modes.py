@@ -90,6 +90,24 @@ def test_find_nan_in_backward(mode, capture, fresh_dynamo):
     assert found["phase"] != "forward"
 
 
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return (self.fc(x) * 0).sqrt()
+
+
+def test_anomaly_mode_does_not_stop_the_search_for_what_it_stops_at():
+    converted = fxamp.convert(Root(), FP16, (X,))
+    expected = fxamp.find_nan(converted, (X,), torch.sum)
+    with torch.autograd.set_detect_anomaly(True):
+        assert fxamp.find_nan(converted, (X,), torch.sum) == expected
+        assert torch.is_anomaly_enabled()
+    assert (expected.op, expected.phase, expected.is_bad_in_float32) == ("sqrt", "backward", True)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_profile_of_a_converted_model(mode):
     _, converted = pair(1e4)
