@@ -55,8 +55,9 @@ def mending(call: Call, watched: CallFlow, origin: Origin, loss_fn: Loss | None)
 
 
 def _denials(call: Call, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    """What `overrides` of convert() names them by."""
-    return tuple(dict.fromkeys(boundary_of(call, node) or node.name for node in nodes))
+    """What `overrides` of convert() names them by; what has no float, such as a size, has nothing to deny."""
+    named = [node for node in nodes if ir.mark(node).precision != "none"]
+    return tuple(dict.fromkeys(boundary_of(call, node) or node.name for node in named))
 
 
 def _mends(call: Call, origin: Origin, loss_fn: Loss | None, denied: Sequence[str]) -> bool:

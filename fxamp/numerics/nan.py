@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxamp import ir
 from fxamp.model.engine import engine_of
@@ -26,6 +26,7 @@ from fxamp.numerics.origin import (
 )
 from fxamp.numerics.reach import reach_of
 from fxamp.numerics.run import Call, call_of, check_module, in_float32
+from fxamp.numerics.twin import reads_of
 from fxamp.numerics.watcher import watch_flow
 
 Loss = Callable[[Any], torch.Tensor]
@@ -84,12 +85,17 @@ class BadNode:
             f"{name} (`{self.op}`, {self.colour}, {self.precision}): {where} is the first that is not finite",
             f"  {self.value}",
             *([f"  in call {self.call} of the block, {_after(self.steps)}"] if self.call else []),
-            *([f"  at {self.source}" + (f", in module {self.module}" if self.module else "")] if self.source else []),
+            *([f"  {self._place}"] if self._place else []),
             *(f"  it reads {text}" for text in self.inputs),
             *([f"  then the run stops: {self.error}"] if self.error else []),
             f"  {self.remedy}",
         ]
         return "\n".join(lines)
+
+    @property
+    def _place(self) -> str:
+        at, module = self.source and f"at {self.source}", self.module and f"in module {self.module}"
+        return ", ".join(filter(None, (at, module)))
 
     @property
     def _is_held(self) -> bool:
@@ -229,11 +235,17 @@ def _is_of_buffer(call: Call, origin: Origin) -> bool:
     return ir.mark(node_of(origin)).op == "buffer" or path in dict(call.weights.named_buffers(remove_duplicate=False))
 
 
+def _line_of(node: fx.Node) -> str:
+    """The node's line; of a weight's cast, which has none, that of what reads it."""
+    lines = map(ir.source_line, (node, *(node.users if ir.mark(node).role else ())))
+    return next(filter(None, lines), "")
+
+
 def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_float32: bool, flow: CallFlow) -> BadNode:
     """What is known of an origin without another run."""
     node, reads = node_of(origin), origin.flow.reads
     mark = ir.mark(node)
-    read = [given.name for given in node.all_input_nodes]
+    read = [given.name for given in reads_of(node)]
     words = f"{origin.edge[0]}'s gradient" if origin.edge else "loss" if origin.phase == "loss" else node.name
     words = origin.weight or words
     return BadNode(
@@ -242,7 +254,7 @@ def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_floa
         phase=origin.phase,
         value=f"{words}: {origin.extent}",
         inputs=tuple(f"{name}: {extent}" for name in read if (extent := reads.get((name, node.name)))),
-        source=ir.source_line(node),
+        source=_line_of(node),
         module=ir.module_path(node),
         colour=mark.role or mark.colour,
         precision=mark.precision,

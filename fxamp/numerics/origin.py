@@ -13,7 +13,7 @@ from fxamp.inplace import mutated
 from fxamp.numerics.extent import Extent
 from fxamp.numerics.flow import CallFlow, Edge, Flow
 from fxamp.numerics.reach import bad_values, reach_of
-from fxamp.numerics.twin import given_to, root_of, twins
+from fxamp.numerics.twin import given_to, reads_of, root_of, twins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _reached(flow: Flow, readers: list[fx.Node]) -> list[fx.Node]:
         if node in reached:
             continue
         reached.add(node)
-        for given in node.all_input_nodes:
+        for given in reads_of(node):
             read = flow.reads.get((given.name, node.name))
             if read is not None and not read.is_finite:
                 frontier += [given, *(nodes[writer] for writer in _writers(flow, (given.name, node.name)))]
@@ -228,7 +228,7 @@ _ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
 def _is_new(flow: Flow, node: fx.Node) -> bool:
     """Whether the node made a nan or an inf of inputs that had none of that kind, or more of them than fp32 has."""
     own = flow.values[node.name]
-    reads = [read for given in node.all_input_nodes if (read := flow.reads.get((given.name, node.name))) is not None]
+    reads = [read for given in reads_of(node) if (read := flow.reads.get((given.name, node.name))) is not None]
     if own.nans:
         return not any(read.nans for read in reads) or _deviates(flow, node)
     explains = [read for read in reads if read.infs and not (ir.mark(node).op in _ATTENTION and read.is_mask)]
@@ -240,7 +240,7 @@ def _deviates(flow: Flow, node: fx.Node) -> bool:
     which that run has not, are held against what they read."""
     if node.name not in flow.values:
         return False
-    own, inputs = _bad_counts(flow.values[node.name]), node.all_input_nodes
+    own, inputs = _bad_counts(flow.values[node.name]), reads_of(node)
     reads = [(given, flow.reads[given.name, node.name]) for given in inputs if (given.name, node.name) in flow.reads]
     if ir.mark(node).role:
         return own > _bad_counts(reads[0][1]) if len(reads) == 1 else False

@@ -31,6 +31,11 @@ def given_to(cast: fx.Node) -> fx.Node:
     return given.all_input_nodes[position(cast)] if takes_part(cast) else given
 
 
+def reads_of(node: fx.Node) -> list[fx.Node]:
+    """What a node reads; of a packed cast's results each its own weight."""
+    return [given_to(node)] if takes_part(node) else list(node.all_input_nodes)
+
+
 def takes_part(node: fx.Node) -> bool:
     """Whether it takes one weight out of a packed cast."""
     return bool(ir.mark(node).role) and node.target is operator.getitem and isinstance(node.args[1], int)

@@ -8,7 +8,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.numerics.flow import CallFlow, Edge, Flow
-from fxamp.numerics.twin import position, root_of, takes_part, twins
+from fxamp.numerics.twin import position, reads_of, root_of, takes_part, twins
 
 LOST = 0.1
 """Share of the non-zero elements that must be gone before it is an underflow: what rounding moves to zero, and what
@@ -103,9 +103,8 @@ class _Losses:
         return max((share_lost(was, now) for was, now in zip(expected, found, strict=False)), default=0.0)
 
     def _given(self, node: fx.Node) -> list[int]:
-        """What a cast, a pad or a packed cast was given; of a bucket, the part that it takes."""
-        counts = [count for given in node.all_input_nodes for count in self.mixed.counts.get(given.name, [])]
-        return counts[position(node) :] if takes_part(node) else counts
+        """What a cast or a pad was given."""
+        return [count for given in reads_of(node) for count in self.mixed.counts.get(given.name, [])]
 
     def backward(self) -> Iterator[Underflow]:
         """Nodes that lose gradients when they were handed good ones, in the order of backward.

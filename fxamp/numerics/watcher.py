@@ -16,6 +16,7 @@ from fxamp.numerics.extent import extent_of, extent_of_all
 from fxamp.numerics.flow import CallFlow, Edge, Flow
 from fxamp.numerics.run import Call, Rewriter, floats_in, loss_of, run, state_kept, takes_derivative
 from fxamp.numerics.runner import Part
+from fxamp.numerics.twin import given_to, takes_part
 
 
 def watch_flow(
@@ -107,6 +108,8 @@ class Watcher:
         self.readers = {node.name: [user.name for user in node.users] for node in nodes}
 
     def see(self, node: fx.Node, value: Any) -> Any:
+        if ir.mark(node).op == "packed_cast":
+            return value  # each of its parts is looked at where it is taken
         tensors = floats_in(value)
         written = self._written_by(node, tensors)
         if tensors and self.counting:
@@ -182,6 +185,10 @@ class Watcher:
     def _note_read(self, given: fx.Node, reader: fx.Node, value: Any) -> None:
         tensors, edge = floats_in(value), (given.name, reader.name)
         if not tensors:
+            return
+        if takes_part(reader):
+            weight = given_to(reader).name
+            self.flow.reads[weight, reader.name] = self.flow.reads[weight, given.name]
             return
         self.flow.reads[edge] = extent_of_all(tensors) if self.is_written else self.flow.values[given.name]
         writer = self.writer_of.get(storage_of(tensors[0]))

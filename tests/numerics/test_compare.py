@@ -135,6 +135,15 @@ def test_the_first_node_that_loses_its_values_is_named():
     assert compare(*pair(()), (X,), lambda output: output.sum()).underflows == ()
 
 
+def test_of_weights_that_are_cast_together_the_one_that_is_lost_is_named():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[1].weight.mul_(1e-8)
+    converted = fxamp.convert(model, torch.float16, (X,))
+    (found,) = compare(model, converted, (X,), lambda output: output.sum()).underflows
+    assert (found.op, found.module, found.phase, found.lost) == ("to", "1", "forward", 1.0)
+
+
 class Quiet(nn.Module):
     """A product whose gradients are small, read twice."""
 

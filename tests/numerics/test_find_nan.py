@@ -85,6 +85,27 @@ def test_the_op_that_overflows_is_named(name, finite_in_float32, function):
         assert found.overrides == {} and "not a matter of precision" in str(found)
 
 
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_of_weights_that_are_cast_together_the_one_that_overflows_is_named(capture):
+    model = Net(lambda m, x: m.b(m.a(x * 1e-3)))
+    with torch.no_grad():
+        model.a.weight[0, 0] = 1e5
+    found = find_nan(fxamp.convert(model, FP16, (X,), capture=capture), (X,))
+    assert (found.op, found.colour, found.phase, found.module) == ("to", "weight cast", "forward", "a")
+    assert len(found.inputs) == 1 and found.inputs[0].endswith(": float32 [8, 8] [0, 1e+05]")
+    assert "test_find_nan.py:" in found.source and len(found.overrides) == 1
+    assert find_nan(fxamp.convert(model, FP16, (X,), capture=capture, overrides=found.overrides), (X,)) is None
+
+
+def test_a_deny_that_mends_names_nothing_without_a_float():
+    def function(m, x):
+        y = m.a(x) * 1e4 * 1e2
+        return m.b(y.reshape(-1, y.size(-1)).reshape(y.size(0), -1))
+
+    found = find_nan(fxamp.convert(Net(function), FP16, (X,)), (X,))
+    assert found.overrides and not [name for name in found.overrides if name.startswith("size")]
+
+
 def test_what_overflows_again_on_its_way_back_is_mended_too():
     """The value behind the op is too large for the next layer, and its gradient for the layer before."""
     torch.manual_seed(0)
