@@ -57,7 +57,7 @@ def read_plan(path: "str | os.PathLike[str]") -> tuple[dict[str, Any], Graphs, P
         raise OptionError(f"{str(path)!r} is not a plan. Write one with fxamp.report(model).save_plan(path).")
     if read["fxamp_plan"] not in _READ:
         known = " and ".join(map(str, _READ))
-        raise OptionError(f"{str(path)!r} is a plan of format {read['fxamp_plan']}; this fxamp reads {known}.")
+        raise OptionError(f"{str(path)!r} is a plan of format {read['fxamp_plan']!r}; this fxamp reads {known}.")
     missing = sorted({*_CHOICES, *_KINDS} - read.keys())
     if missing:
         raise OptionError(f"the plan {str(path)!r} lacks {', '.join(missing)}.")

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -60,7 +60,7 @@ def what_if(
         return today
     engine = require_engine(converted)
     moves = {"allow": allow, "infer": infer, "deny": deny, "clear": clear}
-    return _tried(Trials(converted, engine), today, _changes(today, engine, moves))
+    return _tried(Trials(converted, engine), today, _changes(today, engine, moves, log.warning))
 
 
 def _tried(trials: Trials, today: Report, changes: dict[str, Any]) -> Report:
@@ -68,8 +68,10 @@ def _tried(trials: Trials, today: Report, changes: dict[str, Any]) -> Report:
     return build_report(trials.variants(**changes), options, trials.converted, today.runs)
 
 
-def _changes(today: Report, engine: Engine, moves: Mapping[str, Iterable[Op] | Op]) -> dict[str, Any]:
-    """The options that the moves, names by colour, mean."""
+def _changes(
+    today: Report, engine: Engine, moves: Mapping[str, Iterable[Op] | Op], say: Callable[..., None] = log.debug
+) -> dict[str, Any]:
+    """The options that the moves, names by colour, mean; `say` tells of a name that could mean something else."""
     lists, overrides = engine.options.lists, dict(engine.options.overrides)
     graphs = len(engine.all_variants())  # the blocks' graphs stand behind them
     given = dict[Op, str]()
@@ -78,21 +80,23 @@ def _changes(today: Report, engine: Engine, moves: Mapping[str, Iterable[Op] | O
             name = name.strip() if isinstance(name, str) else name
             if given.setdefault(name, colour) != colour:
                 raise OptionError(f"what_if: {name!r} stands in {given[name]} and in {colour}: give it one of them.")
-            op, keys = _meant(name, lists, today.rows, graphs)
+            op, keys = _meant(name, lists, today.rows, graphs, say)
             if op is not None:
                 lists = lists.override(**{colour: [op]})
             overrides.update(dict.fromkeys(keys, colour))
     return {"lists": lists, "overrides": overrides}
 
 
-def _meant(name: Op, lists: OpLists, rows: Sequence[Row], graphs: int) -> tuple[Op | None, list[str]]:
+def _meant(
+    name: Op, lists: OpLists, rows: Sequence[Row], graphs: int, say: Callable[..., None]
+) -> tuple[Op | None, list[str]]:
     """The op that a name means, or else the keys of `overrides=`, which reach the first `graphs` graphs."""
     if not isinstance(name, str):
         return name, []
     is_op = any(row.op == name for row in rows)
     is_part = any(name == row.name or f"{row.module}.".startswith(f"{name}.") for row in rows)
     if is_op and is_part:
-        log.warning("what_if: %r is taken for the op; a glob ('*%s') names the module or node.", name, name)
+        say("what_if: %r is taken for the op; a glob ('*%s') names the module or node.", name, name)
     if is_op or (name in lists and not is_part):
         return name, []
     try:

@@ -362,6 +362,12 @@ def test_a_name_that_is_an_op_and_a_module_is_the_op_and_that_is_said(caplog):
     assert {row.op for row in found.rows if row.precision == "high" and not row.is_source} >= {"layer_norm"}
 
 
+def test_suggestions_say_nothing_of_names_that_nobody_gave(caplog):
+    converted = fxamp.convert(Two(lambda m, x: m.b(m.a(x) + x)), FP16, (X,))
+    assert any("'add'" in move.move for move in fxamp.report(converted).suggest())
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_an_op_that_nothing_of_the_model_is_called_changes_nothing():
     converted = fxamp.convert(Named("part"), torch.float16, (torch.randn(8, 64),))
     assert fxamp.what_if(converted, deny=["softmax"]).summary() == fxamp.report(converted).summary()
