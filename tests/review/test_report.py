@@ -310,6 +310,12 @@ def test_gemms_of_every_shape():
             torch.bmm(batched, batched.transpose(1, 2)),
             torch.addmm(m.a.bias, a, m.b.weight),
             a @ m.a.bias,
+            torch.mv(a, m.a.bias),
+            torch.addmv(a[:, 0], a, m.a.bias),
+            torch.baddbmm(batched[:, :, :2], batched, batched.transpose(1, 2)),
+            torch.addbmm(a[:2, :2], batched, batched.transpose(1, 2)),
+            torch.inner(a, m.b.weight[:3]),
+            torch.nn.functional.conv_transpose2d(image, m.b.weight.reshape(2, 8, 2, 2)),
         )
 
     model = fxamp.convert(Two(every), FP16, (X,))
@@ -320,6 +326,12 @@ def test_gemms_of_every_shape():
         ("bmm", 2, 2, 2, 8),
         ("addmm", 1, 4, 8, 8),
         ("matmul", 1, 4, 1, 8),
+        ("mv", 1, 4, 1, 8),
+        ("addmv", 1, 4, 1, 8),
+        ("baddbmm", 2, 2, 2, 8),
+        ("addbmm", 1, 2, 2, 16),
+        ("inner", 1, 4, 3, 8),
+        ("conv_transpose2d", 1, 16, 32, 2),
     ]
 
 
