@@ -193,3 +193,9 @@ def test_graphs_with_the_same_answer_give_it_once():
     assert len(report(model).captures) == 2
     assert explain(model, "a_weight").count("a_weight (`parameter`") == 1
     assert explain(model, "linear").count("linear (`linear`") == 2, "their shapes differ"
+
+
+def test_an_op_of_the_deny_list_is_offered_the_move_to_another_list():
+    text = explain(fxamp.convert(Two(lambda m, x: m.a(x).exp() + x), FP16, (X,)), "exp")
+    assert "FXAMP_INFERLIST_ADD=exp moves it to infer" in text
+    assert 'overrides={"exp": "allow"}) runs this one low and leaves the list alone' in text
