@@ -422,3 +422,25 @@ def test_a_rule_that_a_preview_breaks_is_warned_about(monkeypatch, caplog):
     fxamp.convert(Net())
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert told == ["the graph of Net breaks a rule of fxamp's own, please report it: node y is low and float32"]
+
+
+class Optional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.images, self.texts = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, images=None, texts=None, **more):
+        images = None if images is None else self.images(images)
+        texts = None if texts is None else self.texts(texts)
+        return images, texts, self.scale.exp()
+
+
+def test_a_model_that_may_be_given_nothing_has_no_preview(caplog):
+    with caplog.at_level("INFO", logger="fxamp"):
+        converted = fxamp.convert(Optional(), torch.bfloat16)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no preview of Optional: all that its forward takes has a default; its first call makes its graph"
+    ]
+    converted(torch.randn(2, 4), torch.randn(2, 4))
+    assert not fxamp.report(converted).outside

@@ -203,6 +203,13 @@ def _in_words(value: Any) -> str:
     return f"{dtype_name(value.dtype)} tensor of shape {tuple(value.shape)}"
 
 
+def has_only_defaults(model: nn.Module) -> bool:
+    """Whether forward can be called without arguments, and takes some: nothing tells then which it will be given."""
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    can_be_left_out = (each.default is not each.empty or each.kind is each.VAR_KEYWORD for each in parameters)
+    return bool(parameters) and all(can_be_left_out)
+
+
 def unknown_call(model: nn.Module) -> CallSpec:
     """The spec to assume where no example inputs are known: each argument without a default is one tensor.
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx.proxy import TraceError
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxamp.capture.inputs import CallSpec, call_key, flatten_call
+from fxamp.capture.inputs import CallSpec, call_key, flatten_call, has_only_defaults
 from fxamp.capture.refusals import Refusals
 from fxamp.capture.selves import OtherSelves
 from fxamp.capture.symbolic import one_at_a_time
@@ -298,6 +298,9 @@ class Engine:
             CaptureError, OptionError, OpListError: what a graph made for real inputs would meet as well.
         """
         name = type(module).__qualname__
+        if has_only_defaults(module):
+            log.info("no preview of %s: all that its forward takes has a default; its first call makes its graph", name)
+            return None
         try:
             variant = self.workshop.build(plain_tree(module), None, None, self.options)
         except (CaptureError, OptionError, OpListError):
