@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -412,31 +413,33 @@ class Deep(nn.Module):
 
 
 @contextlib.contextmanager
-def one_process_group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+def one_process_group():
+    """Without gloo's threads: a group that is destroyed while one of them waits for Python never ends."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def test_ddp_starts_its_all_reduces_while_backward_runs(tmp_path, monkeypatch):
+def all_reduce(events, bucket):
+    """Of one rank: nothing is added."""
+    events.append("all-reduce")
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def test_ddp_starts_its_all_reduces_while_backward_runs(monkeypatch):
     """Buckets of two layers: the gradients of the last layers are sent before those of the first are computed."""
     monkeypatch.setattr(PackWeights.__init__, "__defaults__", (9 << 9,))
     model = fxamp.convert(Deep(), torch.bfloat16, example_inputs=(torch.randn(2, 32),))
     assert buckets_of(model) == 4
     events = []
     model.layers[0].weight.register_hook(lambda g: events.append("first layer"))
-    with one_process_group(tmp_path):
+    with one_process_group():
         parallel = DistributedDataParallel(model, bucket_cap_mb=0.008)
-
-        def send(state, bucket):
-            events.append("all-reduce")
-            future = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
-
-        parallel.register_comm_hook(None, send)
+        parallel.register_comm_hook(events, all_reduce)
         for _ in range(2):  # DDP settles its buckets in the first step
             events.clear()
             parallel(torch.randn(2, 32)).sum().backward()
@@ -455,10 +458,11 @@ class WithAuxiliary(nn.Module):
         return self.main(h), self.auxiliary(h)
 
 
-def test_ddp_with_an_auxiliary_head_that_the_loss_leaves_out(tmp_path):
+def test_ddp_with_an_auxiliary_head_that_the_loss_leaves_out():
     model = fxamp.convert(WithAuxiliary(), torch.bfloat16, example_inputs=(torch.randn(2, 8),))
-    with one_process_group(tmp_path):
+    with one_process_group():
         parallel = DistributedDataParallel(model, find_unused_parameters=True)
+        parallel.register_comm_hook([], all_reduce)
         for _ in range(2):
             parallel(torch.randn(2, 8))[0].sum().backward()
     assert model.auxiliary.weight.grad is None and model.main.weight.grad is not None
