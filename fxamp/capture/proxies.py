@@ -142,7 +142,7 @@ class ValueProxy(fx.Proxy):
         if isinstance(value, torch.Tensor):
             self.tracer.questions.note()  # type: ignore[attr-defined]
             return int(value.shape[0])
-        raise self.tracer._unfollowable("len() of a traced value")  # type: ignore[attr-defined]
+        raise self.tracer.questions.unfollowable("len() of a traced value")  # type: ignore[attr-defined]
 
     def __index__(self) -> int:
         return int(self.tracer.questions.decide(self, "int"))  # type: ignore[attr-defined]
@@ -194,10 +194,10 @@ class ValueProxy(fx.Proxy):
     def __contains__(self, item: Any) -> bool:
         if isinstance(self.node.meta.get("val", UNKNOWN), (tuple, list)):
             return any(part is item or bool(part == item) for part in self)
-        raise self.tracer._unfollowable("'in' on a traced value")  # type: ignore[attr-defined]
+        raise self.tracer.questions.unfollowable("'in' on a traced value")  # type: ignore[attr-defined]
 
     def numpy(self, *, force: bool = False) -> Any:
-        raise self.tracer._unfollowable(".numpy() of a traced value", data=True)  # type: ignore[attr-defined]
+        raise self.tracer.questions.unfollowable(".numpy() of a traced value", data=True)  # type: ignore[attr-defined]
 
     def dim(self) -> Any:
         rank = rank_of(self)

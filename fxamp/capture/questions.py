@@ -43,13 +43,13 @@ class Questions:
         """
         value = proxy.node.meta.get("val", UNKNOWN)
         if asks_of_autograd(proxy.node):
-            raise self._unfollowable(f"Python's {question}() of what autograd or memory layout says")
+            raise self.unfollowable(f"Python's {question}() of what autograd or memory layout says")
         if isinstance(value, (bool, int, float, str, torch.dtype, torch.device, torch.Size)) or value is None:
             if not proxy.node.meta.get("static"):
                 if self._numbers.decide_on(proxy.node):
                     self.decisions.append(Decision(user_line(), proxy.node, value))
             return value
-        raise self._unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))
+        raise self.unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))
 
     def note(self) -> None:
         """Record a decision whose answer is not one value of the graph."""
@@ -64,7 +64,7 @@ class Questions:
         if isinstance(value, (tuple, list, torch.Size)):
             self.count_items(obj.node)
             return [obj[i] for i in range(len(value))]  # type: ignore[index]
-        raise self._unfollowable("iteration over a traced value")
+        raise self.unfollowable("iteration over a traced value")
 
     def count_items(self, node: fx.Node) -> None:
         """Record that Python has counted the items of a tuple."""
@@ -78,7 +78,7 @@ class Questions:
             CaptureError: autograd gives it, for which another parameter may require a gradient at the next call.
         """
         if any(node.target is torch.autograd.grad for node in proxy.node.all_input_nodes):
-            raise self._unfollowable("a None that torch.autograd.grad gives")
+            raise self.unfollowable("a None that torch.autograd.grad gives")
         said = f"{user_line()}: this was None when the model was captured, and is none now. Convert the model anew."
         self._call(torch._assert, (self._call(operator.is_, (proxy, None), {}), said), {})
 
@@ -100,5 +100,6 @@ class Questions:
                 for node in (check, equal, equal.all_input_nodes[0]):
                     node.graph.erase_node(node)
 
-    def _unfollowable(self, what: str, data: bool = False) -> CaptureError:
+    def unfollowable(self, what: str, data: bool = False) -> CaptureError:
+        """The error for a question that has no answer."""
         return unfollowable(what, self._has_example, data)
