@@ -440,7 +440,7 @@ def test_a_model_that_may_be_given_nothing_has_no_preview(caplog):
     with caplog.at_level("INFO", logger="fxamp"):
         converted = fxamp.convert(Optional(), torch.bfloat16)
     assert [record.getMessage() for record in caplog.records] == [
-        "no preview of Optional: all that its forward takes has a default; its first call makes its graph"
+        "no preview of Optional: what its forward takes has defaults; its first call makes its graph"
     ]
     converted(torch.randn(2, 4), torch.randn(2, 4))
     assert not fxamp.report(converted).outside

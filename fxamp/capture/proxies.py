@@ -4,7 +4,7 @@ import collections
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -17,6 +17,14 @@ from fxamp.capture.numbers import operator_of, plain_number
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
 from fxamp.inplace import INPLACE_OPERATORS
+
+if TYPE_CHECKING:
+    from fxamp.capture.questions import Questions
+
+
+def questions_of(proxy: fx.Proxy) -> "Questions":
+    """Those of the trace that a proxy belongs to."""
+    return proxy.tracer.questions  # type: ignore[attr-defined, no-any-return]
 
 
 def rank_of(value: Any) -> int | None:
@@ -67,7 +75,7 @@ def opened(value: Any, traced: Any) -> Any:
     parts, form = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
     places = list(value) if isinstance(value, dict) else range(len(parts))
     items = [traced[place] for place in places]
-    traced.tracer.questions.take_for_all(traced, items)
+    questions_of(traced).take_for_all(traced, items)
     return pytree.tree_unflatten(list(map(opened, parts, items)), form)
 
 
@@ -100,14 +108,14 @@ class ValueProxy(fx.Proxy):
             return torch.device(kind) if k == "device" else kind == "cuda"
         attribute = AttributeProxy(self, k)
         if value is not UNKNOWN and not isinstance(value, torch.Tensor) and getattr(value, k) is None:
-            self.tracer.questions.take_for_none(attribute)  # type: ignore[attr-defined]
+            questions_of(self).take_for_none(attribute)
             return None
         if not callable(getattr(torch.Tensor, k, str)):  # .T, .data, .shape: what it is now, in this region
             found = attribute.node.meta.get("val", UNKNOWN)
             is_plain = not isinstance(found, torch.Tensor | torch.Size)  # a shape is another object each time
             if found is not UNKNOWN and is_plain:
                 if is_compared_by_identity(sys._getframe(1)):
-                    return self.tracer.questions.decide(attribute, "is")  # type: ignore[attr-defined]
+                    return questions_of(self).decide(attribute, "is")
         return attribute
 
     def _has_real(self, name: str) -> bool:
@@ -137,25 +145,25 @@ class ValueProxy(fx.Proxy):
     def __len__(self) -> int:
         value = self.node.meta.get("val", UNKNOWN)
         if isinstance(value, (tuple, list, torch.Size)):
-            self.tracer.questions.count_items(self.node)  # type: ignore[attr-defined]
+            questions_of(self).count_items(self.node)
             return len(value)
         if isinstance(value, torch.Tensor):
-            self.tracer.questions.note()  # type: ignore[attr-defined]
+            questions_of(self).note()
             return int(value.shape[0])
-        raise self.tracer.questions.unfollowable("len() of a traced value")  # type: ignore[attr-defined]
+        raise questions_of(self).unfollowable("len() of a traced value")
 
     def __index__(self) -> int:
-        return int(self.tracer.questions.decide(self, "int"))  # type: ignore[attr-defined]
+        return int(questions_of(self).decide(self, "int"))
 
     def __hash__(self) -> int:
         """That of a number, a dtype or a device, so that sets and dictionaries know it; else the proxy's own."""
         value = self.node.meta.get("val", UNKNOWN)
         if isinstance(value, _HASHED):
-            return hash(self.tracer.questions.decide(self, "hash"))  # type: ignore[attr-defined]
+            return hash(questions_of(self).decide(self, "hash"))
         return id(self)
 
     def __format__(self, how: str) -> str:
-        return format(self.tracer.questions.decide(self, "format"), how)  # type: ignore[attr-defined]
+        return format(questions_of(self).decide(self, "format"), how)
 
     def __str__(self) -> str:
         return self.__format__("")
@@ -163,19 +171,19 @@ class ValueProxy(fx.Proxy):
     def __repr__(self) -> str:
         """That of a number, a dtype or a device, so that texts of tuples know it; else the proxy's own."""
         if is_value(self) and isinstance(self.node.meta.get("val", UNKNOWN), _HASHED):
-            return repr(self.tracer.questions.decide(self, "repr"))  # type: ignore[attr-defined]
+            return repr(questions_of(self).decide(self, "repr"))
         return super().__repr__()
 
     def __int__(self) -> int:
-        return int(self.tracer.questions.decide(self, "int"))  # type: ignore[attr-defined]
+        return int(questions_of(self).decide(self, "int"))
 
     def __float__(self) -> float:
-        return float(self.tracer.questions.decide(self, "float"))  # type: ignore[attr-defined]
+        return float(questions_of(self).decide(self, "float"))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy  # it asks, so it is there
 
-        return numpy.asarray(self.tracer.questions.decide(self, "numpy.asarray"), dtype)  # type: ignore[attr-defined]
+        return numpy.asarray(questions_of(self).decide(self, "numpy.asarray"), dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """`np.ceil(x.shape[0] / 4)` decides on a size; `np.float32(2) * x` is x's own operator, as in eager."""
@@ -184,9 +192,7 @@ class ValueProxy(fx.Proxy):
         if own is not None and not kwargs and any(isinstance(value, torch.Tensor) for value in traced):
             return own(*map(plain_number, inputs))
         numbers = [
-            self.tracer.questions.decide(given, f"numpy.{ufunc.__name__}")  # type: ignore[attr-defined]
-            if issubclass(type(given), fx.Proxy)
-            else given
+            questions_of(self).decide(given, f"numpy.{ufunc.__name__}") if issubclass(type(given), fx.Proxy) else given
             for given in inputs
         ]
         return getattr(ufunc, method)(*numbers, **kwargs)
@@ -194,10 +200,10 @@ class ValueProxy(fx.Proxy):
     def __contains__(self, item: Any) -> bool:
         if isinstance(self.node.meta.get("val", UNKNOWN), (tuple, list)):
             return any(part is item or bool(part == item) for part in self)
-        raise self.tracer.questions.unfollowable("'in' on a traced value")  # type: ignore[attr-defined]
+        raise questions_of(self).unfollowable("'in' on a traced value")
 
     def numpy(self, *, force: bool = False) -> Any:
-        raise self.tracer.questions.unfollowable(".numpy() of a traced value", data=True)  # type: ignore[attr-defined]
+        raise questions_of(self).unfollowable(".numpy() of a traced value", data=True)
 
     def dim(self) -> Any:
         rank = rank_of(self)

@@ -298,10 +298,10 @@ class Engine:
             CaptureError, OptionError, OpListError: what a graph made for real inputs would meet as well.
         """
         name = type(module).__qualname__
-        if has_only_defaults(module):
-            log.info("no preview of %s: all that its forward takes has a default; its first call makes its graph", name)
-            return None
         try:
+            if has_only_defaults(module):
+                log.info("no preview of %s: what its forward takes has defaults; its first call makes its graph", name)
+                return None
             variant = self.workshop.build(plain_tree(module), None, None, self.options)
         except (CaptureError, OptionError, OpListError):
             raise
