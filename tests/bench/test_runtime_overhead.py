@@ -48,3 +48,20 @@ def test_step_of_a_plain_optimizer(benchmark, kind, scaler):
 @pytest.mark.parametrize("kind", KINDS)
 def test_step_with_masters(benchmark, kind):
     benchmark(one_step, *setting(LossScaler, kind, torch.bfloat16, MasterWeightOptimizer))
+
+
+def step_clipped_by_hand(scaler, optimizer, parameters, gradients):
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scaler", ["torch", "fxamp"])
+def test_step_that_is_clipped_between_unscale_and_step(benchmark, kind, scaler):
+    """fxamp's looks at the gradients once more there, for whatever else may have been written."""
+    make = LossScaler if scaler == "fxamp" else lambda: torch.amp.GradScaler("cpu")
+    benchmark(step_clipped_by_hand, *setting(make, kind))

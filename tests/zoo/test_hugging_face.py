@@ -99,3 +99,26 @@ def test_generate_and_save_pretrained(tmp_path):
     converted.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert all(torch.equal(one, loaded.state_dict()[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_lengths_that_vary_are_compiled_twice(name):
+    """Once for the first length, once for all others, as `torch.compile` does with the model itself."""
+    import fxamp
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = hugging_face.make(name).eval()
+    graphs = []
+
+    def compiler(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    compiled = torch.compile(fxamp.convert(model, dtype=torch.bfloat16), backend=compiler, fullgraph=True)
+    for length in (5, 6, 7, 9, 12, 17):
+        tokens = torch.randint(3, 64, (2, length))
+        mine, theirs = compiled(input_ids=tokens)[0], model(input_ids=tokens)[0]
+        torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.05)
+        mine.sum().backward()
+    assert len(graphs) == 2
