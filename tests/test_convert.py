@@ -444,3 +444,19 @@ def test_a_model_that_may_be_given_nothing_has_no_preview(caplog):
     ]
     converted(torch.randn(2, 4), torch.randn(2, 4))
     assert not fxamp.report(converted).outside
+
+
+class Nothing(nn.Module):
+    """A learned pattern, say of a grid of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed, self.out = nn.Parameter(torch.randn(2, 4)), nn.Linear(4, 4)
+
+    def forward(self):
+        return self.out(self.seed)
+
+
+def test_a_model_that_takes_nothing_has_one():
+    report = fxamp.report(fxamp.convert(Nothing(), torch.bfloat16))
+    assert [row.precision for row in report.rows if row.op == "linear"] == ["low"]
