@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import os
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ import torch
 
 from fxamp.errors import CheckpointError, nearest
 from fxamp.runtime.arguments import checked_flag
+from fxamp.runtime.master_checks import check_groups, group_keys
 from fxamp.whole import checked_path, put_whole, remove_drafts
 
 FORMAT = 1
@@ -105,7 +107,7 @@ def load_checkpoint(
         for name in ("scaler", "model", "optimizer"):  # what is small first; an optimizer's masters refine the weights
             if name in wanted:
                 put_back.callback(_putting_back(path, name, wanted[name], content[name]))
-                _apply(path, name, wanted[name].load_state_dict, content[name])
+                _apply(path, name, functools.partial(_load, wanted[name]), content[name])
         if restores_random and "random" in content:
             put_back.callback(_set_random_state, _random_state())
             _apply(path, "random state", _set_random_state, content["random"])
@@ -236,6 +238,14 @@ def _apply(path: Path, name: str, load: Callable[[Any], object], state: Any) -> 
     except Exception as error:  # whatever a class raises at a state that is not its own
         reason = str(error).rstrip(".")
         raise CheckpointError(f"the {name} of {path} does not fit: {reason}. Nothing was changed.") from error
+
+
+def _load(part: Any, state: Any) -> None:
+    is_optimizer = isinstance(part, torch.optim.Optimizer)
+    keys = group_keys(part) if is_optimizer else []
+    part.load_state_dict(state)
+    if is_optimizer:
+        check_groups(part.param_groups, keys)
 
 
 def _random_state() -> dict[str, Any]:

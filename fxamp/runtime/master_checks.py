@@ -1,6 +1,6 @@
 """What a MasterWeightOptimizer can be given: its arguments, and the states that it loads."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -100,3 +100,23 @@ def check_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> N
                 f"group {number} of the state is of {len(indices)} parameters, of the optimizer of "
                 f"{len(mine['params'])}: the state is another model's."
             )
+
+
+def group_keys(optimizer: torch.optim.Optimizer) -> list[set[str]]:
+    """What the optimizer gives each of its groups, without what a scheduler adds to them."""
+    return [optimizer.defaults.keys() & group.keys() for group in optimizer.param_groups]
+
+
+def check_groups(loaded: Iterable[Mapping[str, Any]], keys: Iterable[set[str]]) -> None:
+    """Refuse groups as another optimizer's state has them: torch takes any of as many parameters, and the step fails.
+
+    Args:
+        loaded: after the optimizer's `__setstate__`, which gives them what older versions did not have.
+        keys: the optimizer's `group_keys()` before.
+
+    Raises:
+        OptionError: says what they lack.
+    """
+    for number, (group, wanted) in enumerate(zip(loaded, keys, strict=True)):
+        if missing := sorted(wanted - group.keys()):
+            raise OptionError(f"group {number} has no {', no '.join(missing)}: the state is another optimizer's.")

@@ -9,10 +9,18 @@ from typing import Any
 
 import torch
 
+from fxamp.errors import OptionError
 from fxamp.runtime import gradients, master_gradients
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.loaded_masters import LoadedMasters, check_masters
-from fxamp.runtime.master_checks import check_arguments, check_closure, check_is_state, check_state
+from fxamp.runtime.master_checks import (
+    check_arguments,
+    check_closure,
+    check_groups,
+    check_is_state,
+    check_state,
+    group_keys,
+)
 from fxamp.runtime.masters import (
     MASTER,
     attach_master,
@@ -306,10 +314,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         check_state(self.optimizer, state_dict)
         # torch casts loaded state to the dtype of what stands in the groups: let that be float32.
         wide = [torch.empty_like(p, dtype=torch.float32) if is_low(p) else p for p in every]
-        groups = self.optimizer.param_groups
+        groups, entries = self.optimizer.param_groups, dict(self.optimizer.state)
         with StandIns(self.optimizer, groups, every, wide):
             self.optimizer.load_state_dict(state_dict)
             loaded, self.optimizer.param_groups = self.optimizer.param_groups, groups
+        try:
+            check_groups(loaded, group_keys(self))
+        except OptionError:
+            self.optimizer.state.clear()
+            self.optimizer.state.update(entries)
+            raise
         for group, values in zip(self.optimizer.param_groups, loaded, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
         self._loaded.load(every, kept, self._rounding)

@@ -16,7 +16,7 @@ from checkpoint_trainer import die_while_saving, train
 from torch.utils._pytree import tree_flatten
 
 import fxamp
-from fxamp.errors import CheckpointError
+from fxamp.errors import CheckpointError, OptionError
 from fxamp.runtime.checkpoint import load_checkpoint, save_checkpoint
 from fxamp.runtime.fixed_scalers import StaticLossScaler
 from fxamp.runtime.master_weights import MasterWeightOptimizer
@@ -201,6 +201,30 @@ def test_a_part_that_does_not_fit_changes_no_other(tmp_path, culprit):
     assert_equal([part.state_dict() for part in (ours, others, scalers)], before)
     assert torch.equal(torch.get_rng_state(), random)
     assert others.param_groups[0]["params"][0] is ours.weight
+
+
+@pytest.mark.parametrize("saved, asked", [("Adam", "SGD"), ("SGD", "Adam"), ("RMSprop", "Adagrad")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_state_of_another_optimizer_does_not_fit(tmp_path, saved, asked, dtype):
+    def made(name):
+        model = torch.nn.Linear(2, 2).to(dtype)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+        optimizer = optimizer if dtype == torch.float32 else MasterWeightOptimizer(optimizer)
+        model(torch.ones(1, 2, dtype=dtype)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    save_checkpoint(tmp_path / "a.pt", optimizer=made(saved))
+    optimizer = made(asked)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match=r"has no .*: the state is another optimizer's\. Nothing was changed"):
+        load_checkpoint(tmp_path / "a.pt", optimizer=optimizer)
+    assert_equal(optimizer.state_dict(), before)
+    if isinstance(optimizer, MasterWeightOptimizer):
+        with pytest.raises(OptionError, match="another optimizer's"):
+            optimizer.load_state_dict(made(saved).state_dict())
+        assert_equal(optimizer.state_dict(), before)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("masters", ["fp32", "kahan"])
