@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, MutableMapping
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fxamp.runtime.masters import MASTER, is_low
+from fxamp.runtime.masters import MASTER, is_low, stored_master
 from fxamp.runtime.stand_ins import give_gradients
 from fxamp.runtime.writes import versions_of
 
@@ -65,7 +65,7 @@ def mirror_gradient(parameter: torch.Tensor) -> None:
 
     A step that was skipped, or `model.zero_grad()`, would leave the master the gradient of an earlier backward.
     """
-    master: torch.Tensor | None = getattr(parameter, MASTER, None)
+    master = stored_master(parameter)
     if master is None:
         return
     gradient = parameter.grad
@@ -78,7 +78,7 @@ def mirror_gradient(parameter: torch.Tensor) -> None:
 
 def take_gradient(parameter: torch.Tensor) -> None:
     """Let a parameter have the gradient that the user has given its master; none, where that was cleared."""
-    master: torch.Tensor | None = getattr(parameter, MASTER, None)
+    master = stored_master(parameter)
     if master is None:
         return
     of_master, of_parameter = master.grad, parameter.grad

@@ -28,14 +28,26 @@ def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """The float32 value of a low-precision parameter, or None if it has no master.
 
     A parameter written by someone else since the last step wins over its master, element by element; before the
-    first step, in a job of several ranks, as a whole. One that is float32 by now (`model.float()`) has none.
+    first step, in a job of several ranks, as a whole. One that is float32 by now (`model.float()`) has none, one that
+    was moved (`model.cuda()`) has its master beside it.
     """
-    master: torch.Tensor | None = getattr(parameter, MASTER, None)
-    if master is not None and not is_low(parameter):
+    if hasattr(parameter, MASTER) and not is_low(parameter):
         detach_master(parameter)
-        return None
+    master = stored_master(parameter)
     if master is not None and (getattr(parameter, VERSION, None) != parameter._version or is_master_written(parameter)):
         reconcile_(parameter)
+    return master
+
+
+def stored_master(parameter: torch.Tensor) -> torch.Tensor | None:
+    """A parameter's master as it was written last, on the parameter's device: `model.cuda()` moves parameters alone."""
+    master: torch.Tensor | None = getattr(parameter, MASTER, None)
+    if master is not None and master.device != parameter.device:
+        is_written = is_master_written(parameter)
+        with torch.inference_mode(False):  # whose tensors count no writes
+            master = master.to(parameter.device)
+        setattr(parameter, MASTER, master)
+        setattr(parameter, WRITTEN, master._version - is_written)
     return master
 
 
@@ -163,8 +175,9 @@ def reconcile_(parameter: torch.Tensor) -> None:
     it makes equal what is low, and leaves each rank the low bits of its own. There they are given up, on the rank
     that sent as on those that received, so that all ranks go on from the same numbers.
     """
+    master = stored_master(parameter)
+    assert master is not None
     with torch.no_grad():
-        master: torch.Tensor = getattr(parameter, MASTER)
         agreed = getattr(parameter, LOOSE, None)
         if is_master_written(parameter) and parameter._version in (agreed, getattr(parameter, VERSION, None)):
             parameter.copy_(master)

@@ -4,6 +4,8 @@ import copy
 import io
 import math
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -834,3 +836,40 @@ def test_random_rounding_on_several_ranks_is_warned_about_once(monkeypatch, capl
         optimizer.step()
     assert [record.message for record in caplog.records if "replicas drift apart" in record.message]
     assert len(caplog.records) == 1
+
+
+MOVED = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fxamp
+from fxamp.counting import fake_cuda
+from fxamp.runtime.masters import attach_master, is_master_written, master_of, stored_master
+
+fake_cuda.install()
+for use in (
+    lambda optimizer, parameter: optimizer.step(),
+    lambda optimizer, parameter: optimizer.step(lambda: 1.0),
+    lambda optimizer, parameter: (parameter.mul_(2), optimizer.step()),
+    lambda optimizer, parameter: list(optimizer.master_params()),
+    lambda optimizer, parameter: optimizer.widen_gradients_(),
+    lambda optimizer, parameter: optimizer.state_dict(),
+    lambda optimizer, parameter: optimizer.resync_masters(),
+):
+    with FakeTensorMode(), torch.no_grad():
+        parameter = torch.nn.Parameter(torch.ones(3, device="cuda", dtype=torch.half))
+        optimizer = fxamp.MasterWeightOptimizer(torch.optim.AdamW([parameter]))
+        attach_master(parameter, torch.ones(3))  # from before model.cuda()
+        parameter.grad = torch.ones_like(parameter)
+        use(optimizer, parameter)
+        print(master_of(parameter).device.type)
+        attach_master(parameter, torch.ones(3))
+        parameter._fxamp_master.add_(1)
+        print(stored_master(parameter).device.type, is_master_written(parameter))
+"""
+
+
+def test_a_master_follows_its_parameter_to_another_device():
+    """Fake CUDA tensors, in a process of their own: what lets them be opens torch for good."""
+    done = subprocess.run([sys.executable, "-c", MOVED], capture_output=True, text=True)
+    assert done.stdout.split() == ["cuda", "cuda", "True"] * 7, done.stderr
