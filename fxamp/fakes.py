@@ -17,6 +17,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
 from fxamp.errors import CaptureError, FxampError
+from fxamp.grouped import GROUPED, like_grouped
 from fxamp.ir import ENGINE
 from fxamp.recurrent_fakes import asks_cudnn, like_recurrent, without_cudnn
 from fxamp.references import copy_slots, repointed
@@ -153,6 +154,8 @@ class Fakes:
                 args, kwargs = _with_bool_condition(args, kwargs, _WHERE[node.target])
             if not kwargs and asks_cudnn(node.target, args):
                 return like_recurrent(*args)
+            if node.target in GROUPED:
+                return like_grouped(*args, **kwargs)
             if node.op == "call_function":
                 return node.target(*args, **kwargs)  # type: ignore[operator]
             if node.op == "call_method":

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "fxamp"
 # What each room may import, besides itself. A file of its own line comes before its folder's.
 GROUND = {"errors", "dtypes", "references", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
-GRAPH = NAMES | {"canonical", "inplace", "ir", "lists", "fakes", "recurrent_fakes", "switches"}
+GRAPH = NAMES | {"canonical", "inplace", "ir", "lists", "fakes", "grouped", "recurrent_fakes", "switches"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "words": set(),
@@ -24,8 +24,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ir": NAMES,
     "inplace": NAMES | {"ir"},
     "canonical": NAMES | {"inplace", "ir", "switches"},
+    "grouped": set(),
     "recurrent_fakes": set(),
-    "fakes": NAMES | {"ir", "recurrent_fakes"},
+    "fakes": NAMES | {"ir", "grouped", "recurrent_fakes"},
     "data": GROUND,
     "whole": GROUND,
     "capability": set(),

@@ -235,9 +235,27 @@ def _fix_allow(ruling: Ruling, node: fx.Node) -> None:
         low = dtype_name(ruling.policy.low)
         ruling.fix(node, "high", "kernel", f"{ruling.policy.device} has one kernel for it in float32, none in {low}")
         return
+    if op in _GROUPED_PRODUCTS and (unaligned := _unaligned(node)):
+        text = f"its 16-bit kernels take rows of 16 bytes or a multiple, and {unaligned} is no multiple of 8"
+        ruling.fix(node, "high", "kernel", text)
+        return
     row = ruling.policy.lists.row(op)
     why = "" if row is None else row.reason if row.origin == "default" else f"set by {row.origin}"
     ruling.fix(node, "low", "list", f"`{op}` is on the allow list: {why}")
+
+
+_GROUPED_PRODUCTS = frozenset({"_grouped_mm", "grouped_mm"})
+
+
+def _unaligned(node: fx.Node) -> str:
+    """The first size of a grouped product that its kernels refuse, forward or backward; "" if there is none."""
+    left, right = (ir.shape_of(ir.argument_of(node, place, name)) for place, name in enumerate(("mat_a", "mat_b")))
+    if left is None or right is None:
+        return ""
+    sizes = {"k": left[-1], "n": right[-1]}
+    if len(right) == 2:
+        sizes["m"] = left[-2]
+    return next((f"{name} = {size}" for name, size in sizes.items() if size % 8), "")
 
 
 def _is_fused(op: str, policy: Policy) -> bool:

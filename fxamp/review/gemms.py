@@ -156,6 +156,14 @@ def _summed(node: fx.Node) -> Sizes | None:
     return None if a is None or b is None or len(a) != 3 else (1, a[1], b[-1], a[0] * a[2])
 
 
+def _grouped(node: fx.Node) -> Sizes | None:
+    """grouped_mm: each row, or each part of the shared dimension, is one group's."""
+    a, b, out = argument_shape(node, 0, "mat_a"), argument_shape(node, 1, "mat_b"), ir.shape_of(node)
+    if not a or not b or out is None:
+        return None
+    return (a[0] if len(a) == len(b) == 3 else 1), a[-2], b[-1], a[-1]
+
+
 def _conv(node: fx.Node) -> Sizes | None:
     weight, out = argument_shape(node, 1, "weight"), ir.shape_of(node)
     if weight is None or out is None or len(out) != len(weight):
@@ -193,6 +201,9 @@ _MEASURES: Mapping[str, Callable[[fx.Node], Sizes | None]] = {
     "addbmm": _summed,
     "addmm": _product(1, 2, ("mat1", "mat2")),
     "baddbmm": _product(1, 2, ("batch1", "batch2")),
+    "_grouped_mm": _grouped,
+    "grouped_mm": _grouped,
+    "transformers::grouped_mm_fallback": _grouped,
     "conv1d": _conv,
     "conv2d": _conv,
     "conv3d": _conv,

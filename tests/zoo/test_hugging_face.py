@@ -122,3 +122,15 @@ def test_lengths_that_vary_are_compiled_twice(name):
         torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.05)
         mine.sum().backward()
     assert len(graphs) == 2
+
+
+def test_experts_run_low_in_one_graph():
+    """The grouped product of transformers' mixtures of experts, which torch.autocast leaves in float32."""
+    import fxamp
+
+    torch.manual_seed(0)
+    model = hugging_face.make("mixtral").eval()
+    args, kwargs = hugging_face.call("mixtral")
+    report = fxamp.report(fxamp.convert(model, dtype=torch.bfloat16, example_inputs=(args, kwargs)))
+    assert report.captures == ("symbolic",)
+    assert {row.precision for row in report.rows if "grouped_mm" in row.op} == {"low"}
