@@ -35,10 +35,14 @@ def make_sibling(model: nn.Module, engine: Engine) -> nn.Module:
             f"{type(model).__qualname__} has a forward that was set on the instance (model.forward = ...). "
             "Convert the model before that is done, or give the class that forward."
         )
-    sibling: Any = object.__new__(_sibling_class(type(model)))
-    take_state(model, sibling)
-    sibling.__dict__[ENGINE] = engine
-    return sibling  # type: ignore[no-any-return]
+    return _with_state(object.__new__(_sibling_class(type(model))), model, engine)
+
+
+def _with_state(sibling: nn.Module, plain: nn.Module, engine: Engine | None) -> nn.Module:
+    take_state(plain, sibling)
+    if engine is not None:
+        sibling.__dict__[ENGINE] = engine
+    return sibling
 
 
 def _sibling_class(base: type) -> type:
@@ -70,15 +74,12 @@ def _make_class(base: Any) -> type:
     _keep_unwrapped(forward, base.forward)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        engine = self.__dict__.get(ENGINE)
-        if engine is None:
-            return base.__reduce_ex__(self, protocol)
-        return _rebuild, (plain_view(self), engine, marks_of(self))
+        return _rebuild, (plain_view(self), self.__dict__.get(ENGINE), marks_of(self))
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        twin = _rebuild(copy.deepcopy(plain_view(self), memo), copy.deepcopy(self.__dict__.get(ENGINE), memo))
+        memo[id(self)] = twin = object.__new__(type(self))  # before its parts are copied, which may lead back to it
+        _with_state(twin, copy.deepcopy(plain_view(self), memo), copy.deepcopy(self.__dict__.get(ENGINE), memo))
         mark(twin, marks_of(self), is_copy=True)
-        memo[id(self)] = twin
         return twin
 
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -133,7 +134,6 @@ def _keep_unwrapped(forward: Any, plain: Any) -> None:
     del forward.__wrapped__
 
 
-def _rebuild(plain: nn.Module, engine: Engine | None, marks: Marks | None = None) -> nn.Module:
-    if marks is not None:
-        mark(plain, marks)
+def _rebuild(plain: nn.Module, engine: Engine | None, marks: Marks) -> nn.Module:
+    mark(plain, marks)
     return plain if engine is None else make_sibling(plain, engine)

@@ -155,19 +155,25 @@ def test_conversion_leaves_no_trace(model, x):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("via", ["deepcopy", "pickle", "torch.save"])
+def through_a_file(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": through_a_file,
+}
+
+
+@pytest.mark.parametrize("via", COPIES)
 def test_copies_are_converted_and_independent(model, x, via):
     converted = bf16(model).eval()
     expected = converted(x)
-    if via == "deepcopy":
-        twin = copy.deepcopy(converted)
-    elif via == "pickle":
-        twin = pickle.loads(pickle.dumps(converted))
-    else:
-        buffer = io.BytesIO()
-        torch.save(converted, buffer)
-        buffer.seek(0)
-        twin = torch.load(buffer, weights_only=False)
+    twin = COPIES[via](converted)
     assert type(twin).__name__ == "Net"
     assert torch.equal(twin(x), expected)
     assert fxamp.report(twin).low_precision_nodes == fxamp.report(converted).low_precision_nodes
@@ -176,6 +182,16 @@ def test_copies_are_converted_and_independent(model, x, via):
         twin.head.bias.zero_()
     assert torch.equal(converted(x), expected)
     assert not twin(x).any()
+
+
+@pytest.mark.parametrize("boundaries", [(), ("head",)], ids=["whole", "boundaries"])
+def test_a_part_that_leads_back_to_the_converted_model_leads_to_its_copy(model, x, boundaries):
+    converted = bf16(model, boundaries=boundaries).eval()
+    converted.head.owners = [converted]
+    twin = copy.deepcopy(converted)
+    assert twin.head.owners[0] is twin is not converted
+    assert engine_of(twin) is not None
+    assert torch.equal(twin(x), converted(x))
 
 
 def test_two_conversions_of_one_model_do_not_disturb_each_other(model, x):
@@ -221,6 +237,9 @@ def test_slices_of_a_converted_sequential_run_unconverted():
     part = converted[:2]
     x = torch.randn(2, 4)
     assert torch.equal(part(x), body[:2](x))
+    for twin in (copy.copy(part), *(through(part) for through in COPIES.values())):
+        assert type(twin).__name__ == "Sequential"
+        assert torch.equal(twin(x), part(x))
 
 
 def test_a_call_inside_autocast_casts_nothing_twice(model, x):
