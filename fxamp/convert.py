@@ -221,6 +221,8 @@ def _first_graph(model: nn.Module, engine: Engine, example: tuple[Any, Any] | No
                 return engine.capture(model, *example, is_example=True)
             return engine.preview(model)
         except CaptureError as error:
+            if engine.options.opt_level != "O1" and not engine.variants:  # nothing is stored low yet
+                raise
             engine.fall_back(model, error)
     if example is not None:
         previews = trace_on_fakes(plain_tree(model), *example, engine.options, rewrite)

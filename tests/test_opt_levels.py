@@ -363,3 +363,18 @@ def test_an_o3_model_with_masters_is_captured_again(masters):
     optimizer.step()
     without.load_state_dict(model.state_dict())
     assert torch.equal(model.eval()(x), without.eval()(x))
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_an_example_that_no_graph_can_hold_is_told_of_where_gradients_are_off_too(opt_level):
+    class Deciding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.fc(x)
+            return y + 1 if y.sum() > 0 else y
+
+    with torch.no_grad(), pytest.raises(fxamp.CaptureError, match=r"bool\(\) of a traced value"):
+        fxamp.convert(Deciding(), torch.bfloat16, (torch.randn(2, 8),), opt_level)
