@@ -2,6 +2,7 @@
 has changed (`model.debug = False`).
 """
 
+import collections
 import dataclasses
 import weakref
 from typing import Any
@@ -50,8 +51,9 @@ class Refusal:
 class Refusals:
     """The refusals of one model and its copies."""
 
-    # State that differs at every call must not have every call traced.
+    # State that differs at every call must not have every call traced; nor must arguments, such as texts.
     most_trials = 5
+    most_kinds = 16
 
     def __init__(self) -> None:
         self._known: dict[Any, Refusal] = {}
@@ -62,10 +64,17 @@ class Refusals:
         Args:
             key: of the call, see `call_key`.
         """
-        refusal = self._known.get((key, *_circumstances(module)))
+        here = _circumstances(module)
+        refusal = self._known.get((key, *here)) or self._refusal_of_many(here)
         if refusal is None or (refusal.trials < self.most_trials and not refusal.holds(module)):
             return None
         return refusal.text
+
+    def _refusal_of_many(self, here: tuple[Any, ...]) -> Refusal | None:
+        """The last one whose reason was met by calls of many kinds, so that one of another kind will meet it too."""
+        found = [refusal for (_, *there), refusal in self._known.items() if (*there,) == here]
+        counts = collections.Counter(refusal.text for refusal in found)
+        return next((each for each in reversed(found) if counts[each.text] >= self.most_kinds), None)
 
     def add(self, key: Any, module: nn.Module, error: CaptureError) -> None:
         """Remember that a call of this kind could not be followed."""

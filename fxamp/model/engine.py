@@ -171,7 +171,7 @@ class Engine:
 
     def _may_run_low(self) -> bool:
         """Whether a call is one of inference, of a model whose weights are stored low by now."""
-        return bool(self.variants) and not torch.is_grad_enabled()
+        return self.fingerprint is not None and not torch.is_grad_enabled()
 
     def _call_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base: Any = type(module)._fxamp_base  # type: ignore[attr-defined]
@@ -228,7 +228,7 @@ class Engine:
         if self.fingerprint is None:
             self.fingerprint = Structure(module).fingerprint
         key, inputs = call_key(args, kwargs)
-        known = self.variants.setdefault(key, [])
+        known = self.variants.get(key, [])
         for variant in known:
             may_be_general = variant.captured.is_for_one_size and not variant.captured.asked_sizes
             if variant.holds(module, inputs) and not (sizes_vary and may_be_general):
@@ -267,6 +267,7 @@ class Engine:
             variant.weights.note(module)
         self.changes.note(variant)
         known.append(variant)
+        self.variants[key] = known
         self.numbered[variant.number] = variant
         self.previews.clear()
         return variant

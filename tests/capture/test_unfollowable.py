@@ -154,6 +154,27 @@ def test_state_that_changes_at_every_call_has_a_few_calls_tried(traces):
     assert not traces
 
 
+class Captioned(Watched):
+    def forward(self, x, caption=""):
+        return super().forward(x)
+
+
+def test_arguments_that_differ_at_every_call_have_a_few_calls_tried(traces):
+    converted, x = fxamp.convert(Captioned(), dtype="bfloat16"), torch.randn(2, 8)
+    for number in range(Refusals.most_kinds):
+        converted(x, caption=str(number))
+    traces.clear()
+    for number in range(3):
+        converted(x, caption=f"another {number}")
+    assert not traces
+    converted.debug = False
+    converted(x, caption="without the decision")
+    assert "symbolic" in methods(converted)
+    converted.eval()(x, caption="in another mode")
+    assert len(traces) == 2
+    assert len(engine_of(converted).variants) == 2  # of calls that have no graph nothing is kept here
+
+
 def test_a_copy_is_tried_by_its_own_state(traces):
     converted, x = fxamp.convert(Watched(), dtype="bfloat16"), torch.randn(2, 8)
     converted(x)
