@@ -115,15 +115,14 @@ def _replicated(opt_level: str, reduce_dtype: torch.dtype | None = None) -> Trai
     return ddp, MasterWeightOptimizer(optimizer) if opt_level == "O2" else optimizer
 
 
-def _sharded(opt_level: str = "O1", **policy: Any) -> Trained:
+def _sharded(**policy: Any) -> Trained:
     """Every layer converted and sharded by itself."""
     model = _plain()
     for number, block in enumerate(model):
-        model[number] = _converted(block, opt_level)
+        model[number] = _converted(block, "O1")
         fully_shard(model[number], mp_policy=MixedPrecisionPolicy(**policy))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy))
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
-    return model, MasterWeightOptimizer(optimizer) if opt_level == "O2" else optimizer
+    return model, torch.optim.AdamW(model.parameters())
 
 
 TRAFFIC: dict[str, Callable[[], Trained]] = {

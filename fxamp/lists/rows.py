@@ -58,7 +58,7 @@ def read_lists(path: Path) -> list[Row]:
     tables = read_toml(path)
     for name, table in tables.items():
         if name not in COLOURS:
-            raise OpListError(f"{path}: [{name}] is not a list.{nearest(name, COLOURS)} Allowed: {_listed(COLOURS)}.")
+            raise OpListError(f"{path}: [{name}] is not a list.{nearest(name, COLOURS)} Allowed: {', '.join(COLOURS)}.")
         if not isinstance(table, Mapping):
             raise OpListError(f'{path}: {name} is {table!r}, allowed is a table [{name}] of rows: exp = "reason".')
     return [row for colour in COLOURS for row in _rows(path, colour, tables.get(colour, {}), f"lists={path}")]
@@ -76,7 +76,7 @@ def _rows(path: Path, colour: Colour, table: Mapping[str, Any], origin: str) -> 
 def _reason(where: str, fields: Mapping[str, Any]) -> str:
     for key in fields:
         if key not in ROW_KEYS:
-            raise OpListError(f"{where} has the key {key!r}.{nearest(key, ROW_KEYS)} Allowed: {_listed(ROW_KEYS)}.")
+            raise OpListError(f"{where} has the key {key!r}.{nearest(key, ROW_KEYS)} Allowed: {', '.join(ROW_KEYS)}.")
     reason = fields.get("reason")
     if not isinstance(reason, str) or not reason.strip():
         raise OpListError(f"{where} has no reason. Say in a few words why the op has this colour.")
@@ -97,7 +97,3 @@ def _operand(where: str, text: Any) -> tuple[int, str]:
     if match is None:
         raise OpListError(f'{where} has the operand {text!r}. Allowed: "position:keyword", such as "0:input".')
     return int(match[1]), match[2]
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names)
