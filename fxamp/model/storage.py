@@ -30,6 +30,7 @@ from fxamp.runtime.masters import (
     is_master_written,
     loosen,
     master_of,
+    one_at_a_time,
     reconcile_,
     set_master,
 )
@@ -201,8 +202,9 @@ _handed_out: MutableMapping[torch.Tensor, list[_HandedOut]] = WeakIdKeyDictionar
 def take_over_writes() -> None:
     """Give lowered tensors what was written into state dicts; called before each forward, cheap where none is held."""
     if _handed_out:
-        for tensor in list(_handed_out):
-            _take_over(tensor)
+        with one_at_a_time:
+            for tensor in list(_handed_out):
+                _take_over(tensor)
 
 
 def _take_over(tensor: torch.Tensor) -> None:
@@ -214,12 +216,12 @@ def _take_over(tensor: torch.Tensor) -> None:
 def _raise_to_float32(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name, tensor in _own_tensors(module).items():
         if prefix + name in state and is_stored_low(tensor):
-            _take_over(tensor)
-            with torch.inference_mode(False):  # whose tensors count no writes
+            with one_at_a_time, torch.inference_mode(False):  # whose tensors count no writes
+                _take_over(tensor)
                 given = exact_values(tensor).detach()
+                copy = None if hasattr(tensor, MASTER) else given
+                _handed_out.setdefault(tensor, []).append(_HandedOut(weakref.ref(given), given._version, copy))
             state[prefix + name] = given
-            copy = None if hasattr(tensor, MASTER) else given
-            _handed_out.setdefault(tensor, []).append(_HandedOut(weakref.ref(given), given._version, copy))
 
 
 def _begin_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -28,6 +28,7 @@ from fxamp.runtime.masters import (
     ensure_master,
     is_low,
     master_of,
+    one_at_a_time,
     reconcile_,
     resync,
     round_into,
@@ -220,10 +221,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         found_inf: torch.Tensor | None,
         run: Callable[[], Any],
     ) -> Any:
-        wide = self._wide(bucket)
-        with master_gradients.lent_gradients(bucket, wide, inverse), StandIns(self.optimizer, groups, bucket, wide):
-            returned = run() if found_inf is None else step_unless(self.optimizer, found_inf, run)
-        self._take_back(bucket, wide, found_inf)
+        with one_at_a_time:
+            wide = self._wide(bucket)
+            with master_gradients.lent_gradients(bucket, wide, inverse), StandIns(self.optimizer, groups, bucket, wide):
+                returned = run() if found_inf is None else step_unless(self.optimizer, found_inf, run)
+            self._take_back(bucket, wide, found_inf)
         return returned
 
     def _wide(self, bucket: list[torch.Tensor]) -> list[torch.Tensor]:

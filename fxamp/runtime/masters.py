@@ -10,6 +10,8 @@ master is loose: a write through `parameter.data`, and the step of a fused optim
 both are compared by value at each read.
 """
 
+import threading
+
 import torch
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
@@ -22,6 +24,10 @@ LOOSE = "_fxamp_master_loose"  # the version at which parameter and master last 
 WRITTEN = "_fxamp_master_written"  # the master's version then
 LOGICAL = "_fxamp_logical_dtype"  # on parameters that fxamp.model.storage lowered: their dtype in the state dict
 LOADING = -1  # in the place of a version: what is written is being loaded
+
+one_at_a_time = threading.RLock()
+"""Held where parameters and masters are made to agree, and while a step has written the one and not yet the other:
+`state_dict()` in another thread would take that for a write of the user's, and undo the update."""
 
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -175,9 +181,9 @@ def reconcile_(parameter: torch.Tensor) -> None:
     it makes equal what is low, and leaves each rank the low bits of its own. There they are given up, on the rank
     that sent as on those that received, so that all ranks go on from the same numbers.
     """
-    master = stored_master(parameter)
-    assert master is not None
-    with torch.no_grad():
+    with one_at_a_time, torch.no_grad():
+        master = stored_master(parameter)
+        assert master is not None
         agreed = getattr(parameter, LOOSE, None)
         if is_master_written(parameter) and parameter._version in (agreed, getattr(parameter, VERSION, None)):
             parameter.copy_(master)
@@ -186,7 +192,7 @@ def reconcile_(parameter: torch.Tensor) -> None:
         else:
             is_rounding = master.to(parameter.dtype) == parameter
             master.copy_(torch.where(is_rounding, master, parameter.float()))
-    remember_version(parameter)
+        remember_version(parameter)
 
 
 def resync(parameter: torch.Tensor) -> None:

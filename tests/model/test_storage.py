@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import pickle
+import threading
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import fxamp
 from fxamp.model import storage
 from fxamp.runtime import apex as amp
-from fxamp.runtime import masters
+from fxamp.runtime import master_weights, masters
 from fxamp.runtime.masters import master_of, set_master
 
 X = torch.ones(2, 8)
@@ -566,3 +567,51 @@ def test_the_model_that_was_converted_speaks_float32_too():
     original.load_state_dict({name: value + 0.0001 for name, value in wanted.items()})
     for name, value in model.state_dict().items():
         assert torch.equal(value, wanted[name] + 0.0001)
+
+
+# --------------------------------------------------------------------------------------------------------- threads
+
+
+def begun(action) -> threading.Thread:
+    """A thread that has done it, or waits for this one."""
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join(0.5)
+    return thread
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_state_dict_that_another_thread_takes_during_a_step_loses_no_update(fused, monkeypatch):
+    model, threads, round_into = converted("O2"), [], master_weights.round_into
+    alone = copy.deepcopy(model)
+
+    def round_late(*given):
+        threads.append(begun(model.state_dict))
+        round_into(*given)
+
+    for each, rounding in ((alone, round_into), (model, round_late)):
+        monkeypatch.setattr(master_weights, "round_into", rounding)
+        steps(each, fxamp.MasterWeightOptimizer(torch.optim.SGD(each.parameters(), 1e-3, fused=fused)))
+    for thread in threads:
+        thread.join()
+    expected = alone.state_dict()
+    assert threads and all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def test_a_state_dict_that_another_thread_takes_during_a_call_is_no_error(monkeypatch):
+    model, other, found = converted("O2"), converted("O2"), []
+
+    class Slow(type(storage._handed_out)):
+        def __iter__(self):
+            for tensor in super().__iter__():
+                found.append(begun(lambda: found.append(other.state_dict())))
+                yield tensor
+
+    monkeypatch.setattr(storage, "_handed_out", Slow())
+    held = model.state_dict()
+    with torch.no_grad():
+        held["0.bias"].fill_(7)
+    assert model(X).shape == (2, 8)
+    for thread in [each for each in found if isinstance(each, threading.Thread)]:
+        thread.join()
+    assert model[0].bias.eq(7).all() and found
