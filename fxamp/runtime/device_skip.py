@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from fxamp.runtime import capturing, distributed, gradients
 from fxamp.runtime.copies import copy_on
@@ -142,6 +143,7 @@ def _defer(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor, undo: list
     optimizer.__dict__.setdefault(PENDING, []).append(_Pending(outcome, undo))
 
 
+@_disable_dynamo  # which loses attributes that are set for the length of a call
 def _kernel_step(
     optimizer: torch.optim.Optimizer,
     found_inf: torch.Tensor,

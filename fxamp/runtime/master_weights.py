@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from fxamp.errors import OptionError
 from fxamp.runtime import gradients, master_gradients
@@ -174,6 +175,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """
         master_gradients.widen_gradients_(gradients.parameters(self))
 
+    @_disable_dynamo  # torch.compile around a training step: masters are attributes of tensors
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update masters from the gradients, and parameters from the masters.

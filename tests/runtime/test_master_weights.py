@@ -14,7 +14,7 @@ from runtime_instruments import PeakBytes, ThirdParty
 from fxamp.errors import OptionError
 from fxamp.runtime import device_skip
 from fxamp.runtime.master_weights import MasterWeightOptimizer
-from fxamp.runtime.masters import is_low, master_of, set_master
+from fxamp.runtime.masters import is_low, loosen, master_of, set_master
 from fxamp.runtime.rounding import stochastic_round
 from fxamp.runtime.scaler import LossScaler
 
@@ -873,3 +873,31 @@ def test_a_master_follows_its_parameter_to_another_device():
     """Fake CUDA tensors, in a process of their own: what lets them be opens torch for good."""
     done = subprocess.run([sys.executable, "-c", MOVED], capture_output=True, text=True)
     assert done.stdout.split() == ["cuda", "cuda", "True"] * 7, done.stderr
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("scaler", [None, LossScaler(8.0)], ids=["plain", "scaler"])
+def test_a_step_inside_of_a_compiled_function_is_as_ever(scaler):
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4).half()
+        optimizer = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for parameter in model.parameters():
+            loosen(parameter)  # as convert() leaves it
+
+        def step(optimizer=optimizer):
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+
+        run = torch.compile(step, backend="eager") if compiled else step
+        for _ in range(2):
+            loss = model(torch.ones(2, 4, dtype=torch.float16)).sum()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            run()
+            optimizer.zero_grad()
+        found.append(master_of(model.weight))
+    assert torch.equal(*found)
