@@ -81,6 +81,15 @@ class Assignments:
         """What forward has set it to."""
         return self._values[id(module), name]
 
+    def check_whole(self, module: nn.Module, path: str) -> None:
+        """Check that a module which a graph is to call as a whole is as it will be then: as it was before forward.
+
+        Raises:
+            CaptureError: forward has set something in it, which it may put back behind the call.
+        """
+        for change in self.before.changes(module):
+            raise _too_late(change.title, path)
+
     def to_be_set(self, graph: fx.Graph) -> list[Change]:
         """What the graph of a whole forward is to set; `before` takes note of it.
 
@@ -91,11 +100,7 @@ class Assignments:
         for node in graph.find_nodes(op="call_module") if changes else ():
             module = self._root.get_submodule(str(node.target))
             if has_hooks(module) or not is_library(type(module)):
-                raise CaptureError(
-                    f"forward sets attribute {changes[0].title!r} and calls {node.target!r}, which may read it: it "
-                    "stays whole, for its hooks or the state it keeps, while a graph sets attributes at the end of a "
-                    "call. Pass the value as an argument."
-                )
+                raise _too_late(changes[0].title, str(node.target))
         self.before.taken = frozenset(change.attribute for change in changes if change.attribute)
         return changes
 
@@ -106,3 +111,10 @@ class Assignments:
             for change in changes
             if change.attribute and self.has(module := self._root.get_submodule(change.path), change.name)
         ]
+
+
+def _too_late(title: str, path: str) -> CaptureError:
+    return CaptureError(
+        f"forward sets attribute {title!r} and calls {path!r}, which may read it: it stays whole, for its hooks or the "
+        "state it keeps, while a graph sets attributes at the end of a call. Pass the value as an argument."
+    )

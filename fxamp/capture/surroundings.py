@@ -50,17 +50,21 @@ def fill_override_tables() -> None:
 
 @contextlib.contextmanager
 def training_reads(root: nn.Module, reads: dict[str, bool]) -> Iterator[None]:
-    """Record which modules' `training` flag is read (a property on nn.Module, for the length of the trace)."""
+    """Record which modules' `training` flag is read (a property on nn.Module, for the length of the trace).
+
+    What is recorded is the flag that a call begins with: forward may set it, read it, and put it back.
+    """
     paths = {id(module): path for path, module in root.named_modules()}
+    before = {path: bool(module.__dict__.get("training")) for path, module in root.named_modules()}
 
     def read(module: nn.Module) -> bool:
         if "training" not in module.__dict__:
             raise AttributeError("training")  # then torch.jit's __getattr__ is asked, which knows it of its modules
         flag = bool(module.__dict__["training"])
         if (path := paths.get(id(module.__dict__.get(TWIN_OF, module)))) is not None:
-            reads[path] = flag
+            reads[path] = before[path]
         elif is_other_self(module, root):
-            reads[""] = flag
+            reads[""] = before[""]
         return flag
 
     def write(module: nn.Module, flag: bool) -> None:

@@ -201,16 +201,24 @@ class SymbolicTracer(fx.Tracer):
                 f"{user_line()}: forward sets a hook on {self.path_of_module(m)!r} or takes one away, which a graph "
                 "would not do. Do to the result what the hook does."
             )
-        if self.is_leaf_module(m, "") and (kind := kind_of_dictionary((args, kwargs))):
-            raise CaptureError(
-                f"{user_line()}: {self.path_of_module(m)!r} stays whole (hooks on it, or boundaries=) and is given an "
-                f"{kind.__qualname__}, and a graph hands on plain dictionaries. Give it what it reads of that."
-            )
+        if self.is_leaf_module(m, ""):
+            self._check_whole(m, (args, kwargs))
         instead = None if has_hooks(m) else self._said_again(m, args, kwargs)
         if instead is None:
             return super().call_module(m, forward, args, kwargs)
         self._opened = m
         return super().call_module(m, instead, args, kwargs)
+
+    def _check_whole(self, module: nn.Module, given: Any) -> None:
+        """Raise a CaptureError where a module that stays whole would not be called as forward calls it."""
+        path = self.path_of_module(module)
+        if kind := kind_of_dictionary(given):
+            raise CaptureError(
+                f"{user_line()}: {path!r} stays whole (hooks on it, or boundaries=) and is given an "
+                f"{kind.__qualname__}, and a graph hands on plain dictionaries. Give it what it reads of that."
+            )
+        assert self._assignments is not None
+        self._assignments.check_whole(module, path)
 
     def _said_again(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -100,10 +100,12 @@ class State:
         self._before = [(path, module, snapshot(module)) for path, module in own]
         self.taken: frozenset[Attribute] = frozenset()
 
-    def changes(self) -> Iterator[Change]:
-        """What forward has set, changed or removed."""
+    def changes(self, within: nn.Module | None = None) -> Iterator[Change]:
+        """What forward has set, changed or removed: in the whole model, or within a part of it."""
+        parts = None if within is None else set(map(id, within.modules()))
         for path, module, saved in self._before:
-            yield from _changes(path, module, saved)
+            if parts is None or id(module) in parts:
+                yield from _changes(path, module, saved)
 
     def held(self) -> Iterator[Any]:
         """What the modules' attributes held."""

@@ -370,6 +370,63 @@ def test_a_module_that_stays_whole_and_reads_it_sees_what_is_set():
         same(converted(inputs(step)), plain(inputs(step)), rtol=0.05, atol=0.05)
 
 
+def a_norm_switched_over(net, x):
+    was = net.norm.training
+    net.train(not was)
+    y = net.norm(net.first(x))
+    net.train(was)
+    return y
+
+
+def a_norm_with_another_eps(net, x):
+    net.norm.eps = 1.0
+    y = net.norm(net.first(x))
+    net.norm.eps = 1e-5
+    return y
+
+
+def a_norm_with_other_statistics(net, x):
+    net.norm.running_mean = net.norm.running_mean + 1
+    return net.norm(net.first(x)) + net.norm.running_mean
+
+
+@pytest.mark.parametrize(
+    ("body", "title"),
+    [
+        (a_norm_switched_over, "training"),
+        (a_norm_with_another_eps, "eps"),
+        (a_norm_with_other_statistics, "running_mean"),
+    ],
+)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_module_that_stays_whole_runs_with_what_it_holds_meanwhile(body, title, is_training):
+    plain, model = pairs(body)
+    plain.train(is_training)
+    model.train(is_training)
+    with pytest.raises(CaptureError, match=rf"sets attribute 'norm\.{title}' and calls 'norm', which may read it"):
+        fxamp.convert(copy.deepcopy(model), LOW, capture="symbolic")
+    converted = fxamp.convert(model, LOW, **EXACT)
+    for step in range(3):
+        same(converted(inputs(step)), plain(inputs(step)), rtol=1e-5, atol=1e-6)
+        same(state(converted), state(plain), rtol=1e-5, atol=1e-6)
+
+
+def flag_put_back(net, x):
+    was = net.training
+    net.eval()
+    y = torch.dropout(net.first(x), 0.5, net.training)
+    net.train(was)
+    return y
+
+
+def test_a_flag_that_is_put_back_makes_one_graph():
+    plain, model = pairs(flag_put_back)
+    converted = fxamp.convert(model, LOW, capture="symbolic", **EXACT)
+    for step in range(0, 6, 2):
+        same(converted(inputs(step)), plain(inputs(step)), rtol=1e-5, atol=1e-6)
+    assert fxamp.report(converted).captures == ("symbolic",)
+
+
 def test_a_hook_that_reads_it_sees_what_is_set():
     def body(net, x):
         net.features = net.first(x)
