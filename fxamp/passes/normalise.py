@@ -50,9 +50,10 @@ class Normalise(Pass):
         return changed
 
 
-# Parts of the names of ops that draw random numbers, check something or switch a mode: they run though nobody reads.
+# Parts of the names of ops that draw random numbers, check something, switch a mode or set a tensor's version (Dynamo
+# takes back the one that `p.data = ...` counts): they run though nobody reads.
 _ACTS = "drop rand bernoulli multinomial normal poisson uniform rrelu exponential geometric cauchy attention lstm gru \
-rnn fractional assert check autocast grad print backward sync barrier wait".split()
+rnn fractional assert check autocast grad print backward sync barrier wait version".split()
 
 _COUNTED_ONLY = frozenset({"_log_api_usage_once"})  # by PyTorch's own builds
 

@@ -86,7 +86,16 @@ def sets_data_of_a_value(net, x):
     return net.last(h)
 
 
-@pytest.mark.parametrize("body", [sets_data_of_a_buffer, sets_data_of_a_weight, sets_data_of_a_value])
+def sets_data_of_a_weight_that_was_read(net, x):
+    h = net.first(x) @ net.w
+    net.w.data = net.w.data * 0.9
+    return net.last(h)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [sets_data_of_a_buffer, sets_data_of_a_weight, sets_data_of_a_value, sets_data_of_a_weight_that_was_read],
+)
 def test_data_that_forward_sets_is_set(body):
     converted = same_as_fp32(body)
     assert {variant.captured.method for variant in engine_of(converted).graphs()} == {"dynamo"}
