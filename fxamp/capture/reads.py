@@ -112,6 +112,7 @@ class Reads:
         self._function(type(self._root).forward)
         for module in self._root.modules():
             self._effects.remember_class(module)
+            self._function(type(module).__call__)
         nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
         try:
             yield

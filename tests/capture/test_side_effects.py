@@ -359,6 +359,28 @@ def test_a_write_that_no_graph_makes_is_refused_and_undone(body):
     assert python_state(model) == before
 
 
+class Counted(nn.Linear):
+    """A module that notes its calls in a `__call__` of its own."""
+
+    def __call__(self, x):
+        CALLS.append(tuple(x.shape))
+        return super().__call__(x)
+
+
+CALLS = []
+
+
+def test_what_a_call_method_writes_is_left_to_dynamo_too():
+    model = nn.Sequential(Counted(16, 16), nn.ReLU())
+    with pytest.raises(CaptureError, match="writes into the global 'CALLS'"):
+        fxamp.convert(copy.deepcopy(model), LOW, capture="symbolic", example_inputs=(inputs(0),))
+    converted = fxamp.convert(model, LOW)
+    CALLS.clear()
+    for step in range(3):
+        converted(inputs(step))
+    assert CALLS == [(4, 16)] * 3
+
+
 def test_a_variable_that_was_not_set_is_not_set_afterwards():
     def make():
         def body(net, x):
