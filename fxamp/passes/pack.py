@@ -113,9 +113,9 @@ class PackWeights(Pass):
 
 
 def _read_with(copy: fx.Node, made_by: dict[fx.Node, fx.Node]) -> list[fx.Node]:
-    """A copy, and those that a recurrent call reads with it, in its order."""
+    """A copy, and those that a recurrent call reads with it as its weights, in its order."""
     calls = filter(None, map(sequence_call, _result(copy).users))
-    weights = next((weights for weights, _ in calls), [])
+    weights = next((weights for weights, _ in calls if _result(copy) in weights), [])
     return [made_by[weight] for weight in dict.fromkeys(weights) if weight in made_by] or [copy]
 
 

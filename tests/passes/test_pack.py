@@ -306,3 +306,27 @@ def test_casts_of_a_converted_model_are_in_the_generated_code_once():
     converted = fxamp.convert(Net(), BF16, example_inputs=(X,))
     source = engine_of(converted).all_variants()[0].compiled.source
     assert source.count("packed_cast(torch.bfloat16, ") == 1
+
+
+class FirstState(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8)
+        self.hidden, self.cell = (kind(torch.randn(1, 1, 8)) for _ in range(2))
+
+    def forward(self, x):
+        return self.lstm(x, (self.hidden, self.cell))[0]
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, nn.Buffer, torch.Tensor])
+def test_first_states_of_a_recurrent_call_are_none_of_its_weights(kind):
+    torch.manual_seed(0)
+    plain = FirstState(kind)
+    x = torch.randn(3, 1, 8)
+    converted = fxamp.convert(copy.deepcopy(plain), BF16)
+    found, expected = converted(x), plain(x)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    found.sum().backward()
+    expected.sum().backward()
+    for one, other in zip(converted.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0.1, atol=0.1)
