@@ -67,6 +67,8 @@ def _make_class(base: Any) -> type:
         engine = self.__dict__.get(ENGINE)
         if engine is None:  # made by self.__class__(...), as slices of a Sequential are
             return base.forward(self, *args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling():
+            engine.is_trained |= torch.is_grad_enabled()
         if not torch.compiler.is_compiling():
             take_over_writes()
         return engine(self, args, kwargs, number)

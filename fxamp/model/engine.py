@@ -58,6 +58,7 @@ class Engine:
         self.blocks: dict[str, Engine] = {}  # boundaries inside this model, by path
         self.is_boundary = False
         self.paths: tuple[str, ...] = ()  # of a boundary and those equal to it, in the model they belong to
+        self.is_trained = False  # whether it was called while gradients were on
         self.loads = 0  # of state dicts into the model
         self.announced: tuple[int, bool] | None = None  # so that a call which made no graph is told of too
         self.fallbacks: dict[str, None] = {}
@@ -137,6 +138,7 @@ class Engine:
             self.successor = Engine(self.options, self.workshop, copy.deepcopy(self.dynamo), self.is_frozen)
             self.successor.is_boundary, self.successor.paths = self.is_boundary, self.paths
             self.successor.fingerprint, self.successor.blocks = fingerprint, _blocks_of(module, self.blocks)
+        self.successor.is_trained |= self.is_trained
         return self.successor
 
     def current(self, module: nn.Module) -> "Engine":

@@ -1,4 +1,4 @@
-"""A model that is converted, and trained without a call of its forward: nothing runs low then, and that is said."""
+"""A model that is converted, and trained without its rewritten forward: nothing runs low then, and that is said."""
 
 import logging
 import weakref
@@ -18,16 +18,28 @@ _NAMED = 3
 _LOOKS = 100
 """Optimizers' steps at which a model without gradients is looked at, which takes a moment for each parameter."""
 
+_NOT_CALLED = (
+    "%s was converted and is trained, but what convert() returned has not been called while gradients were on: methods "
+    "that call its submodules (%s) run them as they are, in float32. Call the converted model, or name the submodules "
+    "that its methods call in boundaries=, which converts each by itself."
+)
+_REPLACED = (
+    "%s was converted and is trained, but what convert() returned has another forward now (model.forward = ...), which "
+    "has not called the converted one while gradients were on: submodules (%s) that it calls run as they are, in "
+    "float32. Name those in boundaries=, which converts each by itself."
+)
+
 _waiting: list[tuple["weakref.ref[nn.Module]", int]] = []
 _hooks: list[Any] = []
 
 
 def watch_for_a_call(converted: nn.Module) -> None:
-    """Warn at an optimizer's step if the model has gradients by then, and was never called.
+    """Warn at an optimizer's step if the model has gradients by then, and was never called while they were on.
 
         z = vae.encode(x)  # a method that calls submodules runs them as they are, in float32
         loss_fn(vae.decode(z), x).backward()
 
+    A trainer that puts a forward of its own on the model (`model.forward = ...`), which calls its parts, does the same.
     Parameters that a model which was called has too say nothing: those of a converted model inside of a converted one,
     or of a model that was converted twice.
     """
@@ -53,20 +65,10 @@ def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_called(engine: Engine | None) -> bool:
-    if engine is None or engine.fallbacks:
-        return True
-    if getattr(engine.dynamo, "calls", 0) or any(not variant.is_preview for variant in engine.all_variants()):
-        return True
-    return any(map(_is_called, engine.blocks.values()))
+    return engine is None or engine.is_trained or any(map(_is_called, engine.blocks.values()))
 
 
 def _warn(model: nn.Module) -> None:
-    name = type(model).__qualname__
     parts = [path for path, part in model.named_children() if any(True for _ in part.parameters())]
-    log.warning(
-        "%s was converted and is trained, but what convert() returned has not been called: methods that call its "
-        "submodules (%s) run them as they are, in float32. Call the converted model, or name the submodules that its "
-        "methods call in boundaries=, which converts each by itself.",
-        name,
-        listed(parts, _NAMED),
-    )
+    text = _REPLACED if "forward" in vars(model) else _NOT_CALLED
+    log.warning(text, type(model).__qualname__, listed(parts, _NAMED))

@@ -1,6 +1,7 @@
 """A converted model that is trained without a call of its forward: it is said once, with what to do."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -46,7 +47,8 @@ def step(output, *models):
 
 
 def said(caplog):
-    return [record.getMessage() for record in caplog.records if "has not been called" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records]
+    return [message for message in messages if "was converted and is trained, but what convert() returned" in message]
 
 
 @pytest.mark.parametrize("capture", ["auto", "symbolic", "dynamo"])
@@ -69,11 +71,60 @@ def test_what_the_warning_says_helps(caplog):
     assert not said(caplog)
 
 
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+def test_calls_without_gradients_do_not_train(capture, caplog):
+    """A sampler calls the model, and a loss its parts."""
+    converted = fxamp.convert(Coder(), dtype=torch.bfloat16, capture=capture, example_inputs=(X,))
+    for _ in range(2):
+        with torch.no_grad():
+            converted(X)
+        step(by_methods(converted), converted)
+    assert len(said(caplog)) == 1
+    assert "has not been called while gradients were on" in said(caplog)[0]
+
+
+def replaced(model, forward):
+    """What trainers do: a forward of their own on the instance, which takes the parts, or the forward it had."""
+    before = model.forward
+    model.forward = types.MethodType(lambda self, x: forward(self, before, x), model)
+    return model
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_a_forward_that_was_replaced_is_named(is_sampled, caplog):
+    converted = fxamp.convert(Coder(), dtype=torch.bfloat16)
+    if is_sampled:
+        with torch.no_grad():
+            converted(X)
+    replaced(converted, lambda self, before, x: self.decoder(self.encode(x)))
+    step(converted(X), converted)
+    assert len(said(caplog)) == 1
+    assert "has another forward now (model.forward = ...)" in said(caplog)[0]
+    assert "boundaries=" in said(caplog)[0]
+
+
+def test_nothing_is_said_of_one_that_leads_to_the_converted_forward(caplog):
+    converted = replaced(fxamp.convert(Coder(), dtype=torch.bfloat16), lambda self, before, x: before(x) * 2)
+    step(converted(X), converted)
+    assert not said(caplog)
+
+
+def test_nor_of_a_model_that_has_changed_since_it_was_called(caplog):
+    converted = fxamp.convert(Coder(), dtype=torch.bfloat16)
+    loss = converted(X).square().mean()
+    converted.act = nn.Tanh()
+    fxamp.report(converted)
+    loss.backward()
+    torch.optim.SGD(converted.parameters(), lr=0.1).step()
+    assert not said(caplog)
+
+
 CALLS = {
     "forward": lambda model: model(X),
     "both": lambda model: model(X) + by_methods(model),
     "compiled": lambda model: torch.compile(model, backend="eager")(X),
     "functional": lambda model: torch.func.functional_call(model, dict(model.named_parameters()), (X,)),
+    "exported": lambda model: torch.export.export(model, (X,), strict=False).module()(X),
     "a copy": lambda model: copy.deepcopy(model)(X) + model(X),
 }
 
