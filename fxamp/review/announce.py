@@ -18,7 +18,7 @@ from fxamp.review.dump import dump
 from fxamp.review.report import Report, report, require_engine
 from fxamp.review.sharing import overrides_without_effect
 from fxamp.review.table import overview
-from fxamp.review.uncaptured import holds_other_calls, uncaptured
+from fxamp.review.uncaptured import holds_other_calls, kept_whole, uncaptured
 
 log = logging.getLogger("fxamp")
 
@@ -50,8 +50,9 @@ def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
     """Log what a conversion decided, and dump it where FXAMP_LOG_PATH says.
 
     The summary and what to know are logged at INFO, MAX_LINES lines at most; every node's decision at DEBUG. That
-    little can have been converted (Dynamo left most weights out, or they are low already) is a WARNING, once. Called
-    again for a model, after another graph was captured, it says what is new, and brings the same folder up to date.
+    little can have been converted (Dynamo left most weights out, hooks keep them, or they are low already) is a
+    WARNING, once. Called again for a model, after another graph was captured, it says what is new, and brings the same
+    folder up to date.
 
     Args:
         warnings: more of them, each said once.
@@ -61,7 +62,11 @@ def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
     lost = overrides_without_effect(engine)
     is_low = "" if _looking.get() else low_already(converted)
     said = _warned.setdefault(converted, set())
-    for key, text in (_left_out(converted, engine), *((text, text) for text in (is_low, *lost, *warnings))):
+    for key, text in (
+        _left_out(converted, engine),
+        _whole(converted, engine),
+        *((text, text) for text in (is_low, *lost, *warnings)),
+    ):
         if text and key not in said:
             said.add(key)
             log.warning(text)
@@ -85,8 +90,17 @@ def _left_out(converted: nn.Module, engine: Engine) -> tuple[str, str]:
         return "", ""
     if holds_other_calls(engine):
         return "other calls", f"{name}: {outside}"
-    what = f"nothing of {name} was converted" if share == 1 else f"most of {name} was not converted"
-    return "left out", f"{what}: {outside}"
+    return "left out", f"{_how_much(name, share)}: {outside}"
+
+
+def _whole(converted: nn.Module, engine: Engine) -> tuple[str, str]:
+    """What hooks keep whole, where that is most of the weights."""
+    share, inside = kept_whole(engine, converted)
+    return ("whole", f"{_how_much(type(converted).__qualname__, share)}: {inside}") if share > _MOST else ("", "")
+
+
+def _how_much(name: str, share: float) -> str:
+    return f"nothing of {name} was converted" if share == 1 else f"most of {name} was not converted"
 
 
 def _inform(converted: nn.Module, lines: Iterable[str]) -> None:

@@ -1,11 +1,11 @@
-"""What Dynamo left outside of every graph: weights that no graph reads."""
+"""Weights that run as they are: of what Dynamo left outside of every graph, and of modules that hooks keep whole."""
 
 from collections.abc import Iterator
 
 from torch import nn
 
 from fxamp import ir
-from fxamp.model.engine import Engine
+from fxamp.model.engine import Engine, engine_of
 from fxamp.model.variant import Variant
 from fxamp.words import listed
 
@@ -60,6 +60,35 @@ def _around_blocks(engine: Engine, model: nn.Module) -> tuple[float, str]:
         f"{share:.0%} of the weights are outside of every block ({listed(left, _NAMED)}), in a forward that runs as "
         + (f"it is written: {next(iter(engine.fallbacks))}"),
     )
+
+
+def kept_whole(engine: Engine, model: nn.Module) -> tuple[float, str]:
+    """The share of the matrix weights in modules that hooks keep whole, and what to know about them ("" for none).
+
+    Not at O3, where they run low.
+    """
+    variants = engine.all_variants() if engine.options.opt_level != "O3" else ()
+    paths = {path: None for variant in variants for path in _hooked(variant)}
+    paths = {path: None for path in paths if path not in engine.blocks and not _holds_converted(model, path)}
+    sizes = {name: weight.numel() for name, weight in _matrices(model)}
+    inside = [name for name in sizes if name.startswith(tuple(f"{path}." for path in paths))]
+    if not inside:
+        return 0.0, ""
+    share = sum(sizes[name] for name in inside) / max(1, sum(sizes.values()))
+    return (
+        share,
+        f"{share:.0%} of the weights are in modules with hooks, which run whole, in float32 ({listed(paths, _NAMED)}). "
+        "fxamp.convert(model, boundaries=[...]) converts those by themselves, and their hooks run.",
+    )
+
+
+def _hooked(variant: Variant) -> Iterator[str]:
+    nodes = variant.graph.nodes if variant.captured.method == "symbolic" else ()
+    yield from (str(node.target) for node in nodes if node.op == "call_module" and node.meta.get("hooked"))
+
+
+def _holds_converted(model: nn.Module, path: str) -> bool:
+    return any(map(engine_of, model.get_submodule(path).modules()))
 
 
 def holds_other_calls(engine: Engine) -> bool:

@@ -202,3 +202,50 @@ def test_a_symbolic_model_has_nothing_outside():
     converted = fxamp.convert(Block(), dtype="bf16")
     converted(X)
     assert fxamp.report(converted).outside == ()
+
+
+def hooked(count, make=lambda: nn.Linear(8, 8)):
+    """A model of four layers, the first ones with hooks, as adapters and recorders of activations set them."""
+    model = nn.Sequential(*(make() for _ in range(4)))
+    for layer in model[:count]:
+        layer.register_forward_hook(lambda module, args, output: output * 2)
+    return model
+
+
+HELD = [(4, "nothing of Sequential was converted: 100%"), (3, "most of Sequential was not converted: 75%"), (2, "")]
+
+
+@pytest.mark.parametrize("example", [None, (X,)], ids=["preview", "example"])
+@pytest.mark.parametrize("count, text", HELD)
+def test_most_weights_in_modules_with_hooks_are_a_warning_said_once(count, text, example, caplog):
+    converted = fxamp.convert(hooked(count), dtype=torch.bfloat16, example_inputs=example)
+    for x in (X, X[:1]):
+        converted(x)
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(messages) == bool(text)
+    if text:
+        assert messages[0].startswith(
+            f"{text} of the weights are in modules with hooks, which run whole, in float32 (0"
+        )
+        assert "boundaries=[...]" in messages[0]
+
+
+MAKERS = {"hooks": lambda: nn.Linear(8, 8), "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(8, 8))}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_what_it_says_of_hooks_helps(make, caplog):
+    model = hooked(4, make).eval()
+    converted = fxamp.convert(model, dtype=torch.bfloat16, boundaries=["0", "1", "2", "3"])
+    found, expected = converted(X), model(X)
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert fxamp.report(converted).low_precision_nodes >= 4
+    # Four layers, each of which rounds its input, its weight and its result once to 8 bits.
+    assert (found - expected).norm() <= 4 * 3 * 2**-9 * expected.norm()
+
+
+def test_weights_of_a_converted_model_inside_a_module_with_hooks_are_not_left_out(caplog):
+    inner = nn.Sequential(fxamp.convert(nn.Linear(8, 8), dtype=torch.bfloat16))
+    inner.register_forward_hook(lambda module, args, output: output * 2)
+    fxamp.convert(nn.Sequential(inner), dtype=torch.bfloat16)(X)
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
