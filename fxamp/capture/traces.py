@@ -97,23 +97,22 @@ class State:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         own = [(path, part) for path, part in root.named_modules() if not isinstance(part, torch.jit.ScriptModule)]
-        self._before = [(path, module, snapshot(module)) for path, module in own]
+        self._before = {id(module): (path, module, snapshot(module)) for path, module in own}
         self.taken: frozenset[Attribute] = frozenset()
 
     def changes(self, within: nn.Module | None = None) -> Iterator[Change]:
         """What forward has set, changed or removed: in the whole model, or within a part of it."""
-        parts = None if within is None else set(map(id, within.modules()))
-        for path, module, saved in self._before:
-            if parts is None or id(module) in parts:
-                yield from _changes(path, module, saved)
+        parts = self._before if within is None else filter(self._before.__contains__, map(id, within.modules()))
+        for path, module, saved in map(self._before.__getitem__, parts):
+            yield from _changes(path, module, saved)
 
     def held(self) -> Iterator[Any]:
         """What the modules' attributes held."""
-        for _, _, saved in self._before:
+        for _, _, saved in self._before.values():
             yield from saved["__dict__"].values()
 
     def restore(self) -> None:
-        for _, module, saved in self._before:
+        for _, module, saved in self._before.values():
             restore(module, saved)
 
 
