@@ -121,7 +121,8 @@ class Whole:
         if self.kind in _MAPPINGS:
             return self.kind(zip(self.names, values, strict=True))
         thing: Any = object.__new__(self.kind)
-        thing.__dict__.update(zip(self.names, values, strict=True))
+        for name, value in zip(self.names, values, strict=True):
+            thing.__dict__[name] = value  # update() is what Dynamo of torch 2.11 cannot follow
         return thing
 
 

@@ -73,6 +73,7 @@ def size_guard(
     """
     if any(decision.node is None for decision in decisions):
         return None
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo.source import LocalSource  # takes a second to import, as what is behind it does
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
 
@@ -81,7 +82,7 @@ def size_guard(
         mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
         fakes = make_fakes(mode)
         inputs = [_symbolic(value, LocalSource(f"t{place}"), mode) for place, value in enumerate(example)]
-        with torch.no_grad():
+        with torch.no_grad(), enable_python_dispatcher():  # some of torch 2.11's own forms take sizes for numbers
             _decide_again(graph, decisions, fakes, inputs, attribute)
         named = [(value, LocalSource(f"t{place}")) for place, value in enumerate(inputs) if _is_tensor(value)]
         conditions = environment.produce_guards(

@@ -317,3 +317,23 @@ def test_an_export_of_sizes_that_vary_takes_no_graph_of_one_size(before, strict,
         x = torch.randn(2, length, 4)
         torch.testing.assert_close(exported(x), model(x), rtol=0.05, atol=0.05)
         torch.testing.assert_close(converted(x), model(x), rtol=0.05, atol=0.05)
+
+
+class Projects(nn.Module):
+    """Decides on the length of what a layer without bias gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y if y.shape[1] > 1 else -y
+
+
+def test_a_layer_without_bias_leaves_sizes_open():
+    """Torch 2.11's form of it takes the sizes of three dimensions for numbers, unless Python's forms are asked."""
+    converted = fxamp.convert(Projects(), dtype=torch.bfloat16)
+    for length in range(2, 8):
+        converted(torch.randn(2, length, 4))
+    assert len(fxamp.report(converted).captures) == 2

@@ -247,3 +247,25 @@ def test_a_model_that_dynamo_captured_is_no_part_of_a_full_graph():
     converted = fxamp.convert(nn.Linear(8, 4), torch.bfloat16, capture="dynamo")
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"fxamp leaves Linear to Dynamo itself.*backend='fxamp'"):
         torch.compile(converted, backend="eager", fullgraph=True)(X)
+
+
+class Pair:
+    """What a forward may return that is no container of torch's."""
+
+
+class ReturnsAPair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        pair = Pair()
+        pair.one, pair.other = self.fc(x), x
+        return pair
+
+
+def test_an_object_of_the_models_own_is_made_in_a_full_graph():
+    compiled = torch.compile(fxamp.convert(ReturnsAPair(), dtype=torch.bfloat16), backend="eager", fullgraph=True)
+    result = compiled(X)
+    assert type(result) is Pair and torch.equal(result.other, X)
+    assert result.one.requires_grad
