@@ -70,10 +70,10 @@ def kept_whole(engine: Engine, model: nn.Module) -> tuple[float, str]:
     variants = engine.all_variants() if engine.options.opt_level != "O3" else ()
     paths = {path: None for variant in variants for path in _hooked(variant)}
     paths = {path: None for path in paths if path not in engine.blocks and not _holds_converted(model, path)}
+    if not paths:  # torch.jit.trace would note what is read of the model here
+        return 0.0, ""
     sizes = {name: weight.numel() for name, weight in _matrices(model)}
     inside = [name for name in sizes if name.startswith(tuple(f"{path}." for path in paths))]
-    if not inside:
-        return 0.0, ""
     share = sum(sizes[name] for name in inside) / max(1, sum(sizes.values()))
     return (
         share,
