@@ -75,7 +75,8 @@ def test_experts_run_low_where_the_kernel_takes_their_sizes(low, width, inner, p
     assert row.precision == precision
     if precision == "high":
         assert "is no multiple of 8" in row.reason
-    assert [gemm.precision for gemm in report.gemms if gemm.op == "_grouped_mm"] == [precision]
+    (gemm,) = [gemm for gemm in report.gemms if gemm.op == "_grouped_mm"]
+    assert (gemm.batch, gemm.m, gemm.n, gemm.k, gemm.precision) == (1, 8, inner, width, precision)
     torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
     mine.sum().backward()
     theirs.sum().backward()
@@ -94,3 +95,29 @@ def test_a_converted_model_compiles_after_a_call(low, width):
     compiled.sum().backward()
     torch.testing.assert_close(compiled, plain, rtol=0.01, atol=0.01)
     assert all(parameter.grad is not None for parameter in converted.parameters())
+
+
+class Correlates(nn.Module):
+    """A product for each group of a shared dimension, whose rows are read at a distance of their number."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, rows, bias=False), nn.Linear(4, 8, bias=False)
+
+    def forward(self, x):
+        return torch._grouped_mm(self.left(x).mT, self.right(x), offs=ENDS)
+
+
+@pytest.mark.parametrize("rows, precision", [(8, "low"), (12, "high")])
+def test_rows_of_a_shared_dimension_count_too(rows, precision):
+    converted = fxamp.convert(Correlates(rows), dtype=torch.bfloat16, capture="symbolic", pad_to=1)
+    converted(torch.randn(8, 4)).square().sum().backward()
+    assert {row.precision for row in fxamp.report(converted).rows if row.op == "_grouped_mm"} == {precision}
+
+
+def test_under_a_compiler_a_gradient_that_repeats_one_number_is_taken():
+    """As `sum()` gives it; torch's own backward refuses its strides."""
+    torch._dynamo.reset()
+    mat_a, mat_b, ends = operands("rows", torch.float32)
+    torch.compile(grouped_mm, backend="eager", fullgraph=True)(mat_a, mat_b, ends).sum().backward()
+    torch.testing.assert_close(mat_b.grad[1], mat_a[3:].sum(0)[:, None].expand(16, 24))

@@ -227,6 +227,18 @@ def test_the_state_of_another_optimizer_does_not_fit(tmp_path, saved, asked, dty
     optimizer.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_from_before_there_was_a_scheduler_fits(tmp_path, dtype):
+    def made():
+        optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).to(dtype).parameters(), lr=0.1)
+        return optimizer if dtype == torch.float32 else MasterWeightOptimizer(optimizer)
+
+    save_checkpoint(tmp_path / "a.pt", optimizer=made())
+    optimizer = made()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # gives its groups an initial_lr
+    load_checkpoint(tmp_path / "a.pt", optimizer=optimizer)
+
+
 @pytest.mark.parametrize("masters", ["fp32", "kahan"])
 def test_what_masters_hold_survives_a_checkpoint_that_does_not_fit(tmp_path, masters):
     def low(seed, opt_level):
