@@ -124,13 +124,20 @@ def test_lengths_that_vary_are_compiled_twice(name):
     assert len(graphs) == 2
 
 
-def test_experts_run_low_in_one_graph():
-    """The grouped product of transformers' mixtures of experts, which torch.autocast leaves in float32."""
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_experts_run_low_in_one_graph(capture):
+    """The grouped product of transformers' mixtures of experts, which torch.autocast leaves in float32.
+
+    Inside of Dynamo transformers takes an op of its own instead.
+    """
     import fxamp
 
     torch.manual_seed(0)
     model = hugging_face.make("mixtral").eval()
     args, kwargs = hugging_face.call("mixtral")
-    report = fxamp.report(fxamp.convert(model, dtype=torch.bfloat16, example_inputs=(args, kwargs)))
-    assert report.captures == ("symbolic",)
+    converted = fxamp.convert(model, dtype=torch.bfloat16, capture=capture)
+    converted(*args, **kwargs)
+    report = fxamp.report(converted)
+    assert report.captures == (capture,)
     assert {row.precision for row in report.rows if "grouped_mm" in row.op} == {"low"}
+    assert {gemm.precision for gemm in report.gemms if "grouped_mm" in gemm.op} == {"low"}
