@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from fxamp.opnames import canonical_name, module_name
+from fxamp.opnames import canonical_name, dotted_path, module_name
 
 MARK = "fxamp"
 # Set by a capture on a placeholder that is handed a parameter or a buffer: "parameter" or "buffer".
@@ -174,7 +174,8 @@ def canonical_op(node: fx.Node, root: nn.Module | None = None) -> str:
     if node.op == "get_attr":
         return "parameter" if isinstance(attribute(root, node.target), nn.Parameter) else "buffer"
     if node.op == "call_module":
-        return module_name(type(submodule(root, str(node.target))))
+        kind = type(submodule(root, str(node.target)))
+        return dotted_path(kind) if node.meta.get("boundary") else module_name(kind)
     return canonical_name(node.target)
 
 

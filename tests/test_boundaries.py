@@ -411,6 +411,14 @@ def test_blocks_of_a_converted_model_inside_another_are_not_named(caplog):
     assert distance(model, outer) < 0.02
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(8, 8), nn.LSTM(8, 8)], ids=["linear", "lstm"])
+def test_a_layer_that_is_a_block_multiplies_once(layer):
+    converted = fxamp.convert(nn.Sequential(layer), dtype=LOW, boundaries=[type(layer)], example_inputs=(X,))
+    alone = fxamp.report(fxamp.convert(layer, dtype=LOW, example_inputs=(X,))).gemms
+    assert [gemm.op for gemm in fxamp.report(converted).gemms] == [gemm.op for gemm in alone]
+    assert fxamp.report(converted).coverage == 1
+
+
 def test_nested_boundaries():
     model, converted = pair((Block, Mixer))
     assert distance(model, converted) < 0.02
