@@ -31,6 +31,7 @@ def test_every_variable_named_is_one_that_is_read():
         assert variable in source or stem == "FXAMP_", variable
 
 
-def test_every_file_named_is_there():
-    for name in re.findall(r"`((?:fxamp|tools|tests)/[\w/.]+)`", README.read_text()):
-        assert (README.parent / name).exists(), name
+@pytest.mark.parametrize("page", [README, *sorted((README.parent / "docs").glob("*.md"))], ids=lambda page: page.name)
+def test_every_file_named_is_there(page):
+    for name in re.findall(r"`((?:fxamp|tools|tests)/[\w/.*]+)`", page.read_text()):
+        assert list(README.parent.glob(name)), name
