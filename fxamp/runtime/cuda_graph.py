@@ -39,7 +39,7 @@ class Recorder:
             what replays it, and what it returned: tensors that each replay fills.
         """
         graph, broke = torch.cuda.CUDAGraph(), list[BaseException]()
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), _waits_allowed():
             outside = torch.cuda.current_stream()
             try:
                 with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
@@ -50,7 +50,9 @@ class Recorder:
                         raise
             except BaseException as error:
                 _recover(outside)
-                raise broke[0] if broke else error  # noqa: B904 - CUDA's word on the recording follows from the first
+                # CUDA's word on the recording follows from the first. Popped: held here it would hold what its frames
+                # hold, all activations of the step, until the next garbage collection.
+                raise broke.pop() if broke else error  # noqa: B904
         return graph.replay, made
 
 
@@ -61,8 +63,21 @@ def _recover(stream: torch.cuda.Stream) -> None:
     graph until another one was recorded (pytorch issue 171263).
     """
     torch.cuda.set_stream(stream)
-    with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    # torch's own stream for recordings may be another device's.
+    other = torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
+    with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=other):
         torch.zeros((), device=stream.device)
+
+
+@contextlib.contextmanager
+def _waits_allowed() -> Iterator[None]:
+    """Recording begins with waiting for the device, which a user who looks for waits may have forbidden."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @contextlib.contextmanager

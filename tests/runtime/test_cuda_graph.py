@@ -1,8 +1,10 @@
 """What stands around a recording, with torch.cuda played by stand-ins; on a GPU tools/gpu_runtime shows the rest."""
 
 import contextlib
+import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -18,8 +20,8 @@ class Cuda:
         self.mode, self.current, self.breaks, self.recorded = 0, "outside", breaks, []
         fakes = {
             "get_sync_debug_mode": lambda: self.mode,
-            "set_sync_debug_mode": lambda mode: setattr(self, "mode", {"default": 0, "warn": 1}[mode]),
-            "Stream": lambda device: "own",
+            "set_sync_debug_mode": lambda mode: setattr(self, "mode", {"default": 0, "warn": 1}.get(mode, mode)),
+            "Stream": lambda device: f"one of {device}",
             "device": lambda device: contextlib.nullcontext(),
             "current_stream": lambda device=None: Stream(self.current),
             "set_stream": lambda stream: setattr(self, "current", stream.name),
@@ -31,6 +33,8 @@ class Cuda:
 
     @contextlib.contextmanager
     def graph(self, graph, stream=None, capture_error_mode="global"):
+        if self.mode == 2:
+            raise RuntimeError(WAITS)  # a recording begins with a wait
         self.recorded.append((stream, capture_error_mode))
         outside, self.current = self.current, stream
         try:
@@ -76,8 +80,15 @@ def test_a_mode_of_the_users_is_left_alone(monkeypatch):
 def test_a_recording_runs_on_the_warm_ups_stream_and_lets_other_threads_be(monkeypatch):
     cuda = Cuda(monkeypatch)
     replay, made = Recorder(torch.device("cpu")).record(lambda: cuda.current)
-    assert made == "own" and callable(replay)
-    assert cuda.recorded == [("own", "thread_local")] and cuda.current == "outside"
+    assert made == "one of cpu" and callable(replay)
+    assert cuda.recorded == [("one of cpu", "thread_local")] and cuda.current == "outside"
+
+
+def test_a_user_who_forbids_waits_gets_a_recording(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    cuda.mode = 2
+    Recorder(torch.device("cpu")).record(lambda: None)
+    assert cuda.mode == 2 and len(cuda.recorded) == 1
 
 
 @pytest.mark.parametrize("breaks", [None, "operation failed due to a previous error during capture"])
@@ -89,8 +100,27 @@ def test_a_recording_that_fails_raises_what_broke_it_and_leaves_the_stream(monke
 
     with pytest.raises(ValueError, match="the model's own words"):
         Recorder(torch.device("cpu")).record(step)
-    assert cuda.current in ("outside", None)  # a small good recording came last
-    assert cuda.recorded[1:] == [(None, "global")]
+    # A small good recording came last, on the same device: its generator of random numbers is the one to free.
+    assert cuda.current in ("outside", "one of cpu") and cuda.recorded[1:] == [("one of cpu", "global")]
+
+
+def test_a_recording_that_fails_keeps_nothing_of_what_it_made(monkeypatch):
+    """Where memory ran out, the eager step that follows needs it."""
+    Cuda(monkeypatch)
+    made = []
+
+    def step():
+        activation = torch.ones(2)
+        made.append(weakref.ref(activation))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            Recorder(torch.device("cpu")).record(step)
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_the_step_is_told_of_by_line(monkeypatch):
