@@ -276,7 +276,8 @@ class GraphedStep:
         if self._rates is None:
             _make_capturable(self.optimizer)
             device = next(gradients.parameters(self.optimizer)).device
-            self._rates = [torch.zeros((), device=device) for _ in self._groups_with_rates()]
+            # float32: fused kernels read nothing else.
+            self._rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in self._groups_with_rates()]
         for group, rate in zip(self._groups_with_rates(), self._rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 rate.copy_(group["lr"], non_blocking=True)
@@ -359,12 +360,16 @@ def _reads_rate_from_device(group: dict[str, Any]) -> bool:
 
 
 def _make_capturable(optimizer: torch.optim.Optimizer) -> None:
-    """Switch `capturable` on and move step counters to the device, where an optimizer has them."""
+    """Switch `capturable` on, where an optimizer has it, and move the numbers to the device that it keeps on the host.
+
+    These are step counters; of NAdam a product, too.
+    """
     for group in optimizer.param_groups:
         if "capturable" not in group:
             continue
         group["capturable"] = True
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].to(parameter.device, torch.float32)
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() == 0:
+                    state[name] = value.to(parameter.device)

@@ -12,7 +12,7 @@ import fxamp
 from fxamp import weight_fits
 from fxamp.errors import OptionError
 from fxamp.runtime import capturing
-from fxamp.runtime.graphed_step import WARM_UP, GraphedStep
+from fxamp.runtime.graphed_step import WARM_UP, GraphedStep, _make_capturable
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
 from tests.runtime.runtime_instruments import ThirdParty
@@ -425,6 +425,33 @@ def test_weights_that_were_loaded_are_not_looked_at_while_recording(graphs, monk
         step(*batch)
     model(next(batches(1))[0])
     assert step.is_graphed and graphs.captures == 1 and looked == [False]  # in the last call
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Adam, torch.optim.RAdam])
+def test_numbers_that_an_optimizer_keeps_on_the_host_go_to_the_device(kind):
+    """All of them: where one stays behind, torch refuses every later step, recorded or not."""
+    parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    optimizer = kind([parameter], 0.1, foreach=False)
+    optimizer.step()
+    _make_capturable(optimizer)
+    assert optimizer.param_groups[0]["capturable"]
+    assert {(value.device.type, value.dtype) for value in optimizer.state[parameter].values()} == {
+        ("meta", torch.float32)
+    }
+
+
+def test_rates_are_float32_whatever_the_default(graphs):
+    """Fused kernels read nothing else."""
+    model, optimizer, scaler = pieces()
+    step = graphs.step_for(model, loss_fn, optimizer, scaler)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for x, targets in batches(WARM_UP + 1):
+            step(x.float(), targets.float())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert step.is_graphed and step._rates[0].dtype == torch.float32
 
 
 def test_while_capturing_rates_are_device_tensors(graphs, monkeypatch):
