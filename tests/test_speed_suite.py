@@ -1,10 +1,12 @@
 """The GPU speed suite, dry: every mode runs, rows are kept and continued, failures and budgets are said."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -230,6 +232,64 @@ def test_out_of_memory_while_a_graph_is_captured_is_tried_again_alone(call, monk
         rows, _ = call("--fresh", "--modes", "autocast", "O1 graphed", "half")
         assert len(tried) == 2 and rows["O1 graphed"]["status"] == rows["half"]["status"] == "ok"
         assert rows["O1 graphed"]["run"] > rows["half"]["run"]
+
+
+def test_a_baseline_without_room_beside_the_others_is_no_reason_for_rows_without_ratios(call, monkeypatch):
+    """Graphs hold their memory while the baseline takes its own anew in each step."""
+
+    def tight(steps, *given):
+        times = in_turns(steps, *given)
+        return times | {"autocast": torch.OutOfMemoryError("CUDA out of memory.")} if len(steps) > 2 else times
+
+    in_turns = measure.in_turns
+    monkeypatch.setattr(measure, "in_turns", tight)
+    asked = ("--modes", "autocast", "O1", "O1 graphed")
+    rows, _ = call(*asked)
+    assert [row["status"] for row in rows.values()] == ["ok"] * 3
+    assert all(row["baseline_ms"] for row in rows.values()) and len({row["run"] for row in rows.values()}) == 3
+    assert call(*asked)[0] == rows
+
+
+def test_what_had_no_room_and_no_time_to_be_tried_alone_is_done_by_the_next_call(call, monkeypatch):
+    def tight(steps, *given):
+        monkeypatch.setattr(suite, "RESERVE_SECONDS", 1e9)
+        return in_turns(steps, *given) | {"O1": torch.OutOfMemoryError("CUDA out of memory.")}
+
+    in_turns = measure.in_turns
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "in_turns", tight)
+        assert call("--modes", "autocast", "O1")[0]["O1"]["status"].startswith("not run: the budget")
+    monkeypatch.setattr(suite, "RESERVE_SECONDS", 1.0)
+    rows, _ = call("--modes", "autocast", "O1")
+    assert rows["O1"]["status"] == "ok" and rows["O1"]["run"] > rows["autocast"]["run"]
+
+
+def test_what_a_mode_leaves_behind_is_gone_before_the_next_ones_memory_is_measured(call, monkeypatch):
+    class Junk:
+        def __init__(self):
+            self.itself = self
+
+    def leaves_junk(setting):
+        junk.append(weakref.ref(Junk()))
+        return modes.o1(setting)
+
+    def after(setting):
+        was_gone.append(junk[-1]() is None)
+        return modes.half(setting)
+
+    junk, was_gone, order = [], [], []
+    reset, clean = torch._dynamo.reset, suite.Suite._clean
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: (order.append("reset"), reset()))
+    monkeypatch.setattr(suite.Suite, "_clean", lambda self: (order.append("clean"), clean(self)))
+    monkeypatch.setitem(modes.MODES, "O1", leaves_junk)
+    monkeypatch.setitem(modes.MODES, "half", after)
+    gc.disable()
+    try:
+        call("--modes", "autocast", "O1", "half")
+    finally:
+        gc.enable()
+    assert was_gone == [True] and order[:2] == ["reset", "clean"], "Dynamo holds what was compiled"
+    assert not gc.get_freeze_count()
 
 
 def test_a_device_that_failed_ends_the_call_and_the_next_goes_on(call, monkeypatch):

@@ -29,6 +29,8 @@ RESERVE_SECONDS = 8.0
 """Kept of the budget for timing what is built, and for writing."""
 TURNS_SECONDS, TINY_TURNS_SECONDS = 4.0, 0.2
 
+NO_ROOM = "out of memory"
+"""Status of a row."""
 NO_MEMORY = ("out of memory", "OutOfMemoryError", "ALLOC_FAILED", "ALLOCATION_FAILED")
 """Words of the allocator, of CUDA's driver (also for a graph), of a compiler that quotes them, of cuBLAS and cuDNN."""
 
@@ -103,9 +105,12 @@ class Suite:
             return
         self._measure_set(model, size, todo)
         for mode in todo:  # beside the others there was no room: once more with the baseline alone
-            is_tight = self.rows.status(model, size, mode) == "out of memory"
-            if is_tight and mode != BASELINE and len(todo) > 1 and self.left > RESERVE_SECONDS:
+            if self.rows.status(model, size, mode) != NO_ROOM or len(todo) == 1:
+                continue
+            if self.left > RESERVE_SECONDS:
                 self._measure_set(model, size, [mode])
+            else:
+                self.rows.put(model, size, mode, status=self.why_not)
 
     def _todo(self, model: str, size: str, chosen: Sequence[str], again: bool) -> list[str]:
         """What is due; a compiled mode takes the other one with it."""
@@ -117,8 +122,8 @@ class Suite:
     def _measure_set(self, model: str, size: str, todo: Sequence[str]) -> None:
         """Build each mode beside the baseline, then time all of them in turns."""
         run = self.rows.new_run()
-        self._clean()
         torch._dynamo.reset()
+        self._clean()
         torch._dynamo.config.allow_rnn = True  # else LSTMs are left out of the graphs, and stay in float32
         try:
             setting = Setting(
@@ -160,6 +165,8 @@ class Suite:
         if any(_is_of_device(facts["status"]) for facts in found.values()):  # rows stay as if the process had crashed
             self.broken = f"the device failed while {model} was timed; call again"
             return
+        if len(asked) > 1 and found.get(BASELINE, {}).get("status") == NO_ROOM:
+            found = dict.fromkeys(found, found[BASELINE])  # times are worth little without it: each is tried alone
         for mode in asked:
             facts = found[mode] | {"launch_us": launch_us, "unprofiled_launch_us": self.unprofiled_launch_us}
             self.rows.put(model, size, mode, **facts)
@@ -186,6 +193,7 @@ class Suite:
 
     def _warm(self, setting: Setting, mode: str, shared_bytes: int, is_asked: bool) -> tuple[Prepared, dict[str, Any]]:
         self._switch(mode)
+        gc.collect()  # what is let go of while a mode is built would be missing from what it takes
         before = measure.allocated(self.device)
         prepared = MODES[mode](setting)
         for _ in range(measure.WARM_UP):
@@ -253,7 +261,7 @@ def _is_of_device(status: str) -> bool:
 def _failure(error: Exception) -> str:
     text = str(error).strip().splitlines()
     if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY):
-        return "out of memory"
+        return NO_ROOM
     return f"failed: {type(error).__name__}: {text[0][:150] if text else ''}"
 
 
@@ -301,7 +309,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device, dtype = "cpu" if is_dry else "cuda", getattr(torch, given.dtype)
     rows = Rows(path, device, dtype, is_dry, typed)
     suite = Suite(rows, inner, Budget(given.budget, given.row_budget, given.compile_budget))
+    gc.freeze()  # collections between modes need not look at what was imported
     suite.run(given.models, given.sizes, given.modes)
+    gc.unfreeze()
     rows.save()
     text = f"{_title(rows.record())}\n\n{markdown(rows.found.values(), is_dry)}\n"
     path.with_suffix(".md").write_text(text)
