@@ -440,6 +440,30 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "accuracy.png").stat().st_size > 1000
 
 
+def test_processes_are_started_once_for_all_tasks(tmp_path, monkeypatch, capsys):
+    """On a GPU each needs seconds for its first op."""
+
+    class Noted(suite.Runner):
+        def __init__(self, workers, steps):
+            made.append(workers)
+            super().__init__(1, steps)
+
+    made, threads = [], torch.get_num_threads()
+    monkeypatch.setattr(suite, "Runner", Noted)
+    arguments = ["--only", "flow", "adversarial", "--steps", "2", "--seeds", "1", "--modes", "fp32", "--jobs", "2"]
+    suite.main([*arguments, "--out", str(tmp_path)])
+    torch.set_num_threads(threads)
+    assert made == [2]
+    assert {one.task for one in Store(tmp_path / "accuracy.json", {}).records} == {"flow", "adversarial"}
+
+
+def test_tables_of_a_gpus_runs_are_written_where_there_is_none(store, capsys):
+    """The file comes from a machine that is given back."""
+    (store.path.parent / "accuracy-cuda.json").write_text(store.path.read_text())
+    assert suite.main(["--tables", "--device", "cuda", "--out", str(store.path.parent)]) in (0, 1)
+    assert (store.path.parent / "accuracy-cuda.md").read_text().strip() in capsys.readouterr().out
+
+
 def test_the_exit_code_tells_of_a_broken_claim(store, capsys):
     arguments = ["--tables", "--out", str(store.path.parent)]
     threads = torch.get_num_threads()

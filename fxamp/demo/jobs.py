@@ -74,6 +74,10 @@ class Runner:
             self.pool.shutdown(cancel_futures=True)
         self.bar.close()
 
+    def expect(self, steps: int) -> None:
+        """So many more."""
+        self.bar.total += steps
+
     def run(self, what: str, jobs: Sequence[Any]) -> list[Any]:
         """Their results, in their order."""
         results = dict(self.each(what, jobs))

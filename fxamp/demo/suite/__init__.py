@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type == "cpu":
         torch.set_num_threads(1)
     base = chosen.out / ("accuracy" if device.type == "cpu" else f"accuracy-{device.type}")
-    store = Store(base.with_suffix(".json"), machine(device))
+    file = base.with_suffix(".json")
+    store = Store(file, {} if file.exists() else machine(device))  # of another machine, it is not asked for
     if not chosen.tables:
         train(store, chosen, device)
     base.with_suffix(".md").write_text(page(store, base.name))
@@ -46,16 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(store: Store, chosen: argparse.Namespace, device: torch.device) -> None:
     """Every run that the store does not have, one task after the other."""
-    for name in chosen.only:
-        task = task_of(name, chosen.steps, str(device))
-        store.tasks[name] = facts_of(task)
-        modes = [mode for mode in chosen.modes or modes_of(device)]
-        jobs = [SuiteJob(name, mode, seed, str(device), chosen.steps) for mode in modes for seed in chosen.seeds]
-        missing = [job for job in jobs if not store.has(job, task.steps)]
-        if missing:
-            with Runner(chosen.jobs, task.steps * len(missing)) as runner:
-                for _, record in runner.each(name, missing):
-                    store.add(record)
+    with Runner(chosen.jobs, steps=0) as runner:
+        for name in chosen.only:
+            task = task_of(name, chosen.steps, str(device))
+            store.tasks[name] = facts_of(task)
+            modes = [mode for mode in chosen.modes or modes_of(device)]
+            jobs = [SuiteJob(name, mode, seed, str(device), chosen.steps) for mode in modes for seed in chosen.seeds]
+            missing = [job for job in jobs if not store.has(job, task.steps)]
+            runner.expect(task.steps * len(missing))
+            for _, record in runner.each(name, missing):
+                store.add(record)
 
 
 def machine(device: torch.device) -> dict[str, str]:
