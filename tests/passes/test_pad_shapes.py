@@ -1,5 +1,6 @@
 """Every GEMM that runs in low precision, forward and backward, has aligned sizes, or the report gives the reason."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -94,3 +95,22 @@ def test_the_gpu_script_runs_dry():
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("results agree") == 7
     assert ran.stdout.endswith("dry run: no CUDA device was used and nothing was timed\n")
+
+
+def test_the_gpu_script_goes_on_after_a_row_that_fails(capsys, monkeypatch):
+    """Time on a GPU is short: the other rows are measured all the same."""
+    main = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "gpu_padding"))["main"]
+    check = main.__globals__["check"]
+
+    def fails(model, x, dtype):
+        if isinstance(model[0] if isinstance(model, nn.Sequential) else model, nn.Linear):
+            raise AssertionError("Tensor-likes are not close!\nand more")
+        check(model, x, dtype)
+
+    monkeypatch.setitem(main.__globals__, "check", fails)
+    monkeypatch.setattr(sys, "argv", ["gpu_padding", "--dry-run"])
+    with pytest.raises(SystemExit, match="failed: linear 63, mlp 63"):
+        main()
+    printed = capsys.readouterr().out
+    assert printed.count("results agree") == 5
+    assert "linear 63    FAILED: AssertionError: Tensor-likes are not close!\n" in printed
