@@ -63,9 +63,12 @@ def resolve_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torc
 
 def has_native_bfloat16(device: torch.device) -> bool:
     """Whether `device` computes in bfloat16 itself (torch reports emulation as support by default)."""
-    if device.type == "cuda":
+    if device.type != "cuda":
+        return True
+    if not torch.cuda.is_available():
+        return False
+    with torch.cuda.device(device):  # torch tells of the current one
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return True
 
 
 def smallest_subnormal(dtype: torch.dtype) -> float:

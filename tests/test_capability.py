@@ -6,6 +6,7 @@ from torch import nn
 
 import fxamp
 from fxamp.capability import _RECURRENT, is_fused_recurrent, ops_of_recurrent
+from fxamp.dtypes import resolve_dtype
 from fxamp.runtime.recurrent_memory import GATES
 
 X = torch.randn(2, 4, 8)
@@ -87,3 +88,29 @@ def test_weights_that_it_reads_stay_float32_at_o2(without_kernel):
 def test_where_float32_has_none_either_it_is_low(monkeypatch):
     monkeypatch.setattr("fxamp.passes.rules.is_fused_recurrent", lambda op, dtype, device: False)
     assert precisions()["lstm"] == "low"
+
+
+@pytest.mark.parametrize(("place", "dtype"), [("cuda:0", torch.bfloat16), ("cuda:1", torch.float16)])
+def test_bfloat16_is_a_matter_of_the_models_own_gpu(place, dtype, monkeypatch):
+    """torch tells of the current one; an older one beside it only emulates bfloat16."""
+
+    class Device:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            current.append(self.device.index)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: current[-1] == 0)
+    assert resolve_dtype("auto", torch.device(place)) == dtype and current == [0]
+
+
+def test_without_a_gpu_nothing_is_asked_of_it():
+    if not torch.cuda.is_available():
+        assert resolve_dtype("auto", torch.device("cuda", 0)) == torch.float16
