@@ -196,6 +196,27 @@ def test_a_mode_that_fails_is_a_row_that_says_so_and_the_others_go_on(call, monk
     assert call("--modes", "autocast", "O1", "half")[0]["O1"] == rows["O1"], "a failure is a result"
 
 
+def test_what_is_measured_beside_the_time_may_fail_and_the_time_is_measured(call, monkeypatch):
+    def broken(*given):
+        raise RuntimeError("no such thing\nand more")
+
+    monkeypatch.setattr(measure, "profiled", broken)
+    monkeypatch.setattr(measure, "counted_nbytes", broken)
+    rows, printed = call("--modes", "autocast", "O1")
+    for row in rows.values():
+        assert row["status"] == "ok" and row["ms"] > 0 and row["launches"] == 0 and row["counted_gb"] is None
+        assert row["note"] == "profile: RuntimeError: no such thing; bytes: RuntimeError: no such thing"
+    assert printed.count("not profiled") == 2
+
+
+def test_a_profile_without_room_is_a_row_without_room(call, monkeypatch):
+    def tight(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(measure, "profiled", tight)
+    assert call("--modes", "autocast")[0]["autocast"]["status"] == "out of memory"
+
+
 def test_out_of_memory_beside_others_is_tried_again_alone(call, monkeypatch):
     tried = []
 

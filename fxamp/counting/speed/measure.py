@@ -51,6 +51,10 @@ class Profile:
     copy_ms: float
 
 
+UNSEEN = Profile(0, 0.0, 0.0, 0.0)
+"""Of a step that could not be profiled."""
+
+
 def wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()

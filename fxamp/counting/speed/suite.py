@@ -11,9 +11,9 @@ import gc
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from fxamp.counting.speed.table import markdown
 from fxamp.counting.speed.workloads import FAMILIES, SIZES, workload
 from fxamp.runtime.tf32 import set_tf32
 
+T = TypeVar("T")
 RESERVE_SECONDS = 8.0
 """Kept of the budget for timing what is built, and for writing."""
 TURNS_SECONDS, TINY_TURNS_SECONDS = 4.0, 0.2
@@ -204,10 +205,11 @@ class Suite:
             return prepared, {"status": BUILT}
         own = shared_bytes if prepared.is_sharing else measure.allocated(self.device) - before
         peak = own + measure.peak_of(prepared.step, self.device)
-        seen = measure.profiled(prepared.step, self.device)
-        nbytes = measure.counted_nbytes(prepared)
+        notes = ["" if is_finite else "the loss is not finite"]
+        seen = _beside_time("profile", lambda: measure.profiled(prepared.step, self.device), notes) or measure.UNSEEN
+        nbytes = _beside_time("bytes", lambda: measure.counted_nbytes(prepared), notes)
         _clear_gradients(prepared)
-        notes = [prepared.note(), "" if is_finite else "the loss is not finite"]
+        notes.insert(0, prepared.note())
         return prepared, {
             "status": BUILT,
             "peak_gb": peak / 1e9 if self.device == "cuda" else None,
@@ -251,6 +253,18 @@ def _alarm(seconds: float) -> Iterator[None]:
 def _clear_gradients(prepared: Prepared) -> None:
     for parameter in prepared.parameters:
         parameter.grad = None
+
+
+def _beside_time(what: str, measuring: Callable[[], T | None], notes: list[str]) -> T | None:
+    """What `measuring` gives; None where it fails, which is noted: the row's time can be measured all the same."""
+    try:
+        return measuring()
+    except Exception as error:
+        status = _failure(error)
+        if status == NO_ROOM or _is_of_device(status):
+            raise
+        notes.append(f"{what}: {status.removeprefix('failed: ')}")
+        return None
 
 
 def _is_of_device(status: str) -> bool:
