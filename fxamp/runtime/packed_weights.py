@@ -19,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fxamp.runtime import capturing
 from fxamp.runtime.optimizer_steps import steps_taken
 from fxamp.runtime.padded_weights import (
     Growth,
@@ -32,6 +33,7 @@ from fxamp.runtime.padded_weights import (
 )
 from fxamp.runtime.plain import must_be_plain
 from fxamp.runtime.recurrent_memory import RecurrentCall, empty_together
+from fxamp.runtime.streams import MadeOn, made_on
 
 Growths = tuple[Growth | None, ...]
 """One for each weight of a bucket: how its copy grows, None where it does not."""
@@ -214,7 +216,7 @@ class KeptCast:
 
     They are made again when a weight was moved, replaced or written in place, and after a step of any optimizer: fused
     ones leave no trace in a tensor. A write through `p.data` cannot be seen. While gradients are on it is
-    `packed_cast`.
+    `packed_cast`; so it is while a CUDA graph is recorded, whose replays read the weights as they are then.
     """
 
     def __init__(self, number: int) -> None:
@@ -229,7 +231,12 @@ class KeptCast:
         are_buffers: bool = False,
         recurrent: Calls = (),
     ) -> tuple[torch.Tensor, ...]:
-        if torch.is_grad_enabled() or must_be_plain(*weights) or not _can_be_kept(weights):
+        if (
+            torch.is_grad_enabled()
+            or must_be_plain(*weights)
+            or not _can_be_kept(weights)
+            or capturing.is_capturing(weights[0].device)
+        ):
             return packed_cast(dtype, *weights, pads=pads, are_buffers=are_buffers, recurrent=recurrent)
         kept = self._kept  # read once: copies of a model share this, and may be called by other threads
         if kept is None or not kept.is_of(weights):
@@ -237,7 +244,10 @@ class KeptCast:
             seen, storages = _Kept.state_of(weights), _storages(weights)
             with torch.inference_mode(False):  # an inference tensor could not be used outside inference mode
                 copies = packed_cast(dtype, *[weight.detach() for weight in weights], pads=pads, recurrent=recurrent)
-            self._kept = kept = _Kept(tuple(map(weakref.ref, weights)), storages, seen, copies)
+            made = made_on(weights[0].device)
+            self._kept = kept = _Kept(tuple(map(weakref.ref, weights)), storages, seen, copies, made)
+        elif kept.made is not None:
+            kept.made.lend(kept.copies)
         return kept.copies
 
     def forget(self) -> None:
@@ -258,6 +268,7 @@ class _Kept:
     storages: tuple[StorageWeakRef, ...]
     state: tuple[Any, ...]
     copies: tuple[torch.Tensor, ...]
+    made: MadeOn | None
 
     def is_of(self, weights: tuple[torch.Tensor, ...]) -> bool:
         same = all(seen() is weight for seen, weight in zip(self.weights, weights, strict=True))

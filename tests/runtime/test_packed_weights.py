@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import fxamp
 from fxamp.model.engine import engine_of
 from fxamp.passes.pack import PackWeights
+from fxamp.runtime import capturing
 from fxamp.runtime.packed_weights import KeptCast, packed_cast
+from fxamp.runtime.streams import MadeOn
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -559,7 +561,75 @@ def test_kept_copies_give_way_to_gradients_and_inference_mode():
     assert kept(torch.float16, weight)[0].requires_grad
 
 
+def test_a_recorded_graph_keeps_nothing(monkeypatch):
+    """It would fill copies at its replays alone, or read those that a later call lets go of."""
+    kept, weight = KeptCast(0), nn.Parameter(torch.ones(2))
+    with torch.no_grad():
+        monkeypatch.setattr(capturing, "is_capturing", lambda device: True)
+        recorded = kept(torch.float16, weight)[0]
+        monkeypatch.undo()
+        outside = kept(torch.float16, weight)[0]
+        monkeypatch.setattr(capturing, "is_capturing", lambda device: True)
+        assert recorded is not outside and kept(torch.float16, weight)[0] is not outside
+        monkeypatch.undo()
+        assert kept(torch.float16, weight)[0] is outside
+
+
+class Stream:
+    """Of a GPU, by number; notes what is asked of it."""
+
+    log: tuple = ()
+
+    def __init__(self, number):
+        self.cuda_stream = number
+
+    def record_event(self):
+        self.log.append(("record", self.cuda_stream))
+        return f"event of {self.cuda_stream}"
+
+    def wait_event(self, event):
+        self.log.append(("wait", self.cuda_stream, event))
+
+
+def test_another_stream_waits_once_for_the_copies_that_it_reads(monkeypatch):
+    """Threads that serve one frozen model have streams of their own."""
+    monkeypatch.setattr(Stream, "log", [])
+    current = [1]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(current[0]))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, s: Stream.log.append(("use", s.cuda_stream)))
+    monkeypatch.setattr("fxamp.runtime.packed_weights.made_on", MadeOn)
+    kept, weights = KeptCast(0), [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    with torch.no_grad():
+        first = kept(torch.float16, *weights)
+        for current[0] in (1, 2, 2, 1):
+            assert kept(torch.float16, *weights) is first
+        assert Stream.log == [("record", 1), ("wait", 2, "event of 1"), ("use", 2), ("use", 2)]
+        weights[0].add_(1)
+        current[0] = 2
+        kept(torch.float16, *weights)
+        assert Stream.log[4:] == [("record", 2)]
+
+
 # -------------------------------------------------------------------------------------------------------- GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_frozen_model_sees_new_weights_in_a_recorded_graph():
+    model = fxamp.convert(nn.Linear(64, 64, bias=False).cuda(), torch.float16).freeze()
+    x, graph, side = torch.randn(8, 64, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.no_grad():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            model(x)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            found = model(x)
+        for factor in (1.0, 2.0):
+            model.weight.mul_(factor)
+            other = model(x)
+            graph.replay()
+            torch.testing.assert_close(found, other, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
