@@ -40,29 +40,36 @@ class Recorder:
         """
         graph, broke = torch.cuda.CUDAGraph(), list[BaseException]()
         with torch.cuda.device(self.device), _waits_allowed():
-            outside = torch.cuda.current_stream()
+            outside, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
             try:
-                with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool, self.stream, "thread_local"):
                     try:
                         made = step()
                     except BaseException as error:
                         broke.append(error)
                         raise
             except BaseException as error:
-                _recover(outside)
+                _recover(outside, pool)
                 # CUDA's word on the recording follows from the first. Popped: held here it would hold what its frames
                 # hold, all activations of the step, until the next garbage collection.
                 raise broke.pop() if broke else error  # noqa: B904
         return graph.replay, made
 
 
-def _recover(stream: torch.cuda.Stream) -> None:
+def _recover(stream: torch.cuda.Stream, pool: Any) -> None:
     """Undo what a recording leaves behind that CUDA has invalidated.
 
-    torch.cuda.graph then stays on its stream, and the generator of random numbers refuses to be used outside of a
-    graph until another one was recorded (pytorch issue 171263).
+    1. torch.cuda.graph stays on its stream.
+    2. The allocator takes the recording to be under way: it gives no memory back, and `empty_cache()`, with which the
+       next recording begins, fails (`captures_underway` in c10/cuda/CUDACachingAllocator.cpp).
+    3. The generator of random numbers refuses to be used outside of a graph until another one was recorded (pytorch
+       issue 171263).
     """
     torch.cuda.set_stream(stream)
+    with contextlib.suppress(RuntimeError):  # torch has ended it: then the pool is its graph's to release
+        device = torch.cuda.current_device()
+        torch.cuda.memory._cuda_endAllocateToPool(device, pool)  # type: ignore[attr-defined]
+        torch.cuda.memory._cuda_releasePool(device, pool)  # type: ignore[attr-defined]
     # torch's own stream for recordings may be another device's.
     other = torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
     with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=other):

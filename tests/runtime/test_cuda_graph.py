@@ -17,7 +17,7 @@ class Cuda:
     """Streams, modes and graphs by name."""
 
     def __init__(self, monkeypatch, breaks=None):
-        self.mode, self.current, self.breaks, self.recorded = 0, "outside", breaks, []
+        self.mode, self.current, self.breaks, self.recorded, self.log = 0, "outside", breaks, [], []
         fakes = {
             "get_sync_debug_mode": lambda: self.mode,
             "set_sync_debug_mode": lambda mode: setattr(self, "mode", {"default": 0, "warn": 1}.get(mode, mode)),
@@ -27,23 +27,38 @@ class Cuda:
             "set_stream": lambda stream: setattr(self, "current", stream.name),
             "CUDAGraph": lambda: type("Graph", (), {"replay": lambda self: None})(),
             "graph": self.graph,
+            "graph_pool_handle": lambda: (0, 7),
+            "current_device": lambda: 0,
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
+        self.allocates_for = None
+        monkeypatch.setattr(torch.cuda.memory, "_cuda_endAllocateToPool", self.end)
+        monkeypatch.setattr(torch.cuda.memory, "_cuda_releasePool", lambda device, pool: self.log.append("release"))
 
     @contextlib.contextmanager
-    def graph(self, graph, stream=None, capture_error_mode="global"):
+    def graph(self, graph, pool=None, stream=None, capture_error_mode="global"):
         if self.mode == 2:
             raise RuntimeError(WAITS)  # a recording begins with a wait
+        if self.allocates_for:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")  # empty_cache(), of torch itself
+        self.allocates_for = pool
         self.recorded.append((stream, capture_error_mode))
         outside, self.current = self.current, stream
         try:
             yield
         except Exception:
             if self.breaks:
-                raise RuntimeError(self.breaks) from None  # and the stream stays: torch leaves it last
+                raise RuntimeError(self.breaks) from None  # and the stream stays, and the allocator: torch ends here
+            self.allocates_for = None
             raise
-        self.current = outside
+        self.current, self.allocates_for = outside, None
+
+    def end(self, device, pool):
+        if self.allocates_for != pool:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.log.append("end")
+        self.allocates_for = None
 
 
 class Stream:
@@ -102,6 +117,8 @@ def test_a_recording_that_fails_raises_what_broke_it_and_leaves_the_stream(monke
         Recorder(torch.device("cpu")).record(step)
     # A small good recording came last, on the same device: its generator of random numbers is the one to free.
     assert cuda.current in ("outside", "one of cpu") and cuda.recorded[1:] == [("one of cpu", "global")]
+    # A recording that torch has not ended would stay under way for the allocator, which then frees nothing any more.
+    assert cuda.log == (["end", "release"] if breaks else [])
 
 
 def test_a_recording_that_fails_keeps_nothing_of_what_it_made(monkeypatch):
