@@ -52,6 +52,7 @@ def test_the_question_is_a_layer_that_runs(op, dtype):
     assert is_fused_recurrent(op, dtype, "cpu")
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks cuDNN, which needs a GPU")
 @pytest.mark.parametrize("op", _RECURRENT)
 def test_cudnn_has_a_kernel_for_float16(op):

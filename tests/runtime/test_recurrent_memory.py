@@ -213,6 +213,7 @@ def test_weights_that_are_stored_low_are_one_piece_and_stay_so(pad, cudnn):
     torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="asks cuDNN, which needs a GPU")
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES)
