@@ -324,10 +324,15 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(mark(node).type, TensorType)
 
 
+def field_names(node: fx.Node) -> tuple[str, ...]:
+    """Names of the fields of a result that has them (`x.max(1)`), none for any other."""
+    kind: Any = type(node.meta.get("val", node.meta.get(GUESS)))
+    return kind.__match_args__ if kind.__module__ == "torch.return_types" else ()
+
+
 def is_returned_whole(node: fx.Node) -> bool:
-    """Whether a result with named fields (`x.max(1)`) is an output as it is, so that it must not be taken apart."""
-    named = type(node.meta.get("val")).__module__ == "torch.return_types"
-    return named and any(user.op == "output" for user in node.users)
+    """Whether a result with named fields is an output as it is, so that it must not be taken apart."""
+    return bool(field_names(node)) and any(user.op == "output" for user in node.users)
 
 
 def map_type(function: Callable[[TensorType], TensorType], value: ValueType) -> ValueType:

@@ -1,9 +1,11 @@
 """Values whose sizes depend on data: guessed from full lengths, right in rank and dtype, and asked for nothing else.
 
     data, batch_sizes = _pack_padded_sequence(x, lengths)     # how many rows follows from the lengths
+    chosen = x[x > 0]                                          # as many as are true, all of them at most
 
 A recurrent module behind a packed sequence must know whether its input is batched; costs and paddings behind it want
-sizes. A decision on sizes never sees a guess, and none is called static.
+sizes; which tensors an op gives (`chosen.max(0)`) is known from running it. A decision on sizes never sees a guess, and
+none is called static.
 """
 
 import operator
@@ -16,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fxamp import ir
 from fxamp.fakes import UNKNOWN
+from fxamp.opnames import canonical_name
 from fxamp.recurrent_fakes import SEQUENCES, like_recurrent
 
 
@@ -36,6 +39,10 @@ def guess(node: fx.Node, run: Callable[[Callable[[fx.Node], Any]], Any]) -> Any:
             return _PACKED[node.target](*fx.node.map_arg(node.args, values.__getitem__))
         if node.target is operator.getitem and _has_numbers(sizes := values[node.all_input_nodes[0]]):
             return sizes[node.args[1]]
+        if (chosen := _CHOOSING.get(canonical_name(node.target))) is not None:
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            if (found := chosen(*args, **kwargs)) is not UNKNOWN:
+                return found
         values = {
             given: int(value) if _has_numbers(value) and not value.dim() else value for given, value in values.items()
         }
@@ -68,6 +75,47 @@ def _pad(data: Any, batch_sizes: Any, batch_first: bool, *_: Any) -> Any:
     return data.new_empty((*leading, *data.shape[1:])), torch.empty(batch, dtype=torch.int64)
 
 
+def _rows(tensor: Any, index: Any) -> Any:
+    """`x[mask]`: rows are chosen, by a mask of the first dimensions."""
+    if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8) or not index.dim():
+        return UNKNOWN
+    return tensor.new_empty((index.numel(), *tensor.shape[index.dim() :])).requires_grad_(tensor.requires_grad)
+
+
+def _places(tensor: Any, as_tuple: bool = False) -> Any:
+    if as_tuple:
+        return tuple(tensor.new_empty(tensor.numel(), dtype=torch.int64) for _ in tensor.shape)
+    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
+
+
+def _where(condition: Any, *values: Any) -> Any:
+    return UNKNOWN if values else _places(condition, as_tuple=True)
+
+
+def _elements(tensor: Any, mask: Any) -> Any:
+    count = torch.broadcast_shapes(tensor.shape, mask.shape).numel()  # type: ignore[no-untyped-call]
+    return tensor.new_empty(count).requires_grad_(tensor.requires_grad)
+
+
+def _unique(
+    tensor: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, dim: Any = None
+) -> Any:
+    many = tensor.numel() if dim is None else tensor.shape[dim]
+    values = tensor.new_empty(many if dim is None else tensor.shape)
+    inverse = tensor.new_empty(tensor.shape if dim is None else many, dtype=torch.int64)
+    parts = (values, *(inverse,) * return_inverse, *(inverse.new_empty(many),) * return_counts)
+    return parts if len(parts) > 1 else values
+
+
+# Ops that give as many values as the data says.
+_CHOOSING: dict[str, Callable[..., Any]] = {
+    "argwhere": _places,
+    "getitem": _rows,
+    "masked_select": _elements,
+    "nonzero": _places,
+    "unique": _unique,
+    "where": _where,
+}
 _PACKED: dict[Any, Callable[..., Any]] = {
     torch._pack_padded_sequence: _pack,
     torch._pad_packed_sequence: _pad,

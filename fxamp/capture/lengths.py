@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
+from fxamp.capture.guesses import known_or_guessed
 from fxamp.fakes import UNKNOWN
 from fxamp.opnames import canonical_name
 
@@ -24,6 +25,18 @@ def has_open_length(node: fx.Node) -> bool:
         return False
     if node.target in _SEQUENCES:
         return any(given.op != "get_attr" and _is_number_or_open(given) for given in node.all_input_nodes)
+    return _gives_open_length(node, value)
+
+
+def parts_of_guess(node: fx.Node) -> int | None:
+    """Of a guessed value, how many parts it has in every call: `values, places = x[mask].max(1)`; None: not known."""
+    value = node.meta.get(ir.GUESS)
+    if not isinstance(value, tuple) or isinstance(value, torch.Size) or node.target in _SEQUENCES:
+        return None
+    return None if _gives_open_length(node, value) else len(value)
+
+
+def _gives_open_length(node: fx.Node, value: tuple[Any, ...] | list[Any]) -> bool:
     op, given = canonical_name(node.target), node.all_input_nodes[0]
     if op not in _PARTS or given.op == "get_attr":
         return False
@@ -40,7 +53,7 @@ def _are_features(chunk: fx.Node, given: fx.Node) -> bool:
 
     `chunk(n)` has n items or less: in a call where it has less, an item that is missing is an error.
     """
-    whole, dim = given.meta.get("val", UNKNOWN), ir.argument_of(chunk, 2, "dim", 0)
+    whole, dim = known_or_guessed(given), ir.argument_of(chunk, 2, "dim", 0)
     if not isinstance(whole, torch.Tensor) or not isinstance(dim, int):
         return False
     return dim in (-1, whole.dim() - 1) or (whole.dim() > 3 and dim in (1, 1 - whole.dim()))
@@ -48,7 +61,7 @@ def _are_features(chunk: fx.Node, given: fx.Node) -> bool:
 
 def _are_of_weights(split: fx.Node, given: fx.Node) -> bool:
     """Whether a split is along the features that a weight of the model has just made."""
-    whole, dim = given.meta.get("val", UNKNOWN), ir.argument_of(split, 2, "dim", 0)
+    whole, dim = known_or_guessed(given), ir.argument_of(split, 2, "dim", 0)
     if not isinstance(whole, torch.Tensor) or not isinstance(dim, int):
         return False
     made_by, weight = canonical_name(given.target), ir.argument_of(given, 1, "weight")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxamp.capture.lengths import has_open_length
+from fxamp.capture.lengths import has_open_length, parts_of_guess
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import unfollowable, user_line
 from fxamp.capture.proxies import asks_of_autograd
@@ -64,6 +64,8 @@ class Questions:
         if isinstance(value, (tuple, list, torch.Size)):
             self.count_items(obj.node)
             return [obj[i] for i in range(len(value))]  # type: ignore[index]
+        if (many := parts_of_guess(obj.node)) is not None:
+            return [obj[i] for i in range(many)]  # type: ignore[index]
         raise self.unfollowable("iteration over a traced value")
 
     def count_items(self, node: fx.Node) -> None:

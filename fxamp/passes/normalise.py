@@ -241,7 +241,7 @@ def _item_of_field(node: fx.Node) -> bool:
     owner, field = (*node.args, None, None)[:2]
     if node.target is not getattr or not isinstance(owner, fx.Node) or not ir.is_tuple(owner):
         return False
-    fields = getattr(type(owner.meta.get("val")), "__match_args__", _FIELDS)
+    fields = ir.field_names(owner) or _FIELDS
     if field not in fields:
         return False
     node.target = operator.getitem
