@@ -155,8 +155,12 @@ def _state_of(root: nn.Module) -> dict[str, tuple[int, torch.dtype, int]]:
 
 
 def types_hold(root: nn.Module, fakes: Fakes, inputs: list[object]) -> Invariant:
-    """An invariant: running the graph on fake tensors gives every node the dtype that is recorded."""
+    """An invariant: running the graph on fake tensors gives every node the dtype that is recorded.
 
+    With gradients, as the types were found: what fails without them fails for the caller, in torch's words.
+    """
+
+    @torch.enable_grad()
     def recorded_types_hold(graph: fx.Graph) -> None:
         values: dict[fx.Node, object] = {}
         given = iter(inputs)

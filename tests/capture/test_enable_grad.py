@@ -95,3 +95,20 @@ def test_a_cast_is_shared_across_a_region_without_gradients():
         converted = fxamp.convert(Statistics(), dtype=LOW, capture=capture)
         converted(X.requires_grad_())
         assert fxamp.report(converted).casts_to_low == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"opt_level": "O2"}, {"capture": "symbolic"}], ids=["O1", "O2", "symbolic"])
+def test_what_asks_for_gradients_where_there_are_none_fails_in_torch_s_words(settings, caplog):
+    class Penalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return torch.autograd.grad(self.fc(x.requires_grad_()).sum(), x)[0]
+
+    converted = fxamp.convert(Penalised(), dtype=torch.bfloat16, **settings)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad") as error:
+        converted(torch.randn(2, 8))
+    assert type(error.value) is RuntimeError and "please report it" not in caplog.text
+    assert converted(torch.randn(2, 8)).shape == (2, 8)
