@@ -84,6 +84,9 @@ def _make_class(base: Any) -> type:
         mark(twin, marks_of(self), is_copy=True)
         return twin
 
+    def __copy__(self: Any) -> Any:
+        return _rebuild(base.__copy__(plain_view(self)), self.__dict__.get(ENGINE), marks_of(self))
+
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         base._load_from_state_dict(self, state_dict, prefix, *args)
         if (engine := self.__dict__.get(ENGINE)) is not None:
@@ -98,6 +101,7 @@ def _make_class(base: Any) -> type:
 
     names = {
         **({} if hasattr(base, "freeze") else {"freeze": freeze}),
+        **({"__copy__": __copy__} if hasattr(base, "__copy__") else {}),
         "forward": forward,
         "__reduce_ex__": __reduce_ex__,
         "__deepcopy__": __deepcopy__,

@@ -242,6 +242,18 @@ def test_slices_of_a_converted_sequential_run_unconverted():
         assert torch.equal(twin(x), part(x))
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_class_that_copies_itself_gives_a_converted_copy(level):
+    body, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 4)
+    exact = body(x)
+    converted = bf16(torch.fx.symbolic_trace(body), opt_level=level, example_inputs=(x,))
+    twin = copy.copy(converted)
+    assert isinstance(twin, torch.fx.GraphModule) and engine_of(twin) is engine_of(converted)
+    assert torch.equal(twin(x), converted(x)) and not torch.equal(twin(x), exact)
+    assert all(mine is theirs for mine, theirs in zip(twin.parameters(), converted.parameters(), strict=True))
+    assert twin.state_dict()["0.weight"].dtype == torch.float32
+
+
 def test_a_call_inside_autocast_casts_nothing_twice(model, x):
     converted = bf16(model).eval()
     expected = converted(x)
