@@ -141,11 +141,16 @@ def flatten_output(result: Any, state: State, changes: Sequence[Change] = ()) ->
 
     Raises:
         CaptureError: a returned object, or what an attribute is set to, is neither a tensor, a constant, a registered
-            container nor of a plain class.
+            container nor of a plain class; or forward has made a parameter of what it returns.
     """
+    leaves, tree = pytree.tree_flatten(result)
+    if any(isinstance(leaf, fx.Proxy) and vars(leaf).get("_is_param") for leaf in leaves):  # as nn.Parameter() notes it
+        raise CaptureError(
+            "forward returns an nn.Parameter that it has made, and a graph returns tensors. Return the tensor "
+            "(h.detach().requires_grad_()), and make a parameter of it outside of forward."
+        )
     if not changes and _is_builtin(result):
         return result, None
-    leaves, tree = pytree.tree_flatten(result)
     if not changes and all(map(_is_builtin, leaves)):
         return tuple(leaves), OutputForm(tree)
     taken = _Taken({id(part) for value in state.held() for part in walk(value)})

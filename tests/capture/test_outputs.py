@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import fxamp
 from fxamp.errors import CaptureError
@@ -216,3 +217,19 @@ def test_what_cannot_be_made_anew_is_left_to_dynamo(make):
     converted = fxamp.convert(plain, BF16)
     assert type(converted(x)) is type(plain(x))
     assert fxamp.report(converted).captures == ("dynamo",)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda cache, x: nn.Parameter(x.detach()),
+        lambda cache, x: {"new": nn.Parameter(x.detach(), requires_grad=False)},
+    ],
+)
+def test_a_parameter_that_forward_makes_comes_as_one(make):
+    plain, x = Net(make), torch.randn(2, 8)
+    with pytest.raises(CaptureError, match=r"an nn\.Parameter that it has made"):
+        fxamp.convert(plain, BF16, opt_level="O2", example_inputs=(x,))
+    (expected,), (found,) = (pytree.tree_leaves(model(x)) for model in (plain, fxamp.convert(plain, BF16)))
+    assert isinstance(found, nn.Parameter) and found.is_leaf
+    assert found.dtype == torch.float32 and found.requires_grad == expected.requires_grad
