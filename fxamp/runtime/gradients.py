@@ -258,12 +258,12 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return ((norm + 1e-6).reciprocal() * max_norm).clamp(max=1.0)
 
 
-def nonfinite_names(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> list[str]:
-    """Names of the parameters whose gradient holds an inf or a NaN, by id in `known`, else the optimizer's own.
+def nonfinite_names(optimizer: torch.optim.Optimizer, known: Mapping[torch.Tensor, str]) -> list[str]:
+    """Names of the parameters whose gradient holds an inf or a NaN: those in `known`, else the optimizer's own.
 
     Reads the device.
     """
-    return [known.get(id(parameter), name) for name, parameter in names(optimizer) if is_nonfinite(parameter)]
+    return [known.get(parameter, name) for name, parameter in names(optimizer) if is_nonfinite(parameter)]
 
 
 def is_nonfinite(parameter: torch.Tensor) -> bool:

@@ -2,10 +2,12 @@
 
 import collections
 import weakref
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxamp.dtypes import NAMES
 from fxamp.errors import FxampError, OptionError, nearest
@@ -49,7 +51,7 @@ class ScalerBase(torch.amp.GradScaler):
         self._scale: torch.Tensor | None = None
         self._growth_tracker: torch.Tensor | None = None
         self._hysteresis_left: torch.Tensor | None = None
-        self._names: dict[int, str] = {}
+        self._names: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
         self._has_warned_empty = False
         self._looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._scale_calls = 0
@@ -167,14 +169,14 @@ class ScalerBase(torch.amp.GradScaler):
         return self.rule.min_scale < 1 and self.watch.least_scale(self.rule.backoff_factor) < 1
 
     def name_parameters(self, model: torch.nn.Module) -> None:
-        """Use a model's parameter names in messages, where the optimizer was built without names.
+        """Use a model's parameter names in messages, where the optimizer was built without names. One model or more.
 
         Raises:
             OptionError: no model.
         """
         if not isinstance(model, torch.nn.Module):
             raise OptionError(f"name_parameters() takes a torch.nn.Module, got a {type(model).__name__}.")
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names.update((parameter, name) for name, parameter in model.named_parameters())
 
     def _inverse_scale(self) -> torch.Tensor:
         # In float64, as torch: a float32 division may be imprecise under some compile options.

@@ -4,6 +4,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxamp.errors import CheckpointError, OptionError
 from fxamp.runtime.copies import copy_on
@@ -96,7 +97,7 @@ def pickled(scaler: "ScalerBase") -> dict[str, Any]:
 
 def unpickle(scaler: "ScalerBase", attributes: dict[str, Any]) -> None:
     """The inverse of `pickled`; the device state comes back with the first loss."""
-    vars(scaler).update(attributes, process_group=None, _names={}, _looked_at=weakref.WeakSet())
+    vars(scaler).update(attributes, process_group=None, _names=WeakIdKeyDictionary(), _looked_at=weakref.WeakSet())
     scaler.forget_iteration()
 
 

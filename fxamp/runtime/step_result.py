@@ -19,12 +19,12 @@ class Gradients:
     Attributes:
         stamp: which they were; None after a replay, when `.grad` may belong to another graph.
         has_group: the scaler was given a process group whose ranks hold parts of them.
-        names: id of a parameter -> its name, where the optimizer has none.
+        names: of parameters, where the optimizer has none.
     """
 
     stamp: gradients.Stamp | None
     has_group: bool = False
-    names: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    names: Mapping[torch.Tensor, str] = dataclasses.field(default_factory=dict)
 
 
 class StaleResultError(FxampError, RuntimeError):

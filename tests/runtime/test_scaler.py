@@ -1,6 +1,7 @@
 """LossScaler against torch.amp.GradScaler as an independent oracle, and what it promises beyond it."""
 
 import copy
+import gc
 import math
 import pickle
 import random
@@ -225,6 +226,26 @@ def test_names_of_nonfinite_gradients_are_the_models():
     optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), LossScaler()
     scaler.name_parameters(model)
     assert one_step(scaler, optimizer, model.weight, [math.nan]).nonfinite == ["weight"]
+
+
+def test_names_are_those_of_several_models_and_go_with_their_parameters():
+    scaler = LossScaler()
+    models = [torch.nn.Linear(1, 1, bias=False), torch.nn.ParameterDict({"head": torch.nn.Parameter(torch.ones(1, 1))})]
+    for model in models:
+        scaler.name_parameters(model)
+
+    def names(*parameters):
+        optimizer = torch.optim.SGD(parameters, 0.1)
+        scaler.scale(math.nan * sum(each.sum() for each in parameters)).backward()
+        found = scaler.step(optimizer).nonfinite
+        scaler.update()
+        return found
+
+    assert names(models[0].weight, models[1]["head"]) == ["weight", "head"]
+    del models, model
+    gc.collect()
+    new = [torch.nn.Parameter(torch.ones(1, 1)) for _ in range(50)]  # in the places of the old
+    assert not {"weight", "head"} & set(names(*new))
 
 
 def test_each_optimizer_of_pure_bfloat16_is_warned_about(caplog):
