@@ -27,6 +27,7 @@ from fxamp.runtime.masters import (
     attach_master,
     detach_master,
     ensure_master,
+    in_a_step,
     is_low,
     master_of,
     one_at_a_time,
@@ -225,9 +226,14 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     ) -> Any:
         with one_at_a_time:
             wide = self._wide(bucket)
+            in_a_step.update(map(id, bucket))
+        try:
             with master_gradients.lent_gradients(bucket, wide, inverse), StandIns(self.optimizer, groups, bucket, wide):
                 returned = run() if found_inf is None else step_unless(self.optimizer, found_inf, run)
-            self._take_back(bucket, wide, found_inf)
+            with one_at_a_time:
+                self._take_back(bucket, wide, found_inf)
+        finally:
+            in_a_step.difference_update(map(id, bucket))
         return returned
 
     def _wide(self, bucket: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -26,8 +26,11 @@ LOGICAL = "_fxamp_logical_dtype"  # on parameters that fxamp.model.storage lower
 LOADING = -1  # in the place of a version: what is written is being loaded
 
 one_at_a_time = threading.RLock()
-"""Held where parameters and masters are made to agree, and while a step has written the one and not yet the other:
-`state_dict()` in another thread would take that for a write of the user's, and undo the update."""
+"""Held where parameters and masters are made to agree; not while an optimizer steps, which may wait for other ranks,
+and these may be threads of this process."""
+in_a_step: set[int] = set()
+"""Ids of parameters whose masters are being written by a step, and they not yet: `state_dict()` in another thread would
+take that for a write of the user's, and undo the update."""
 
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -180,10 +183,14 @@ def reconcile_(parameter: torch.Tensor) -> None:
     A write before the first step of a job of several ranks is most likely the broadcast of DistributedDataParallel:
     it makes equal what is low, and leaves each rank the low bits of its own. There they are given up, on the rank
     that sent as on those that received, so that all ranks go on from the same numbers.
+
+    While a step is under way the master is what counts, and the step ends with its rounding.
     """
     with one_at_a_time, torch.no_grad():
         master = stored_master(parameter)
         assert master is not None
+        if id(parameter) in in_a_step:
+            return
         agreed = getattr(parameter, LOOSE, None)
         if is_master_written(parameter) and parameter._version in (agreed, getattr(parameter, VERSION, None)):
             parameter.copy_(master)

@@ -598,6 +598,36 @@ def test_a_state_dict_that_another_thread_takes_during_a_step_loses_no_update(fu
     assert threads and all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
+def test_optimizers_that_wait_for_each_other_step_in_threads():
+    """As ranks that are threads do, with a collective in the step; and a state dict taken meanwhile loses no update."""
+    both_inside, errors = threading.Barrier(2, timeout=30), []
+
+    class Together(torch.optim.SGD):
+        def step(self, closure=None):
+            both_inside.wait()
+            super().step(closure)
+            for model in models:
+                model.state_dict()
+            both_inside.wait()
+
+    def train(model):
+        try:
+            steps(model, fxamp.MasterWeightOptimizer(Together(model.parameters(), 1e-3, fused=True)))
+        except threading.BrokenBarrierError as error:
+            errors.append(error)
+
+    alone = converted("O2")
+    models = [copy.deepcopy(alone), copy.deepcopy(alone)]
+    steps(alone, fxamp.MasterWeightOptimizer(torch.optim.SGD(alone.parameters(), 1e-3, fused=True)))
+    threads = [begun(lambda model=model: train(model)) for model in models]
+    for thread in threads:
+        thread.join()
+    assert not errors
+    expected = alone.state_dict()
+    for model in models:
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
 def test_a_state_dict_that_another_thread_takes_during_a_call_is_no_error(monkeypatch):
     model, other, found = converted("O2"), converted("O2"), []
 
