@@ -106,6 +106,7 @@ class LossScaler(ScalerBase):
             )
         self._unscale_(optimizer, state)
         state["unscaled"] = gradients.stamp(optimizer)
+        state["parameters"] = sum(1 for _ in gradients.parameters(optimizer))
 
     def _unscale_(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         state.pop("unscaled", None)
@@ -161,7 +162,8 @@ class LossScaler(ScalerBase):
             What happened, readable lazily.
 
         Raises:
-            StepOrderError: called twice since the last update(), or before any scale().
+            StepOrderError: called twice since the last update(), before any scale(), or with parameters that were added
+                since unscale_().
             OptionError: no optimizer; fp16 gradients under an optimizer without masters; a negative or NaN
                 max_grad_norm; two closures, one that cannot be called, or what no step of torch takes.
         """
@@ -231,6 +233,10 @@ class LossScaler(ScalerBase):
     def _look_again(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Clipping leaves finite gradients finite; what else is done between unscale_() and step() may not."""
         assert self._scale is not None
+        if any(new.grad is not None for new in list(gradients.parameters(optimizer))[state["parameters"] :]):
+            raise self._order_error(
+                "step()", "parameters were added since unscale_(), whose gradients are still scaled: add them before it"
+            )
         before = combined_found_inf(state, self._scale.device)
         self._check_inf_per_device(optimizer)
         found_inf = any_of([before, combined_found_inf(state, before.device)], before.device)

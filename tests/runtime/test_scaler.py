@@ -248,6 +248,22 @@ def test_names_are_those_of_several_models_and_go_with_their_parameters():
     assert not {"weight", "head"} & set(names(*new))
 
 
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_parameters_that_are_added_between_unscale_and_step(has_gradient):
+    """Their gradients are still scaled: torch steps with them."""
+    first, second = parameter(1.0), parameter(1.0)
+    optimizer, scaler = torch.optim.SGD([first], 0.5), LossScaler(2.0**10)
+    scaler.scale(first.sum() + (second.sum() if has_gradient else 0)).backward()
+    scaler.unscale_(optimizer)
+    optimizer.add_param_group({"params": [second]})
+    if has_gradient:
+        with pytest.raises(StepOrderError, match="added since unscale_"):
+            scaler.step(optimizer)
+        return
+    scaler.step(optimizer)
+    assert first.tolist() == [0.5] and second.tolist() == [1.0]
+
+
 def test_each_optimizer_of_pure_bfloat16_is_warned_about(caplog):
     scaler = LossScaler(dtype=torch.bfloat16)
     for kind in (torch.optim.SGD, torch.optim.Adam):
