@@ -240,9 +240,10 @@ class Engine:
         stale = [variant for variant in known if variant.fits(module, inputs)]
         self.changes.follow(module, stale, known, self._may_use_dynamo)
         if sum(map(len, self.variants.values())) >= self.max_variants:
+            other = "capture='dynamo'" if self.options.opt_level == "O1" else "opt_level='O1', which Dynamo can follow"
             raise CaptureError(
                 f"{type(module).__qualname__} asked for more than {self.max_variants} graphs: its forward decides on "
-                "sizes or arguments that differ at every call. Pad the inputs to a few sizes, or use capture='dynamo'."
+                f"sizes or arguments that differ at every call. Pad the inputs to a few sizes, or use {other}."
             )
         spec, inputs = flatten_call(args, kwargs)
         is_general = _is_second_size(known, inputs) if sizes_vary is None else sizes_vary

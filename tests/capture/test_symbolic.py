@@ -408,3 +408,19 @@ def test_questions_about_ranks_and_dtypes_bind_a_graph_to_nothing():
 
     converted = check_same(body, EXACT)
     assert not engine_of(converted).all_variants()[0].captured.decisions
+
+
+def test_a_graph_for_each_number_of_rows_is_refused_at_o2_with_a_remedy_that_helps_there():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.stack([self.fc(row) for row in x])
+
+    converted = fxamp.convert(Rows(), torch.bfloat16, (torch.randn(1, 4),), "O2")
+    for many in range(1, 17):
+        converted(torch.randn(many, 4))
+    with pytest.raises(CaptureError, match="Pad the inputs to a few sizes, or use opt_level='O1', which Dynamo can"):
+        converted(torch.randn(17, 4))
