@@ -6,7 +6,8 @@
    domain-sensitive argument (log, rsqrt, a denominator) through infer and clear nodes only.
 3. The level says which of the remaining infer nodes may be low at all ("eligible"); in bfloat16, 'balanced' keeps
    residual streams high.
-   So does it what leads to a question about positions: an argsort, a threshold, a bin (positions.py).
+   So does it what leads to a question about positions: an argsort, a threshold, a bin (positions.py), and a softmax
+   that a norm centres.
 4. Values that low precision would destroy are high: literals out of range and what they taint, exact integers,
    squares.
 What is left is free, and the cut decides.
@@ -29,7 +30,7 @@ from fxamp.passes.policy import Policy
 from fxamp.passes.positions import protect_positions
 from fxamp.passes.reads import Read, asked_dtype, converts_to, is_conversion
 from fxamp.passes.ruling import Ruling, Verdict, start_ruling
-from fxamp.passes.spread import keep_last_sums, mark_born, protect_domains, spread_deny
+from fxamp.passes.spread import keep_last_sums, mark_born, protect_differences, protect_domains, spread_deny
 from fxamp.passes.streams import protect_streams
 from fxamp.passes.values import fix_destroyed_values, is_dot_product, is_sum_of_squares, mark_integers, spread_taint
 from fxamp.runtime.recurrent_memory import GATES
@@ -53,6 +54,7 @@ def apply_rules(graph: fx.Graph, policy: Policy, fit_of: Callable[[fx.Node], Fit
         spread_deny(ruling)
         protect_domains(ruling)
         protect_streams(ruling)
+        protect_differences(ruling)
         protect_positions(ruling)
         keep_last_sums(ruling)
         mark_born(ruling)

@@ -17,6 +17,7 @@ _CAUSES = (
     "integers",
     "taint",
     "stream",
+    "differences",
     "kernel",
 )
 """Kinds of reason that start a float32 region, the others follow from them; most telling first."""

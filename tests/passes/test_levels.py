@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fxamp
 from fxamp.lists import OpLists
 from tests.language import FP16, assert_colours, assert_precision, decided, policy
 
@@ -35,6 +36,40 @@ X, W = torch.rand(8, 8), torch.rand(8, 8)
 def test_levels(program, strict, balanced, aggressive):
     for level, colours in (("strict", strict), ("balanced", balanced), ("aggressive", aggressive)):
         assert_colours(program, colours, chosen=policy(level=level))
+
+
+@pytest.mark.parametrize(
+    "program, expected",
+    [
+        ("linear softmax norm linear", "low high high low"),
+        ("linear softmax view norm linear", "low high high high low"),  # moved on its way
+        ("linear softmax softmax norm linear", "low high high high low"),
+        ("linear softmax linear norm linear", "low low low low low"),  # a product is made of rounded numbers anyway
+        ("linear norm softmax linear", "low low low low"),
+        ("linear sigmoid norm linear", "low low low low"),  # as under autocast
+    ],
+)
+def test_a_softmax_that_a_norm_centres_is_float32(program, expected):
+    for low in (FP16, torch.bfloat16):
+        assert_colours(program, expected, chosen=policy(low))
+    own = OpLists.default().override(infer=["softmax"])
+    assert_colours("linear softmax norm linear", "low low low low", chosen=policy(lists=own))
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_probabilities_that_differ_little_are_not_rounded_before_they_are_normed(low):
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.fc, self.norm = nn.Linear(64, 64), nn.InstanceNorm1d(1)
+
+        def forward(self, x):
+            return self.norm((0.1 * self.fc(x)).softmax(-1).unsqueeze(1))
+
+    model, x = Normed(), torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    exact, found = model(x), fxamp.convert(model, low)(x)
+    assert (found - exact).norm() / exact.norm() < 2 * torch.finfo(low).eps
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "softmax", "group_norm"])

@@ -166,6 +166,14 @@ CASES = (
         *(("stream", "stream"), "begins"),
         dtype=torch.bfloat16,
     ),
+    Case(
+        *("differences", lambda m, x: m.b(nn.functional.layer_norm(m.a(x).softmax(-1), (8,))), "softmax", "high"),
+        *(("differences",), "layer_norm goes by"),
+    ),
+    Case(
+        *("by differences", lambda m, x: m.b(nn.functional.layer_norm(m.a(x).softmax(-1), (8,))), "layer_norm", "high"),
+        *(("differences",), "layer_norm goes by"),
+    ),
     Case("user cast", lambda m, x: m.b(m.a(x).float()), "linear_1", "high", ("user operand", "user cast"), "float_1"),
     Case("user region", switched_off, "linear_1", "high", ("user region",), "autocast off"),
     Case("not low-born", lambda m, x: m.a(x + 1.0), "add", "high", ("not low-born", "input"), "input_0"),
