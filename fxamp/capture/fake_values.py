@@ -97,7 +97,7 @@ class FakeValues:
                 "dictionary, and what it adds to or changes there cannot be seen where sizes depend on data"
             )
         with self.aside():
-            return guess(node, lambda values: self._fakes.run(node, values))
+            return guess(node, self._fakes)
 
 
 def _target_name(node: fx.Node) -> str:

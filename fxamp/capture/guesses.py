@@ -1,24 +1,26 @@
 """Values whose sizes depend on data: guessed from full lengths, right in rank and dtype, and asked for nothing else.
 
     data, batch_sizes = _pack_padded_sequence(x, lengths)     # how many rows follows from the lengths
-    chosen = x[x > 0]                                          # as many as are true, all of them at most
+    chosen = x[x > 0]                                         # as many as are true, all of them at most
 
-A recurrent module behind a packed sequence must know whether its input is batched; costs and paddings behind it want
-sizes; which tensors an op gives (`chosen.max(0)`) is known from running it. A decision on sizes never sees a guess, and
-none is called static.
+A recurrent module behind a packed sequence must know whether its input is batched, `isinstance(chosen, Tensor)` has an
+answer, and which tensors an op gives (`chosen.max(0)`) is known from running it; costs and paddings behind it want
+sizes. A decision on sizes never sees a guess, and none is called static.
 """
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 
 from fxamp import ir
-from fxamp.fakes import UNKNOWN
-from fxamp.opnames import canonical_name
+from fxamp.fakes import UNKNOWN, Fakes
 from fxamp.recurrent_fakes import SEQUENCES, like_recurrent
 
 
@@ -27,28 +29,54 @@ def known_or_guessed(node: fx.Node) -> Any:
     return node.meta.get("val", node.meta.get(ir.GUESS, UNKNOWN))
 
 
-def guess(node: fx.Node, run: Callable[[Callable[[fx.Node], Any]], Any]) -> Any:
-    """A value with the right rank and dtype for a node that could not be run; UNKNOWN where there is none.
-
-    Args:
-        run: runs the node for given values of its inputs.
-    """
+def guess(node: fx.Node, fakes: Fakes) -> Any:
+    """A value with the right rank and dtype for a node that could not be run; UNKNOWN where there is none."""
     values = {given: known_or_guessed(given) for given in node.all_input_nodes}
     try:
         if node.target in _PACKED and _is_packed(node, values):
             return _PACKED[node.target](*fx.node.map_arg(node.args, values.__getitem__))
         if node.target is operator.getitem and _has_numbers(sizes := values[node.all_input_nodes[0]]):
             return sizes[node.args[1]]
-        if (chosen := _CHOOSING.get(canonical_name(node.target))) is not None:
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-            if (found := chosen(*args, **kwargs)) is not UNKNOWN:
-                return found
         values = {
             given: int(value) if _has_numbers(value) and not value.dim() else value for given, value in values.items()
         }
-        return UNKNOWN if any(value is UNKNOWN for value in values.values()) else run(values.__getitem__)
+        if any(value is UNKNOWN for value in values.values()) or _drops_dims_of_size_one(node):
+            return UNKNOWN
+        try:
+            return fakes.run(node, values.__getitem__)
+        except DynamicOutputShapeException:
+            return _at_full_length(node, fakes, values)
     except Exception:  # a guess decides nothing that could fail
         return UNKNOWN
+
+
+def _drops_dims_of_size_one(node: fx.Node) -> bool:
+    return "squeeze" in str(getattr(node.target, "__name__", node.target)).split("_")
+
+
+def _at_full_length(node: fx.Node, fakes: Fakes, values: dict[fx.Node, Any]) -> Any:
+    """What an op gives whose data decides how long that is, at the most; UNKNOWN where it gives numbers."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    open_ended = fakes.in_mode(mode)
+    given = {each: pytree.tree_map_only(torch.Tensor, open_ended.of, value) for each, value in values.items()}
+    longest = max(
+        int(extent) for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor) for extent in value.shape
+    )
+
+    def full(value: torch.Tensor) -> Any:
+        with mode:
+            closed = torch.empty([_most(e, longest) for e in value.shape], dtype=value.dtype, device=value.device)
+        return fakes.of(closed.requires_grad_(value.requires_grad))
+
+    return pytree.tree_map(full, open_ended.run(node, given.__getitem__))
+
+
+def _most(extent: int | torch.SymInt, longest: int) -> int:
+    """A size, or the most it can be, where that is known."""
+    if isinstance(extent, int):
+        return extent
+    most = extent.node.shape_env.bound_sympy(extent.node.expr).upper
+    return int(most) if most.is_Integer and most < sys.maxsize - 1 else longest
 
 
 def _has_numbers(value: Any) -> bool:
@@ -75,47 +103,6 @@ def _pad(data: Any, batch_sizes: Any, batch_first: bool, *_: Any) -> Any:
     return data.new_empty((*leading, *data.shape[1:])), torch.empty(batch, dtype=torch.int64)
 
 
-def _rows(tensor: Any, index: Any) -> Any:
-    """`x[mask]`: rows are chosen, by a mask of the first dimensions."""
-    if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8) or not index.dim():
-        return UNKNOWN
-    return tensor.new_empty((index.numel(), *tensor.shape[index.dim() :])).requires_grad_(tensor.requires_grad)
-
-
-def _places(tensor: Any, as_tuple: bool = False) -> Any:
-    if as_tuple:
-        return tuple(tensor.new_empty(tensor.numel(), dtype=torch.int64) for _ in tensor.shape)
-    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
-
-
-def _where(condition: Any, *values: Any) -> Any:
-    return UNKNOWN if values else _places(condition, as_tuple=True)
-
-
-def _elements(tensor: Any, mask: Any) -> Any:
-    count = torch.broadcast_shapes(tensor.shape, mask.shape).numel()  # type: ignore[no-untyped-call]
-    return tensor.new_empty(count).requires_grad_(tensor.requires_grad)
-
-
-def _unique(
-    tensor: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, dim: Any = None
-) -> Any:
-    many = tensor.numel() if dim is None else tensor.shape[dim]
-    values = tensor.new_empty(many if dim is None else tensor.shape)
-    inverse = tensor.new_empty(tensor.shape if dim is None else many, dtype=torch.int64)
-    parts = (values, *(inverse,) * return_inverse, *(inverse.new_empty(many),) * return_counts)
-    return parts if len(parts) > 1 else values
-
-
-# Ops that give as many values as the data says.
-_CHOOSING: dict[str, Callable[..., Any]] = {
-    "argwhere": _places,
-    "getitem": _rows,
-    "masked_select": _elements,
-    "nonzero": _places,
-    "unique": _unique,
-    "where": _where,
-}
 _PACKED: dict[Any, Callable[..., Any]] = {
     torch._pack_padded_sequence: _pack,
     torch._pad_packed_sequence: _pad,

@@ -98,9 +98,9 @@ class ValueProxy(fx.Proxy):
     def __getattr__(self, k: str) -> Any:
         if k in ("_is_param", "_is_buffer"):  # asked by isinstance(x, nn.Parameter) and (x, nn.Buffer)
             return False
-        value = self.node.meta.get("val", UNKNOWN)
-        if not _has(value, k) or (isinstance(value, torch.Tensor) and not self._has_real(k)):
-            raise AttributeError(f"{type(value).__name__!r} object has no attribute {k!r}")
+        value, guessed = self.node.meta.get("val", UNKNOWN), known_or_guessed(self.node)
+        if not _has(guessed, k) or (isinstance(guessed, torch.Tensor) and not self._has_real(k)):
+            raise AttributeError(f"{type(guessed).__name__!r} object has no attribute {k!r}")
         if (isinstance(value, torch.Tensor) and k in _PLAIN) or isinstance(value, torch.device):
             return getattr(value, k)
         if value is UNKNOWN and k in ("device", "is_cuda") and self.tracer.example is None:  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.lengths import has_open_length, parts_of_guess
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import unfollowable, user_line
@@ -41,13 +42,14 @@ class Questions:
 
         What follows from dtypes, devices and numbers of dimensions is the same at every call of the graph.
         """
-        value = proxy.node.meta.get("val", UNKNOWN)
-        if asks_of_autograd(proxy.node):
+        node = proxy.node
+        value = known_or_guessed(node) if node.meta.get("static") else node.meta.get("val", UNKNOWN)
+        if asks_of_autograd(node):
             raise self.unfollowable(f"Python's {question}() of what autograd or memory layout says")
         if isinstance(value, (bool, int, float, str, torch.dtype, torch.device, torch.Size)) or value is None:
-            if not proxy.node.meta.get("static"):
-                if self._numbers.decide_on(proxy.node):
-                    self.decisions.append(Decision(user_line(), proxy.node, value))
+            if not node.meta.get("static"):
+                if self._numbers.decide_on(node):
+                    self.decisions.append(Decision(user_line(), node, value))
             return value
         raise self.unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))
 

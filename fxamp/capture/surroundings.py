@@ -8,6 +8,7 @@ import contextlib
 import random
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import fx, nn
 from torch.fx import _symbolic_trace
 from torch.nn.utils import rnn
 
+from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.locations import is_library_file, user_line
 from fxamp.capture.objects import is_other_self
-from fxamp.capture.proxies import is_value
+from fxamp.capture.proxies import is_value, questions_of
 from fxamp.errors import CaptureError
 from fxamp.fakes import TWIN_OF, UNKNOWN
 from fxamp.opnames import canonical_name
@@ -114,7 +116,7 @@ def grad_mode_reads(tracer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def honest_questions() -> Iterator[None]:
-    """`isinstance(x, torch.Tensor)` and `callable(x)` in the model are as in eager where a proxy's value is known.
+    """`isinstance(x, torch.Tensor)` and `callable(x)` in the model are as in eager; what cannot be told is refused.
 
     (A proxy whose `__class__` is Tensor would do for Python, but torch's C parser believes it too and crashes. Every
     fx.Proxy can be called.)
@@ -126,8 +128,14 @@ def honest_questions() -> Iterator[None]:
             return True
         if not is_value(instance):
             return False
-        value = instance.node.meta.get("val", UNKNOWN)
+        value = known_or_guessed(instance.node)
+        if value is UNKNOWN and instance.tracer.example is not None and is_asked_by_the_model(sys._getframe(1)):
+            raise questions_of(instance).unfollowable("isinstance() of a value whose sizes depend on data", data=True)
         return value is not UNKNOWN and original(value, kinds)
+
+    def is_asked_by_the_model(frame: types.FrameType) -> bool:
+        asker = frame.f_back if frame.f_code is torch.is_tensor.__code__ else frame
+        return asker is not None and not is_library_file(asker.f_code.co_filename)
 
     def callable_(value: Any) -> bool:
         return not is_value(value) and original_callable(value)

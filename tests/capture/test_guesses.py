@@ -1,0 +1,82 @@
+"""Behind a size that data decides: what Python asks is answered as in eager, or the call is left to Dynamo."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp.model.engine import engine_of
+
+X = torch.randn(6, 8)
+MASK = torch.tensor([True, False, True, True, False, True])
+
+SELECTIONS = {
+    "x[mask]": lambda x: x[MASK],
+    "masked_select": lambda x: x.masked_select(MASK[:, None]).view(-1, 8),
+    "nonzero": lambda x: x[MASK.nonzero().flatten()],
+    "where": lambda x: x[torch.where(MASK)[0]],
+    "repeat_interleave": lambda x: x.repeat_interleave(MASK.long() + 1, dim=0),
+    "unique": lambda x: x[torch.unique(MASK.long())],
+}
+QUESTIONS = {
+    "isinstance": lambda y: isinstance(y, torch.Tensor),
+    "is_tensor": lambda y: torch.is_tensor(y),
+    "not a list": lambda y: not isinstance(y, (list, tuple)),
+    "dtype": lambda y: y.dtype == torch.float32,
+    "dim": lambda y: y.dim() == 2 and y.ndim == 2,
+    "device": lambda y: y.device.type == "cpu",
+    "layout": lambda y: y.layout == torch.strided,
+    "is_floating_point": lambda y: y.is_floating_point(),
+    "hasattr": lambda y: hasattr(y, "shape") and not hasattr(y, "logits"),
+    "what is made of it": lambda y: isinstance(y.relu() + 1, torch.Tensor),
+    "parts": lambda y: isinstance(y.chunk(2, 1), tuple),
+}
+
+
+class Selecting(nn.Module):
+    """Doubles where the answer is yes."""
+
+    def __init__(self, select, ask) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.select, self.ask = select, ask
+
+    def forward(self, x):
+        y = self.select(x)
+        return self.fc(y * 64 if self.ask(y) else y)
+
+
+def _converted(select, ask):
+    model = Selecting(select, ask)
+    converted = fxamp.convert(model, dtype=torch.bfloat16)
+    assert (converted(X) - model(X)).norm() < model(X).norm() * 2**-6
+    assert model.ask(select(X))
+    return converted
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_has_eagers_answer(question):
+    converted = _converted(SELECTIONS["x[mask]"], QUESTIONS[question])
+    assert {variant.captured.method for variant in engine_of(converted).all_variants()} == {"symbolic"}
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_each_selection_is_known_by_its_type(selection):
+    converted = _converted(SELECTIONS[selection], QUESTIONS["isinstance"])
+    assert {variant.captured.method for variant in engine_of(converted).all_variants()} == {"symbolic"}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda y: isinstance(y.shape[0], int),
+        lambda y: y.squeeze().dim() == 2,
+        lambda y: y.shape[0] > 1,
+        lambda y: y.shape[1] == 8,
+        lambda y: isinstance(y.tolist(), list),
+    ],
+    ids=["a size's type", "squeezed", "rows", "columns", "list"],
+)
+def test_what_hangs_on_the_size_is_left_to_dynamo(ask):
+    _converted(SELECTIONS["x[mask]"], ask)
