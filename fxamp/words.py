@@ -23,6 +23,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def percent(share: float) -> str:
+    """percent(0.264) == "26%", percent(0.001) == "less than 1%"."""
+    return "less than 1%" if 0 < share < 0.01 else f"{share:.0%}"
+
+
 def listed(names: Iterable[str], most: int, between: str = ", ") -> str:
     """listed(["a", "b"], 2) == "a, b", listed(["a", "b", "c", "d"], 2) == "a, b and 2 more"."""
     every = list(names)

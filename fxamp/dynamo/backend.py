@@ -76,6 +76,7 @@ class DynamoForward:
         variants: every graph there is, in the order of their making.
         watch: while it is set, it runs the graphs in the place of their compiled forwards.
         calls: of the model, so far.
+        trains: whether one of them was in training mode, with gradients.
         runs_as_written: whether a call came to its end, outside of modes, while no graph had been made.
         weights: paths of the weights that graphs were given in calls that made graphs.
         shared: a weight of a module -> the weight of the equal module whose graph runs it, and decided for both.
@@ -89,6 +90,7 @@ class DynamoForward:
         self.protected: frozenset[str] = frozenset()
         self.watch: Watch | None = None
         self.calls = 0
+        self.trains = False
         self.runs_as_written = False
         self.weights: set[str] = set()
         self.shared: dict[str, str] = {}
@@ -127,6 +129,7 @@ class DynamoForward:
             with plain_inside(module, nested(module)):  # Dynamo would give up, and not come back; or has
                 return base.forward(module, *args, **kwargs)
         self.calls += 1
+        self.trains = self.trains or (module.training and torch.is_grad_enabled())
         self._seen = weakref.ref(module)
         if self._compiled is None:
             self.variants, self._nested, self._alike = [], nested(module), _most_alike(module)

@@ -7,7 +7,7 @@ from torch import nn
 from fxamp import ir
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.variant import Variant
-from fxamp.words import listed
+from fxamp.words import listed, percent
 
 _NAMED = 3
 """Weights that are named."""
@@ -27,14 +27,17 @@ def uncaptured(engine: Engine, model: nn.Module) -> tuple[float, str]:
     """The share of the matrix weights that no graph reads, and what to know about them ("" where there are none).
 
     Only of models that Dynamo has been asked to capture, or that run as written around their blocks; a symbolic graph
-    holds all of forward. It says nothing of other calls: where Dynamo made no graph, what it reads does not count.
+    holds all of forward. It says nothing of other calls: where Dynamo made no graph, or is asked in training and the
+    symbolic graph is one for evaluation, what that reads does not count.
     """
     if engine.blocks:
         return _around_blocks(engine, model)
     if not getattr(engine.dynamo, "calls", 0):
         return 0.0, ""
+    variants = engine.all_variants()
+    alike = [variant for variant in variants if not (engine.dynamo.trains and _is_for_evaluation(variant))]
     is_apart = holds_other_calls(engine)
-    read = set() if is_apart else engine.dynamo.weights.union(*map(_weights_read, engine.all_variants()))
+    read = set() if is_apart else engine.dynamo.weights.union(*map(_weights_read, alike))
     sizes = {name: weight.numel() for name, weight in _matrices(model)}
     left = [name for name in sizes if name not in read]
     share = sum(sizes[name] for name in left) / max(1, sum(sizes.values()))
@@ -43,8 +46,8 @@ def uncaptured(engine: Engine, model: nn.Module) -> tuple[float, str]:
     given_up = [f"Dynamo gave up {function}: {why}" for function, why in engine.dynamo.given_up.items()]
     why = "; ".join(given_up) or (_WHY_RECURRENT if all(_is_recurrent(model, name) for name in left) else _WHY)
     names = listed(left, _NAMED)
-    where = "in calls that are left to Dynamo " if is_apart else ""
-    return share, f"{where}{share:.0%} of the weights are read by no graph and run as they are ({names}): {why}."
+    where = "in calls that are left to Dynamo " if is_apart or len(alike) < len(variants) else ""
+    return share, f"{where}{percent(share)} of the weights are read by no graph and run as they are ({names}): {why}."
 
 
 def _around_blocks(engine: Engine, model: nn.Module) -> tuple[float, str]:
@@ -100,6 +103,10 @@ def holds_other_calls(engine: Engine) -> bool:
 def is_nothing_captured(engine: Engine) -> bool:
     """Whether Dynamo was asked to capture a call, and made no graph of it."""
     return bool(getattr(engine.dynamo, "calls", 0)) and not engine.all_variants()
+
+
+def _is_for_evaluation(variant: Variant) -> bool:
+    return {flag for _, flag in variant.captured.training} == {False}
 
 
 def _weights_read(variant: Variant) -> set[str]:

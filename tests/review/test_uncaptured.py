@@ -101,6 +101,40 @@ def test_a_model_that_was_evaluated_first_says_that_its_training_is_not_captured
     assert report.low_precision_nodes > 0 and f"LoopsInTraining: {report.outside[0]}" == said
 
 
+def test_a_small_part_is_not_said_to_be_nothing():
+    model = Around()
+    model.head = nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 8))
+    converted = fxamp.convert(model, dtype="bf16")
+    converted(X)
+    assert fxamp.report(converted).outside[0].startswith("less than 1% of the weights are read by no graph")
+
+
+class LoopsBehindInTraining(Around):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return super().forward(x)
+        return nn.Sequential.forward(self.loop.parts, self.head(x))
+
+
+def test_evaluation_does_not_hide_what_dynamo_left_out_in_training(caplog):
+    converted = fxamp.convert(LoopsBehindInTraining(), dtype="bf16")
+    converted.eval()(X)
+    assert warnings_of(caplog) == []
+    for _ in range(2):
+        converted.train()(X)
+    (said,) = warnings_of(caplog)
+    assert "in calls that are left to Dynamo 75% of the weights" in said and "loop.parts.0.weight" in said
+    assert fxamp.report(converted).outside[0] in said
+
+
+def test_calls_without_gradients_are_no_training_that_evaluation_could_hide(caplog):
+    converted = fxamp.convert(LoopsBehindInTraining(), dtype="bf16")
+    converted.eval()(X)
+    with torch.no_grad():
+        converted.train()(X)
+    assert warnings_of(caplog) == [] and fxamp.report(converted).outside == ()
+
+
 def test_a_batch_that_the_model_refuses_is_no_call_that_is_left_to_dynamo(caplog):
     converted = fxamp.convert(LoopsInTraining(), dtype="bf16").eval()
     converted(X)
