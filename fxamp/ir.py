@@ -33,6 +33,7 @@ WRITES = "fxamp_writes"
 # Set by a capture on a node whose sizes the data decides: a value of the right rank and dtype, see
 # fxamp.capture.guesses. Its sizes are an example of what may come, good for costs and for nothing that must hold.
 GUESS = "fxamp_guess"
+TRANSFORMED = "fxamp_transformed"
 # What stays of a guess when values are forgotten: the sizes in the node's type are the most that may come.
 GUESSED = "fxamp_guessed"
 # Set on a result that a caller gets and that others are computed from, see fxamp.passes.outputs.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from fxamp import ir
 from fxamp.capture.captured import Captured
@@ -180,20 +181,23 @@ def _mark_autocast_regions(graph: fx.Graph) -> None:
 
 
 def _mark_transforms(graph: fx.Graph) -> None:
-    """Nodes inside a torch.func transform (grad, vmap) are marked: their values have a level of their own.
+    """Mark the nodes inside torch.func transforms (grad, vmap) with a number: values there have levels of their own.
 
     A cast would have to stand on the right side of every change of level, and such values are not to be looked at
-    from outside.
+    from outside. What a transform gives is a tensor as any other.
     """
-    depth = 0
+    depth = number = 0
     for node in graph.nodes:
         name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        depth += name.endswith("_increment_nesting")
+        if name.endswith("_increment_nesting"):
+            depth, number = depth + 1, number + (depth == 0)
         if name.endswith("_nesting"):
             fx.node.has_side_effect(node.target)  # torch itself notes it of some of them
         if depth:
-            node.meta["transformed"] = True
-            node.meta["val"] = None
+            node.meta[ir.TRANSFORMED] = number
+            value = node.meta.get("val")
+            if not isinstance(value, torch._subclasses.FakeTensor) or is_functorch_wrapped_tensor(value):
+                node.meta["val"] = None
         depth -= name.endswith("_decrement_nesting")
 
 

@@ -107,7 +107,9 @@ def promote(graph: fx.Graph, root: nn.Module, fakes: Fakes) -> None:
     for node in list(graph.nodes):
         if promotion.before(node) or any(given in stale for given in node.all_input_nodes):
             stale.add(node)
-            if node.op != "output":
+            if ir.TRANSFORMED in node.meta:  # has levels that are gone: what it gives is widened as what it was given
+                node.meta["val"] = node.meta["val"].float() if _is_low(node) else node.meta["val"]
+            elif node.op != "output":
                 node.meta["val"] = promotion.run(node)
         promotion.after(node)
 

@@ -24,7 +24,8 @@ class InsertCasts(Pass):
 
     1. A value read by several nodes in the other precision is cast once, unless it was written between them.
     2. A cast stands directly behind the value, or behind the write it must see; a weight's before its first use, and so
-       does one whose reader has gradients where the value had none: forward may differentiate by an input.
+       does one whose reader has gradients where the value had none: forward may differentiate by an input. Inside of a
+       torch.func transform stands none: what it gives is cast after it, what it takes before it.
     3. Only float32 tensors are cast; a mask with numbers beyond the low range is clamped to it first.
     4. Outputs come back in `output_dtype`.
     5. A value that was widened for this reader (see fxamp.capture.promotion) is read as it was before.
@@ -53,7 +54,7 @@ class InsertCasts(Pass):
             region = regions[reader] if at_reader else 0
             key = (read.value, dtype, aliases.epoch(read.value, reader), region)
             if key not in made:
-                place = reader if at_reader else _behind(read.value, reader)
+                place = _before(reader) if at_reader else _behind(read.value, reader)
                 made[key] = _make_cast(graph, read.value, reader, dtype, aliases, self.policy.low, place)
             ir.replace_operand(reader, read, made[key])
         for node in [node for node in graph.nodes if ir.PROMOTED in node.meta and not node.users]:
@@ -122,9 +123,19 @@ def _describe(node: fx.Node, value: fx.Node, kind: ir.ValueType, role: ir.Role) 
     ir.set_mark(node, type=kind, colour="clear", reason=reason, role=role, serves=value.name)
 
 
+def _before(reader: fx.Node) -> fx.Node:
+    """The node a cast stands before that is made for this reader: the reader, or the transform that it is a part of."""
+    transform = reader.meta.get(ir.TRANSFORMED)
+    while transform is not None and reader.prev.meta.get(ir.TRANSFORMED) == transform:
+        reader = reader.prev
+    return reader
+
+
 def _behind(value: fx.Node, reader: fx.Node) -> fx.Node:
-    """The node a cast stands before that stands right behind its value."""
-    follower = value.next
+    """The node a cast stands before that stands right behind its value, or the transform that gives it."""
+    transform, follower = value.meta.get(ir.TRANSFORMED), value.next
+    while transform is not None and follower.meta.get(ir.TRANSFORMED) == transform:
+        follower = follower.next
     while follower.op in ("placeholder", "get_attr") and follower is not reader:
         follower = follower.next
     return follower

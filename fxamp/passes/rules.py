@@ -166,7 +166,7 @@ def _deny_reason(policy: Policy, node: fx.Node) -> str:
 def _untouchable(ruling: Ruling, node: fx.Node) -> str | None:
     """Why a node cannot take part: its types, its kernels, or weights inside a module."""
     op, own = ir.mark(node).op, list(ir.tensors_in(ir.mark(node).type))
-    if node.meta.get("transformed"):
+    if node.meta.get(ir.TRANSFORMED):
         return "it stands inside a torch.func transform (grad, vmap), whose levels a cast must not cross"
     if any(_differentiates(user, node) for user in node.users):
         return "autograd.grad differentiates with respect to it, and a cast of it would be another tensor"

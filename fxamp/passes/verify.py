@@ -187,7 +187,7 @@ def _stored(node: fx.Node) -> object:
 
 
 def _rerun(fakes: Fakes, node: fx.Node, values: dict[fx.Node, object]) -> object:
-    if node.meta.get("transformed") or any(values[given] is UNKNOWN for given in node.all_input_nodes):
+    if node.meta.get(ir.TRANSFORMED) or any(values[given] is UNKNOWN for given in node.all_input_nodes):
         return UNKNOWN
     try:
         return run_on_fakes(fakes, node, values.__getitem__)

@@ -62,8 +62,20 @@ def _fresh_dynamo():
     torch.manual_seed(0)
 
 
-FUNCTIONS = (per_sample, gradient, jacobian, force, force_by_statement, gradient_of_an_inner_value)
-OF_TORCH_FUNC = FUNCTIONS[:3]
+def joined(net, x):
+    x = x.softmax(1)  # read low by the sum, were the other half of it low
+    return net.h(x + torch.vmap(net.f)(x))
+
+
+def handed_on(net, x):
+    y = net.f(x)
+    y.mul_(2.0)
+    y = y + torch.func.grad(lambda v: net.h(torch.tanh(v)).sum())(y)
+    return net.h(torch.func.grad(lambda v: net.h(torch.tanh(v)).sum())(torch.vmap(net.f)(y)) + y)
+
+
+FUNCTIONS = (per_sample, gradient, jacobian, joined, handed_on, force, force_by_statement, gradient_of_an_inner_value)
+OF_TORCH_FUNC = FUNCTIONS[:5]
 
 
 @pytest.mark.parametrize("capture", ["auto", "symbolic"])
@@ -84,6 +96,12 @@ def test_values_and_parameter_gradients_are_those_of_fp32(function, capture):
     assert len(found[0]) == len(found[1])
     for theirs, mine in zip(*found, strict=True):
         assert (mine - theirs).abs().max() <= 0.02 * max(1.0, float(theirs.detach().abs().max()))
+
+
+def test_a_low_input_is_widened_before_a_transform_that_reads_what_is_made_of_it():
+    model = Net(handed_on)
+    found = fxamp.convert(model, LOW)(X.bfloat16())
+    torch.testing.assert_close(found, model(X), rtol=0.05, atol=0.05)
 
 
 def test_what_stands_inside_a_transform_is_named():
