@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from fxamp import ir
 from fxamp.canonical import canonical_text
@@ -132,7 +133,11 @@ def _shape(value: Any) -> Any:
 
 
 def _without_data(value: Any) -> Any:
-    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    if is_functorch_wrapped_tensor(value):  # has operations only inside of its transform
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return torch.empty_like(value, device="meta")
 
 
 def settled(first: Captured, again: Callable[[], Captured]) -> Captured:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
 from fxamp.errors import CaptureError
@@ -45,7 +46,8 @@ def make_ready(context: Any) -> None:
     try:
         call = args.as_proxy(), kwargs.as_proxy()
         sizes_vary = any(map(_varies, pytree.tree_leaves(call)))
-        args, kwargs = pytree.tree_map(_sample, call)
+        with temporarily_clear_interpreter_stack():  # torch.func's transforms allow no requires_grad_
+            args, kwargs = pytree.tree_map(_sample, call)
         _made.number = engine.current(module.value).capture(module.value, args, kwargs, sizes_vary=sizes_vary).number
     except CaptureError as error:
         context.graph_break(f"fxamp has no graph for this call of {name}: {error}")

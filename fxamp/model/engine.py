@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.proxy import TraceError
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -280,12 +281,15 @@ class Engine:
 
         1. A batch norm that torch takes apart would give float32 of low values and its float32 statistics: it is high.
         2. A defect of the passes that an invariant shows is no reason to refuse a model that Dynamo can take.
+        3. What torch.func's transforms forbid (a draw of their own kind, a write into what they were not given) is for
+           the call; in a capture it would meet values that stand for none of theirs.
         """
         options, is_transformed = self.options, takes_apart()
         if is_transformed:
             options = dataclasses.replace(options, lists=options.lists.override(deny=["batch_norm"]))
         try:
-            variant = self.workshop.build(plain_tree(module), spec, inputs, options, self.changes.live, is_general)
+            with temporarily_clear_interpreter_stack():
+                variant = self.workshop.build(plain_tree(module), spec, inputs, options, self.changes.live, is_general)
         except InvariantError as error:
             if not self._may_use_dynamo:
                 raise

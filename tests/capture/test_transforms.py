@@ -177,3 +177,34 @@ def test_weights_that_are_looked_at_are_no_part_of_a_trace():
     converted = fxamp.convert(model, LOW, capture="symbolic")
     expected = AROUND["linearize"](model)
     assert (AROUND["linearize"](converted) - expected).norm() <= 0.02 * expected.norm()
+
+
+class Clamped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x, places):
+        return self.a(x)[places.clamp_(max=3)]
+
+
+def test_a_first_call_may_draw_and_write_as_its_transform_allows():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5, inplace=True), nn.Linear(8, 8))
+    converted = fxamp.convert(model, LOW, capture="symbolic")
+    rows = torch.vmap(converted, randomness="different")(torch.stack([X, X]))
+    assert rows.shape == (2, 4, 8)
+    assert not torch.equal(*rows)
+    gradients = []
+    model = Clamped()
+    for net in (model, fxamp.convert(model, LOW, capture="symbolic")):
+        gradients.append(torch.func.grad(lambda x, net=net: net(x, torch.tensor([1, 7])).sum())(X))
+    assert (gradients[1] - gradients[0]).norm() <= 0.02 * gradients[0].norm()
+
+
+@pytest.mark.parametrize("around", ["jacrev", "per sample", "jvp"])
+def test_a_converted_model_that_is_compiled_is_transformed_as_the_model(around):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    compiled = torch.compile(fxamp.convert(model, LOW), backend="eager")
+    expected = AROUND[around](model)
+    assert (AROUND[around](compiled) - expected).norm() <= 0.02 * expected.norm()
