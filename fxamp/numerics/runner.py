@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES
@@ -85,10 +88,20 @@ class Runner(fx.Interpreter):
             value = self._read(other) if isinstance(other, torch.Tensor) else value
         elif self.stored_anew and (stored := self._widened_weight(n)) is not None:
             value = exact_weight(stored)
-        return value if n.op == "output" else self.see(self.part, n, value)
+        if n.op == "output":
+            return value
+        return self._see_result(n, value) if ir.TRANSFORMED in n.meta else self.see(self.part, n, value)
+
+    def _see_result(self, node: fx.Node, value: Any) -> Any:
+        """Show what a torch.func transform gives; what has a level inside of it cannot be looked at."""
+        leaves = pytree.tree_leaves(value)
+        if any(isinstance(leaf, torch.Tensor) and is_functorch_wrapped_tensor(leaf) for leaf in leaves):
+            return value
+        with temporarily_clear_interpreter_stack():
+            return self.see(self.part, node, value)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        if self.edge is None:
+        if self.edge is None or ir.TRANSFORMED in n.meta:
             return super().fetch_args_kwargs_from_env(n)
         edge = self.edge
         read = lambda given: edge(self.part, given, n, self.env[given])  # noqa: E731
