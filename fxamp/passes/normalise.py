@@ -24,7 +24,8 @@ class Normalise(Pass):
     2. A conversion relative to another value that changes nothing in an fp32 run disappears.
     3. One that changes something there names its dtype: `mask.to(y)` is `mask.to(float32)`.
        `x.type(dtype)` is another spelling of `x.to(dtype)`; with a type that the user names it stays.
-    4. A list of tensors passed whole (`cat(x.chunk(2))`) is passed item by item.
+    4. A list of tensors passed whole (`cat(x.chunk(2))`) is passed item by item. A module that stays whole is given a
+       tuple of a class (a PackedSequence) as it is: float32, as all that modules give and such classes hold.
     5. Operands that torch knows by position stand there: `torch.add(input=x, other=y)` is `torch.add(x, y)`.
     6. A value that nobody reads is not computed, unless computing it does something else too.
     7. An empty tensor that `cat` skips is none of its operands: it would have a dtype. (A cache of keys begins so.)
@@ -260,6 +261,8 @@ def _pass_items(graph: fx.Graph, node: fx.Node) -> bool:
     wholes = [given for given in node.all_input_nodes if _is_flat_tuple(given)]
     if node.op == "output":
         wholes = [whole for whole in wholes if not ir.is_returned_whole(whole)]
+    elif node.op == "call_module":
+        wholes = [whole for whole in wholes if not hasattr(whole.meta.get("val", whole.meta.get(ir.GUESS)), "_fields")]
     for whole in wholes:
         _replace_by_items(graph, node, whole)
     return bool(wholes)

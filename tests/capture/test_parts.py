@@ -397,3 +397,37 @@ def test_a_list_of_a_class_that_nobody_knows_is_asked_as_it_is():
     model, x = Around(lambda y, more, z: OwnList([y, z]), lambda o: o[0] + o[1], is_hooked=True), torch.randn(2, 8)
     converted = fxamp.convert(model, torch.bfloat16, example_inputs=(x,), capture="symbolic")
     assert_near(converted(x), model(x))
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, pair):
+        return self.linear(pair.first) + pair.second
+
+
+class Packing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.reader, self.rnn = Reader(), nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x, lengths):
+        x = self.reader(Pair(x, x * 2))
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
+
+
+@pytest.mark.parametrize("whole", ["hooks", "boundaries"])
+def test_a_module_that_stays_whole_is_given_a_tuple_of_its_class(whole):
+    torch.manual_seed(0)
+    model, calls = Packing(), []
+    for part in model.children() if whole == "hooks" else ():
+        part.register_forward_hook(lambda *_: calls.append(None))
+    boundaries = ["reader", "rnn"] if whole == "boundaries" else ()
+    converted = fxamp.convert(model, torch.bfloat16, boundaries=boundaries, capture="symbolic")
+    x, lengths = torch.randn(2, 4, 8), torch.tensor([2, 4])
+    found = converted(x, lengths)
+    assert len(calls) == 2 * (whole == "hooks")
+    torch.testing.assert_close(found, model(x, lengths), rtol=0.03, atol=0.03)
