@@ -13,6 +13,7 @@
 What is left is free, and the cut decides.
 """
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -21,6 +22,7 @@ from torch import fx
 from fxamp import ir
 from fxamp.capability import is_fused_recurrent
 from fxamp.dtypes import LOW_DTYPES, dtype_name, is_inexact
+from fxamp.fakes import UNKNOWN
 from fxamp.ir import Colour, Reason
 from fxamp.lists import TRAITS
 from fxamp.passes.literals import Fit
@@ -168,6 +170,8 @@ def _untouchable(ruling: Ruling, node: fx.Node) -> str | None:
     op, own = ir.mark(node).op, list(ir.tensors_in(ir.mark(node).type))
     if node.meta.get(ir.TRANSFORMED):
         return "it stands inside a torch.func transform (grad, vmap), whose levels a cast must not cross"
+    if _is_of_unknown_block(node):
+        return "it is taken out of what a block gives, which may be no tensor: sizes that hang on data hide what it is"
     if any(_differentiates(user, node) for user in node.users):
         return "autograd.grad differentiates with respect to it, and a cast of it would be another tensor"
     for given in node.all_input_nodes:
@@ -188,6 +192,14 @@ def _untouchable(ruling: Ruling, node: fx.Node) -> str | None:
     if ruling.policy.device == "cpu" and op in TRAITS["no_low_kernel_cpu"]:
         return f"the CPU has no {dtype_name(ruling.policy.low)} kernel for it"
     return None
+
+
+def _is_of_unknown_block(node: fx.Node) -> bool:
+    while node.target in (operator.getitem, getattr) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        if node.meta.get("boundary"):
+            return node.meta.get(ir.GUESS) is UNKNOWN
+    return False
 
 
 def _differentiates(user: fx.Node, node: fx.Node) -> bool:

@@ -399,6 +399,39 @@ def test_a_list_of_a_class_that_nobody_knows_is_asked_as_it_is():
     assert_near(converted(x), model(x))
 
 
+class Rows(nn.Module):
+    """How many rows it gives, the data decides."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, x, chosen):
+        rows = self.linear(x[chosen])
+        return {"list": [rows, rows], "dict": {0: rows, 1: rows}, "nested": (rows, (rows, rows))}[self.kind]
+
+
+class RowsInside(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.part, self.head = Rows(kind), nn.Linear(8, 8)
+
+    def forward(self, x, chosen):
+        parts = self.part(x, chosen)
+        first, second = parts[0], parts[1][0] if self.part.kind == "nested" else parts[1]
+        return self.head(torch.cat([self.head(first), second.mul(0.5)]).mean(0))
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "nested"])
+def test_parts_of_which_nothing_is_known_are_read_as_they_come(kind):
+    torch.manual_seed(0)
+    model, x = RowsInside(kind), torch.randn(4, 8)
+    converted = fxamp.convert(model, torch.bfloat16, boundaries=["part"], capture="symbolic")
+    for chosen in (torch.tensor([True, False, True, True]), torch.tensor([False, True, False, False])):
+        torch.testing.assert_close(converted(x, chosen), model(x, chosen), rtol=0.03, atol=0.03)
+    assert {row.precision for row in fxamp.report(converted).rows if row.op == "linear"} == {"low"}
+
+
 class Reader(nn.Module):
     def __init__(self):
         super().__init__()
