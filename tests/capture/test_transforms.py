@@ -74,8 +74,24 @@ def handed_on(net, x):
     return net.h(torch.func.grad(lambda v: net.h(torch.tanh(v)).sum())(torch.vmap(net.f)(y)) + y)
 
 
-FUNCTIONS = (per_sample, gradient, jacobian, joined, handed_on, force, force_by_statement, gradient_of_an_inner_value)
-OF_TORCH_FUNC = FUNCTIONS[:5]
+def closed_over(net, x):
+    y = net.f(x)
+    z = torch.vmap(lambda row: net.f(row) * y[0] + y[1])(x)
+    return net.h(z + torch.func.grad(lambda v: net.h(v * y).sum())(x))
+
+
+FUNCTIONS = (
+    per_sample,
+    gradient,
+    jacobian,
+    joined,
+    handed_on,
+    closed_over,
+    force,
+    force_by_statement,
+    gradient_of_an_inner_value,
+)
+OF_TORCH_FUNC = FUNCTIONS[:6]
 
 
 @pytest.mark.parametrize("capture", ["auto", "symbolic"])
