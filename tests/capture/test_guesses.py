@@ -29,6 +29,7 @@ QUESTIONS = {
     "is_floating_point": lambda y: y.is_floating_point(),
     "hasattr": lambda y: hasattr(y, "shape") and not hasattr(y, "logits"),
     "what is made of it": lambda y: isinstance(y.relu() + 1, torch.Tensor),
+    "a dimension of one": lambda y: y.unsqueeze(-1).squeeze(-1).dim() == 2 and y[None].squeeze(dim=(0,)).dim() == 2,
     "parts": lambda y: isinstance(y.chunk(2, 1), tuple),
 }
 
@@ -72,11 +73,12 @@ def test_each_selection_is_known_by_its_type(selection):
     [
         lambda y: isinstance(y.shape[0], int),
         lambda y: y.squeeze().dim() == 2,
+        lambda y: y.squeeze(0).dim() == 2,
         lambda y: y.shape[0] > 1,
         lambda y: y.shape[1] == 8,
         lambda y: isinstance(y.tolist(), list),
     ],
-    ids=["a size's type", "squeezed", "rows", "columns", "list"],
+    ids=["a size's type", "squeezed", "rows squeezed", "rows", "columns", "list"],
 )
 def test_what_hangs_on_the_size_is_left_to_dynamo(ask):
     _converted(SELECTIONS["x[mask]"], ask)
