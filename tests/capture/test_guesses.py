@@ -82,3 +82,22 @@ def test_each_selection_is_known_by_its_type(selection):
 )
 def test_what_hangs_on_the_size_is_left_to_dynamo(ask):
     _converted(SELECTIONS["x[mask]"], ask)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("squeezed", [lambda y: y.squeeze(), lambda y: y.squeeze(0), lambda y: torch.squeeze(y, dim=0)])
+def test_a_rank_that_hangs_on_the_size_is_not_guessed(squeezed):
+    class Ranked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x, mask):
+            y = squeezed(x[mask])
+            return self.fc(y * 64 if y.dim() == 2 else y)
+
+    model = Ranked()
+    converted = fxamp.convert(model, dtype=torch.bfloat16)
+    for mask in (MASK, torch.arange(6) == 1):
+        expected = model(X, mask)
+        assert (converted(X, mask) - expected).norm() < expected.norm() * 2**-6
