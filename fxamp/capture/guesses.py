@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.fakes import UNKNOWN, Fakes
-from fxamp.opnames import canonical_name
 from fxamp.recurrent_fakes import SEQUENCES, like_recurrent
 
 
@@ -41,7 +40,7 @@ def guess(node: fx.Node, fakes: Fakes) -> Any:
         values = {
             given: int(value) if _has_numbers(value) and not value.dim() else value for given, value in values.items()
         }
-        if any(value is UNKNOWN for value in values.values()) or _may_have_another_rank(node, values):
+        if any(value is UNKNOWN for value in values.values()):
             return UNKNOWN
         try:
             return fakes.run(node, values.__getitem__)
@@ -49,15 +48,6 @@ def guess(node: fx.Node, fakes: Fakes) -> Any:
             return _at_full_length(node, fakes, values)
     except Exception:  # a guess decides nothing that could fail
         return UNKNOWN
-
-
-def _may_have_another_rank(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
-    """Whether another size would have another dimension dropped: a named one of size 1 goes in every call."""
-    if canonical_name(node.target) != "squeeze":
-        return False
-    dims, given = ir.argument_of(node, 1, "dim", ()), values[ir.argument_of(node, 0, "input")]
-    named = dims if isinstance(dims, (tuple, list)) else (dims,)
-    return not named or any(given.shape[dim] != 1 for dim in named)
 
 
 def _at_full_length(node: fx.Node, fakes: Fakes, values: dict[fx.Node, Any]) -> Any:

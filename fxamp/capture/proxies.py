@@ -16,7 +16,8 @@ from fxamp.capture.locations import user_line
 from fxamp.capture.numbers import operator_of, plain_number
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
-from fxamp.inplace import INPLACE_OPERATORS
+from fxamp.inplace import INPLACE_OPERATORS, mutated
+from fxamp.opnames import canonical_name
 
 if TYPE_CHECKING:
     from fxamp.capture.questions import Questions
@@ -28,21 +29,42 @@ def questions_of(proxy: fx.Proxy) -> "Questions":
 
 
 def rank_of(value: Any) -> int | None:
-    """Number of dimensions of a traced or real tensor, None where it is not known."""
+    """Number of dimensions of a traced or real tensor, None where it is not known.
+
+    Where sizes decide on it, that it was asked for is a decision on sizes.
+    """
     if issubclass(type(value), fx.Proxy):
-        value = known_or_guessed(value.node)
+        traced, value = value, known_or_guessed(value.node)
+        if traced.node.meta.get(LOOSE_RANK):
+            if "val" not in traced.node.meta:
+                return None
+            questions_of(traced).decide_on_rank(traced.node)
     return int(value.dim()) if isinstance(value, torch.Tensor) else None
 
 
 _STATIC = frozenset({"dtype", "device", "layout", "ndim", "is_cuda"})
+LOOSE_RANK = "loose_rank"
+"""Set on a node where sizes decide on the number of its dimensions."""
+# What their arguments alone, or the ranks they take, decide on.
+_FIXED_RANK = frozenset("addmm baddbmm bmm expand mm reshape view".split())
+
+
+def note_rank(node: fx.Node) -> None:
+    """Note where sizes decide on a new node's rank: a squeeze drops what is 1, which another call may have less of."""
+    op = canonical_name(node.target) if node.op in ("call_function", "call_method") else ""
+    if op == "squeeze":
+        for written in (node, *mutated(node)):
+            written.meta[LOOSE_RANK] = True
+    elif op not in _FIXED_RANK and any(given.meta.get(LOOSE_RANK) for given in node.all_input_nodes):
+        node.meta[LOOSE_RANK] = True
 
 
 def is_static(node: fx.Node) -> bool:
     """Whether a value follows from dtypes, devices and ranks alone."""
     if node.op == "call_function" and node.target is getattr and node.args[1] in _STATIC:
-        return True
+        return node.args[1] != "ndim" or not node.all_input_nodes[0].meta.get(LOOSE_RANK)
     if node.op == "call_method" and node.target in ("dim", "is_floating_point", "is_complex"):
-        return True
+        return node.target != "dim" or not node.all_input_nodes[0].meta.get(LOOSE_RANK)
     given = node.all_input_nodes
     return bool(given) and all(value.meta.get("static", False) for value in given)
 
@@ -102,7 +124,7 @@ class ValueProxy(fx.Proxy):
         if not _has(guessed, k) or (isinstance(guessed, torch.Tensor) and not self._has_real(k)):
             raise AttributeError(f"{type(guessed).__name__!r} object has no attribute {k!r}")
         if (isinstance(value, torch.Tensor) and k in _PLAIN) or isinstance(value, torch.device):
-            return getattr(value, k)
+            return rank_of(self) if k == "ndim" else getattr(value, k)
         if value is UNKNOWN and k in ("device", "is_cuda") and self.tracer.example is None:  # type: ignore[attr-defined]
             kind = self.tracer.device_type  # type: ignore[attr-defined]  # a preview: as the weights are
             return torch.device(kind) if k == "device" else kind == "cuda"

@@ -15,7 +15,7 @@ from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.lengths import has_open_length, parts_of_guess
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import unfollowable, user_line
-from fxamp.capture.proxies import asks_of_autograd
+from fxamp.capture.proxies import LOOSE_RANK, asks_of_autograd
 from fxamp.capture.sizes import Decision
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
@@ -57,6 +57,10 @@ class Questions:
         """Record a decision whose answer is not one value of the graph."""
         self.decisions.append(Decision(user_line()))
 
+    def decide_on_rank(self, node: fx.Node) -> None:
+        """Record that Python knows the number of dimensions, on which sizes decide."""
+        self.decisions.append(Decision(user_line(), node, node.meta["val"].dim()))
+
     def items(self, obj: fx.Proxy) -> list[Any]:
         """What Python goes through: the rows of a tensor, or the items of a tuple."""
         value = obj.node.meta.get("val", UNKNOWN)
@@ -74,6 +78,8 @@ class Questions:
         """Record that Python has counted the items of a tuple."""
         if has_open_length(node):
             self.note()
+        if node.meta.get(LOOSE_RANK) and isinstance(node.meta.get("val"), torch.Size):
+            self.decide_on_rank(node.all_input_nodes[0])
 
     def take_for_none(self, proxy: fx.Proxy) -> None:
         """None itself is to stand for this: Python asks for it by `is`, which no proxy can answer.

@@ -28,7 +28,7 @@ class Decision(NamedTuple):
     Attributes:
         line: of the user's code.
         node: what gives the answer; None where it is not one value (Python went through a tensor's rows, say).
-        answer: for the call that was captured.
+        answer: for the call that was captured; of a tensor it is the number of its dimensions.
     """
 
     line: str
@@ -137,6 +137,8 @@ def _decide_again(
 
 def _answer(value: Any) -> Any:
     """The answer for the example, which torch notes as a condition where it hangs on sizes."""
+    if _is_tensor(value):
+        return value.dim()
     if isinstance(value, torch.SymBool):
         return bool(value)
     if isinstance(value, torch.SymInt):

@@ -42,6 +42,7 @@ from fxamp.capture.proxies import (
     gives_parts,
     is_static,
     kind_of_dictionary,
+    note_rank,
     opened,
 )
 from fxamp.capture.questions import Questions
@@ -300,6 +301,7 @@ class SymbolicTracer(fx.Tracer):
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         node = proxy.node
         node.meta["source"] = user_line()
+        note_rank(node)
         node.meta["static"] = is_static(node)
         if not torch.is_autocast_enabled(self.device_type):
             node.meta["autocast"] = "off"

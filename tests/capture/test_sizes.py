@@ -337,3 +337,63 @@ def test_a_layer_without_bias_leaves_sizes_open():
     for length in range(2, 8):
         converted(torch.randn(2, length, 4))
     assert len(fxamp.report(converted).captures) == 2
+
+
+def by_shape(y):
+    *_, rows, _ = (1, *y.shape)
+    return rows == 1
+
+
+def in_place(y):
+    y = y.clone()
+    y.squeeze_(0)
+    return y.dim() == 1
+
+
+RANKS = {
+    "dim": lambda y: y.squeeze(0).dim() == 1,
+    "ndim": lambda y: y.squeeze().ndim == 1,
+    "what is made of it": lambda y: (torch.squeeze(y, dim=0) * 2).relu().dim() == 1,
+    "length of a shape": lambda y: len(y.squeeze(0).shape) == 1,
+    "unpacked": lambda y: by_shape(y.squeeze(0)),
+    "in place": in_place,
+}
+
+
+class Squeezing(nn.Module):
+    def __init__(self, ask):
+        super().__init__()
+        self.layer, self.ask = nn.Linear(8, 8), ask
+
+    def forward(self, x):
+        y = self.layer(x)
+        return self.layer(y * 64 if self.ask(y) else y)
+
+
+@pytest.mark.parametrize("capture", ["auto", "symbolic"])
+@pytest.mark.parametrize("ask", RANKS.values(), ids=RANKS)
+def test_a_squeeze_makes_the_rank_hang_on_sizes(ask, capture):
+    model = Squeezing(ask)
+    example = (torch.randn(1, 8),)
+    converted = fxamp.convert(model, dtype=torch.bfloat16, example_inputs=example, capture=capture)
+    for rows in (1, 6, 1, 4):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(converted(x), model(x), rtol=0.02, atol=0.02 * (64 if rows == 1 else 1))
+    assert len(engine_of(converted).all_variants()) == 2
+
+
+@pytest.mark.parametrize("rows", [(1, 3, 1), (3, 1, 3)], ids=["one first", "several first"])
+def test_a_recurrent_layer_behind_a_squeeze_is_batched_where_it_is_in_eager(rows):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(x.squeeze(0))[0]
+
+    model = Recurrent()
+    converted = fxamp.convert(model, dtype=torch.bfloat16)
+    for many in rows:
+        x = torch.randn(many, 5, 8)
+        torch.testing.assert_close(converted(x), model(x), rtol=0.02, atol=0.02)
