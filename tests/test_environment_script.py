@@ -2,12 +2,15 @@
 
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from fxamp.lists.environment import KNOWN
 
 TOOLS = Path(__file__).parent.parent / "tools"
 PIP = '#!/usr/bin/env bash\necho "$@" > asked\n'
@@ -58,3 +61,8 @@ def test_what_is_installed_is_not_installed_again(checkout):
     assert source(checkout, False) == ""
     (checkout / "constraints.txt").write_text("torch==2.13.0\n")
     assert source(checkout, False)
+
+
+def test_the_tools_read_no_variable_that_fxamp_would_warn_about():
+    scripts = "".join(path.read_text() for path in TOOLS.iterdir() if path.is_file())
+    assert [name for name in re.findall(r"FXAMP_[A-Z_]+", scripts) if name not in KNOWN] == []

@@ -1,5 +1,7 @@
 """Behind a size that data decides: what Python asks is answered as in eager, or the call is left to Dynamo."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -85,7 +87,8 @@ def test_what_hangs_on_the_size_is_left_to_dynamo(ask):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("squeezed", [lambda y: y.squeeze(), lambda y: y.squeeze(0), lambda y: torch.squeeze(y, dim=0)])
-def test_a_rank_that_hangs_on_the_size_is_not_guessed(squeezed):
+@pytest.mark.parametrize("rank", [operator.methodcaller("dim"), operator.attrgetter("ndim")], ids=["dim", "ndim"])
+def test_a_rank_that_hangs_on_the_size_is_not_guessed(rank, squeezed):
     class Ranked(nn.Module):
         def __init__(self):
             super().__init__()
@@ -93,7 +96,7 @@ def test_a_rank_that_hangs_on_the_size_is_not_guessed(squeezed):
 
         def forward(self, x, mask):
             y = squeezed(x[mask])
-            return self.fc(y * 64 if y.dim() == 2 else y)
+            return self.fc(y * 64 if rank(y) == 2 else y)
 
     model = Ranked()
     converted = fxamp.convert(model, dtype=torch.bfloat16)
