@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.guesses import known_or_guessed
@@ -49,10 +49,15 @@ LOOSE_RANK = "loose_rank"
 _FIXED_RANK = frozenset("addmm baddbmm bmm expand mm reshape view".split())
 
 
-def note_rank(node: fx.Node) -> None:
-    """Note where sizes decide on a new node's rank: a squeeze drops what is 1, which another call may have less of."""
-    op = canonical_name(node.target) if node.op in ("call_function", "call_method") else ""
-    if op == "squeeze":
+def note_rank(node: fx.Node, called: nn.Module | None = None) -> None:
+    """Note where sizes decide on a new node's rank: a squeeze drops what is 1, which another call may have less of.
+
+    Args:
+        called: the module that the node calls whole; what one of the user's does inside is not known.
+    """
+    op = canonical_name(node.target) if called is None and node.op.startswith("call") else ""
+    is_open = called is not None and (not type(called).__module__.startswith("torch.nn.") or any(called.children()))
+    if op == "squeeze" or is_open:
         for written in (node, *mutated(node)):
             written.meta[LOOSE_RANK] = True
     elif op not in _FIXED_RANK and any(given.meta.get(LOOSE_RANK) for given in node.all_input_nodes):

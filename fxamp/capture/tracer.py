@@ -301,12 +301,13 @@ class SymbolicTracer(fx.Tracer):
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         node = proxy.node
         node.meta["source"] = user_line()
-        note_rank(node)
+        called = self.root.get_submodule(str(target)) if kind == "call_module" else None
+        note_rank(node, called)
         node.meta["static"] = is_static(node)
         if not torch.is_autocast_enabled(self.device_type):
             node.meta["autocast"] = "off"
-        if kind == "call_module":
-            node.meta["inplace"] = bool(getattr(self.root.get_submodule(str(target)), "inplace", False))
+        if called is not None:
+            node.meta["inplace"] = bool(getattr(called, "inplace", False))
         if self.example is not None:
             self._promotion.before(node)
         if hands_on_open_length(node):

@@ -397,3 +397,27 @@ def test_a_recurrent_layer_behind_a_squeeze_is_batched_where_it_is_in_eager(rows
     for many in rows:
         x = torch.randn(many, 5, 8)
         torch.testing.assert_close(converted(x), model(x), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("stays_whole", ["hook", "boundary"])
+def test_a_module_that_stays_whole_may_squeeze(stays_whole):
+    class Part(nn.Module):
+        def forward(self, x):
+            return x.squeeze(0)
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part, self.layer = Part(), nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.part(x)
+            return self.layer(y * 64 if y.dim() == 1 else y)
+
+    model = Whole()
+    if stays_whole == "hook":
+        model.part.register_forward_hook(lambda *_: None)
+    converted = fxamp.convert(model, dtype=torch.bfloat16, boundaries=["part"] if stays_whole == "boundary" else ())
+    for rows in (1, 6, 1, 4):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(converted(x), model(x), rtol=0.02, atol=0.02 * (64 if rows == 1 else 1))
