@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 import fxamp
+from fxamp import ir
 from fxamp.model.engine import engine_of
 
 LOW = torch.bfloat16
@@ -80,6 +81,10 @@ def closed_over(net, x):
     return net.h(z + torch.func.grad(lambda v: net.h(v * y).sum())(x))
 
 
+def read_low(net, x):
+    return net.h(torch.func.grad(lambda v: net.h(torch.tanh(v)).sum())(x)) + net.h(torch.vmap(net.f)(x))
+
+
 FUNCTIONS = (
     per_sample,
     gradient,
@@ -87,11 +92,12 @@ FUNCTIONS = (
     joined,
     handed_on,
     closed_over,
+    read_low,
     force,
     force_by_statement,
     gradient_of_an_inner_value,
 )
-OF_TORCH_FUNC = FUNCTIONS[:6]
+OF_TORCH_FUNC = FUNCTIONS[:7]
 
 
 @pytest.mark.parametrize("capture", ["auto", "symbolic"])
@@ -224,3 +230,12 @@ def test_a_converted_model_that_is_compiled_is_transformed_as_the_model(around):
     compiled = torch.compile(fxamp.convert(model, LOW), backend="eager")
     expected = AROUND[around](model)
     assert (AROUND[around](compiled) - expected).norm() <= 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("function", OF_TORCH_FUNC)
+def test_a_cast_stands_outside_of_a_transform(function):
+    converted = fxamp.convert(Net(function), LOW)
+    converted(X)
+    (graph,) = [variant.graph for variant in engine_of(converted).all_variants()]
+    numbers = [node.meta.get(ir.TRANSFORMED) for node in graph.nodes if node.op.startswith("call")]
+    assert max(filter(None, numbers)) == sum(1 for a, b in zip([None, *numbers], numbers, strict=False) if b and a != b)
