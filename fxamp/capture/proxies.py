@@ -77,7 +77,7 @@ def is_static(node: fx.Node) -> bool:
 def asks_of_autograd(node: fx.Node) -> bool:
     """Whether a value follows from a flag that sizes and dtypes do not decide: the next call may answer otherwise."""
     if node.op == "call_function" and node.target is getattr:
-        return node.args[1] in ("requires_grad", "is_leaf", "grad_fn", "grad")
+        return node.args[1] in ("requires_grad", "is_leaf")
     if node.op == "call_method" and node.target in ("is_contiguous", "stride", "is_pinned", "data_ptr"):
         return True
     if isinstance(node.meta.get("val"), torch.Tensor):
@@ -115,6 +115,8 @@ def kind_of_dictionary(given: Any) -> type | None:
 
 
 _OF_PROXIES = frozenset({"node", "tracer"})
+# None or not, whoever asks: no proxy can be None where the next call's tensor is.
+_OF_AUTOGRAD = frozenset({"grad_fn", "grad", "_base", "_backward_hooks"})
 # Facts of a tensor that its graph is for, and that no cast changes.
 _PLAIN = frozenset({"ndim", "layout", "is_cuda", "is_sparse", "is_nested", "is_quantized"})
 
@@ -126,6 +128,8 @@ class ValueProxy(fx.Proxy):
         if k in ("_is_param", "_is_buffer"):  # asked by isinstance(x, nn.Parameter) and (x, nn.Buffer)
             return False
         value, guessed = self.node.meta.get("val", UNKNOWN), known_or_guessed(self.node)
+        if k in _OF_AUTOGRAD and isinstance(guessed, torch.Tensor):
+            raise questions_of(self).unfollowable(f"Python's look at .{k}, which is what autograd or memory layout says")
         if not _has(guessed, k) or (isinstance(guessed, torch.Tensor) and not self._has_real(k)):
             raise AttributeError(f"{type(guessed).__name__!r} object has no attribute {k!r}")
         if (isinstance(value, torch.Tensor) and k in _PLAIN) or isinstance(value, torch.device):
@@ -141,6 +145,8 @@ class ValueProxy(fx.Proxy):
             found = attribute.node.meta.get("val", UNKNOWN)
             is_plain = not isinstance(found, torch.Tensor | torch.Size)  # a shape is another object each time
             if found is not UNKNOWN and is_plain:
+                if found is None:  # .name: so it is at every call
+                    return None
                 if is_compared_by_identity(sys._getframe(1)):
                     return questions_of(self).decide(attribute, "is")
         return attribute

@@ -78,7 +78,7 @@ class Questions:
         """Record that Python has counted the items of a tuple."""
         if has_open_length(node):
             self.note()
-        if node.meta.get(LOOSE_RANK) and isinstance(node.meta.get("val"), torch.Size):
+        if node.meta.get(LOOSE_RANK) and all(isinstance(item, int | torch.SymInt) for item in node.meta["val"]):
             self.decide_on_rank(node.all_input_nodes[0])
 
     def take_for_none(self, proxy: fx.Proxy) -> None:

@@ -356,6 +356,7 @@ RANKS = {
     "what is made of it": lambda y: (torch.squeeze(y, dim=0) * 2).relu().dim() == 1,
     "length of a shape": lambda y: len(y.squeeze(0).shape) == 1,
     "unpacked": lambda y: by_shape(y.squeeze(0)),
+    "strides": lambda y: sum(1 for _ in y.squeeze(0).stride()) == 1,
     "in place": in_place,
 }
 

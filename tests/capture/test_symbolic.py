@@ -236,6 +236,8 @@ def inferred(self, x):
         (lambda self, x: self.fc(x) * random.random(), "random module"),
         (lambda self, x: (torch.manual_seed(3), self.fc(x))[1], "torch random numbers"),
         (lambda self, x: self.fc(x) * (2 if x.is_leaf else 3), "autograd or memory layout"),
+        (lambda self, x: self.fc(x) * (2 if x._base is None else 3), "autograd or memory layout"),
+        (lambda self, x: self.fc(x) * (lambda found: 2 if found is None else 3)(x.grad_fn), "look at .grad_fn"),
         (lambda self, x: self.fc(x) * (2 if x.is_contiguous() else 3), "autograd or memory layout"),
         (lambda self, x: self.fc(x) * (2 if x.stride()[0] > 3 else 3), "autograd or memory layout"),
         (lambda self, x: self.fc(x) * (2 if x.requires_grad == self.training else 3), "autograd or memory layout"),
@@ -251,6 +253,15 @@ def test_what_a_graph_cannot_hold_is_named(body, culprit):
         fxamp.convert(model, example_inputs=(EXACT,), capture="symbolic")
     assert model.__dict__ == before
     assert random.getstate() == state and torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_an_attribute_that_no_tensor_has_is_none_wherever_it_is_handed():
+    def factor(name):
+        return 2 if name is None else 3
+
+    model = Model(lambda self, x: self.fc(x) * factor(x.name))
+    converted = fxamp.convert(model, example_inputs=(EXACT,), capture="symbolic")
+    torch.testing.assert_close(converted(EXACT), model(EXACT), rtol=0.02, atol=0.02)
 
 
 def test_what_cannot_be_followed_is_tried_once(monkeypatch):
