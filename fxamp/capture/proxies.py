@@ -129,7 +129,9 @@ class ValueProxy(fx.Proxy):
             return False
         value, guessed = self.node.meta.get("val", UNKNOWN), known_or_guessed(self.node)
         if k in _OF_AUTOGRAD and isinstance(guessed, torch.Tensor):
-            raise questions_of(self).unfollowable(f"Python's look at .{k}, which is what autograd or memory layout says")
+            raise questions_of(self).unfollowable(
+                f"Python's look at .{k}, which is what autograd or memory layout says"
+            )
         if not _has(guessed, k) or (isinstance(guessed, torch.Tensor) and not self._has_real(k)):
             raise AttributeError(f"{type(guessed).__name__!r} object has no attribute {k!r}")
         if (isinstance(value, torch.Tensor) and k in _PLAIN) or isinstance(value, torch.device):

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from tabulate import tabulate
 
 FOLDER = Path("docs/results")
+_WITH_MODELS = ("torchvision", "transformers")
 
 
 def add_save(parser: argparse.ArgumentParser, name: str) -> None:
@@ -74,8 +76,9 @@ def machine(device: str = "cpu") -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides the numbers."""
+    """Of what decides the numbers: models of a library are other ones in its next version."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    found |= {name: str(sys.modules[name].__version__) for name in _WITH_MODELS if name in sys.modules}
     if torch.version.cuda:
         found |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
     return found

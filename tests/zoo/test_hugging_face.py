@@ -20,7 +20,6 @@ EVERY = os.environ.get("ZOO") == "all"
 _USER_CAST = "the model casts the operands of a GEMM to float32 itself, which stays"
 DEVIATIONS = {
     "gpt_neo": (_USER_CAST, r"45/51, 51/51"),
-    "gptj": (_USER_CAST, r"45/51, 51/51"),
 }
 
 
