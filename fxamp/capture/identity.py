@@ -1,4 +1,4 @@
-"""Where Python asks `is` of what was read of a traced value: a question that no proxy can answer.
+"""Where Python asks `is` of what was read of a traced value, or for its class: questions that no proxy can answer.
 
     if mask.dtype is torch.bool: ...
     dtype, device = x.dtype, x.device
@@ -66,6 +66,22 @@ def may_be_compared_by_identity(frame: types.FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def is_asked_for_its_class(frame: types.FrameType) -> bool:
+    """Whether the current instruction of a frame is a class pattern of `match`, or reads `.__class__`, as functions of
+    `functools.singledispatch` do."""
+    return frame.f_lasti in _class_questions(frame.f_code) and not is_torchs_file(frame.f_code.co_filename)
+
+
+@functools.lru_cache(maxsize=1024)
+def _class_questions(code: types.CodeType) -> frozenset[int]:
+    """Where in a function these instructions are."""
+    return frozenset(
+        each.offset
+        for each in _instructions(code)
+        if each.opname == "MATCH_CLASS" or (each.opname == "LOAD_ATTR" and each.argval == "__class__")
+    )
 
 
 @functools.lru_cache(maxsize=1024)

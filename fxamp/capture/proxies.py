@@ -1,6 +1,6 @@
 """The values a traced forward handles: proxies that stay honest about writes and about Python's questions."""
 
-import collections
+import collections.abc
 import operator
 import sys
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.guesses import known_or_guessed
-from fxamp.capture.identity import is_compared_by_identity
+from fxamp.capture.identity import is_asked_for_its_class, is_compared_by_identity
 from fxamp.capture.locations import user_line
 from fxamp.capture.numbers import operator_of, plain_number
 from fxamp.errors import CaptureError
@@ -114,6 +114,7 @@ def kind_of_dictionary(given: Any) -> type | None:
     return next(filter(None, map(kind_of_dictionary, parts)), None)
 
 
+_A_TENSOR = torch.empty(0)
 _OF_PROXIES = frozenset({"node", "tracer"})
 # None or not, whoever asks: no proxy can be None where the next call's tensor is.
 _OF_AUTOGRAD = frozenset({"grad_fn", "grad", "_base", "_backward_hooks"})
@@ -125,9 +126,9 @@ class ValueProxy(fx.Proxy):
     """A proxy that stays honest about in-place writes and about Python's questions."""
 
     def __getattr__(self, k: str) -> Any:
-        if k in ("_is_param", "_is_buffer"):  # asked by isinstance(x, nn.Parameter) and (x, nn.Buffer)
-            return False
         value, guessed = self.node.meta.get("val", UNKNOWN), known_or_guessed(self.node)
+        if k in ("_is_param", "_is_buffer"):  # asked by isinstance(x, nn.Parameter) and (x, nn.Buffer)
+            return getattr(value, k, False)
         if k in _OF_AUTOGRAD and isinstance(guessed, torch.Tensor):
             raise questions_of(self).unfollowable(
                 f"Python's look at .{k}, which is what autograd or memory layout says"
@@ -151,7 +152,21 @@ class ValueProxy(fx.Proxy):
                     return None
                 if is_compared_by_identity(sys._getframe(1)):
                     return questions_of(self).decide(attribute, "is")
+            if isinstance(found, torch.Size):
+                return self.tracer.proxy(attribute.node)
         return attribute
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """A tensor's or a number's where Python code asks for it; its own where C code does, which would believe it."""
+        if not is_asked_for_its_class(sys._getframe(1)) or not is_value(self):
+            return type(self)
+        value = known_or_guessed(self.node)
+        if value is UNKNOWN and self.tracer.example is not None:  # type: ignore[attr-defined]
+            raise questions_of(self).unfollowable("the class of a value whose sizes depend on data", data=True)
+        if isinstance(value, torch.Tensor):
+            return type(self.__dict__.get("_tensor", _A_TENSOR))
+        return type(self) if value is UNKNOWN else type(value)
 
     def _has_real(self, name: str) -> bool:
         """Whether a tensor has an attribute; only the model's own and the call's can have one that torch's have not."""
@@ -300,6 +315,11 @@ class WeightProxy(ValueProxy):
         return len(self._tensor)
 
 
+@collections.abc.Sequence.register
+class SequenceProxy(ValueProxy):
+    """A shape, or a tuple that an op gives: `match x.shape: case (rows, _): ...` asks its class for that."""
+
+
 class AttributeProxy(ValueProxy):
     """`x.name`: a method call when it is called, else a node; of what may be a method only when it is used."""
 
@@ -321,4 +341,4 @@ def is_value(instance: Any) -> bool:
     """Whether this is a traced value, and no method of one."""
     if type(instance) is AttributeProxy:
         return not callable(getattr(torch.Tensor, instance._name, None))
-    return type(instance) is ValueProxy or type(instance) is WeightProxy
+    return type(instance) in (ValueProxy, WeightProxy, SequenceProxy)

@@ -37,6 +37,7 @@ from fxamp.capture.numbers import plain_number
 from fxamp.capture.outputs import OutputForm, flatten_output
 from fxamp.capture.promotion import Promotion
 from fxamp.capture.proxies import (
+    SequenceProxy,
     ValueProxy,
     WeightProxy,
     gives_parts,
@@ -281,7 +282,8 @@ class SymbolicTracer(fx.Tracer):
         return self.create_proxy("call_function", target, args, kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return ValueProxy(node, self)
+        kind = SequenceProxy if isinstance(node.meta.get("val"), (tuple, list)) else ValueProxy
+        return kind(node, self)
 
     def create_arg(self, a: Any) -> Any:
         if issubclass(type(a), fx.Proxy):
@@ -316,6 +318,7 @@ class SymbolicTracer(fx.Tracer):
         if value is not UNKNOWN:
             node.meta["val"] = value
             self._promotion.after(node)
+            proxy = self.proxy(node)
         elif self.example is not None:
             node.meta[ir.GUESS] = self.values.guess(node)
         if value is None and (kind == "call_module" or node.target is operator.getitem):

@@ -1,5 +1,7 @@
 """Questions by `is`, isinstance() and getattr() of what is read off a tensor have eager's answers."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -102,7 +104,56 @@ def in_a_region(m, x, h, mask):
     return dtype is torch.float32
 
 
+@functools.singledispatch
+def kind(value):
+    return "anything"
+
+
+@kind.register
+def _(value: torch.Tensor):
+    return "tensor"
+
+
+def matched(value):
+    match value:
+        case None:
+            return "none"
+        case nn.Parameter():
+            return "parameter"
+        case torch.Tensor(ndim=3) | torch.Tensor(dtype=torch.int64):
+            return "other tensor"
+        case torch.Tensor(ndim=2):
+            return "tensor"
+        case int() if value > 6:
+            return "large"
+        case 4, width:
+            return width
+        case [_, *rest]:
+            return len(rest)
+        case _:
+            return "anything"
+
+
+def parts(value):
+    match value:
+        case _, _:
+            return 2
+        case [_]:
+            return 1
+        case _:
+            return 0
+
+
 QUESTIONS = {
+    "matched tensor": lambda m, x, h, mask: (matched(x), matched(h), matched(None)) == ("tensor", "tensor", "none"),
+    "matched parameter": lambda m, x, h, mask: matched(m.linear.weight) == "parameter",
+    "matched sizes": lambda m, x, h, mask: (
+        (matched(x.shape), matched(h[1:].size()), matched(x.shape[1])) == (8, 1, "large")
+    ),
+    "matched parts": lambda m, x, h, mask: (parts(h.chunk(2)), parts(h.chunk(1)), parts(h.chunk)) == (2, 1, 0),
+    "dispatched": lambda m, x, h, mask: (kind(h), kind(mask), kind(x.shape[0])) == ("tensor", "tensor", "anything"),
+    "class": lambda m, x, h, mask: h.__class__ is torch.Tensor and m.linear.weight.__class__ is nn.Parameter,
+    "class's name": lambda m, x, h, mask: (h.__class__.__name__, x.shape.__class__.__name__) == ("Tensor", "Size"),
     "parameters', by a property": lambda m, x, h, mask: m.dtype is torch.float32,
     "parameters', by getattr": lambda m, x, h, mask: getattr(m, "dtype", None) is torch.float32,
     "parameters', by a property, its class": lambda m, x, h, mask: type(m.dtype) is torch.dtype,
