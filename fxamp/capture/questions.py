@@ -78,7 +78,7 @@ class Questions:
         """Record that Python has counted the items of a tuple."""
         if has_open_length(node):
             self.note()
-        if node.meta.get(LOOSE_RANK) and all(isinstance(item, int | torch.SymInt) for item in node.meta["val"]):
+        if node.meta.get(LOOSE_RANK) and _has_an_item_for_each_dimension(node):
             self.decide_on_rank(node.all_input_nodes[0])
 
     def take_for_none(self, proxy: fx.Proxy) -> None:
@@ -113,3 +113,11 @@ class Questions:
     def unfollowable(self, what: str, data: bool = False) -> CaptureError:
         """The error for a question that has no answer."""
         return unfollowable(what, self._has_example, data)
+
+
+def _has_an_item_for_each_dimension(node: fx.Node) -> bool:
+    """Whether a node gives sizes, strides or the like of a tensor."""
+    value, of = node.meta.get("val"), node.all_input_nodes[0].meta.get("val")
+    if not isinstance(value, tuple) or not isinstance(of, torch.Tensor):
+        return False
+    return len(value) == of.dim() and all(isinstance(item, int | torch.SymInt) for item in value)
