@@ -13,7 +13,7 @@ import torch
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import OptionError
 from fxamp.runtime.distributed import local
-from fxamp.runtime.masters import LOGICAL, is_low, master_of
+from fxamp.runtime.masters import LOGICAL, attach_master, is_low, master_of
 from fxamp.runtime.rounding import Compensation, StochasticRounding, is_compensation
 
 
@@ -86,9 +86,9 @@ def _refine(parameter: torch.Tensor, saved: torch.Tensor, rounding: Compensation
         rounding.split(parameter, exact)
     else:
         master = master_of(parameter)
-        if master is None:
-            return False
-        if not (hasattr(parameter, LOGICAL) and _has_low_bits(parameter, master)):
+        if master is None:  # trained until it was frozen
+            attach_master(parameter, exact.clone())
+        elif not (hasattr(parameter, LOGICAL) and _has_low_bits(parameter, master)):
             master.copy_(exact)
     return saved.dtype == torch.float32  # a compensation may fit wrong weights too
 

@@ -115,6 +115,19 @@ def test_resumed_in_either_order_the_run_ends_bit_equal(masters, made, order):
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")])
+@pytest.mark.parametrize("made", MODELS)
+def test_what_was_trained_and_is_frozen_when_it_is_loaded_keeps_its_low_bits(made, order):
+    source, source_optimizer = trained(MODELS[made])
+    saved = copy.deepcopy({"model": source.state_dict(), "optimizer": source_optimizer.state_dict()})
+    model = MODELS[made](seed=7).requires_grad_(False)
+    optimizer = wrapped(model)
+    load(model, optimizer, saved, order)
+    optimizer.step()
+    for mine, theirs in zip(exact_values(model, optimizer), exact_values(source, source_optimizer), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 @pytest.mark.parametrize("made", MODELS)
 @pytest.mark.parametrize("masters", ["fp32", "kahan"])
 def test_going_back_a_few_steps_in_the_same_process_is_bit_exact(masters, made):
