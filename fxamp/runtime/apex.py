@@ -36,6 +36,7 @@ from fxamp.runtime.apex_prepare import (
     IS_UNSCALED,
     PENDING_FOUND_INF,
     add_back,
+    add_back_unreached,
     check_models,
     check_optimizers,
     check_options,
@@ -221,7 +222,10 @@ def scale_loss(
             )
     with _standing_gradients(every):
         yield scaler.scale(loss.float())
-        if not delay_unscale:
+        if delay_unscale:
+            for optimizer in every:
+                add_back_unreached(optimizer)
+        else:
             _unscale(scaler, every, delay_overflow_check)
     if not delay_unscale:
         scaler.update()

@@ -248,6 +248,13 @@ def add_back(optimizer: torch.optim.Optimizer) -> None:
         optimizer.widen_gradients_()  # zeros that zero_grad(set_to_none=False) left are of 16 bits
 
 
+def add_back_unreached(optimizer: torch.optim.Optimizer) -> None:
+    """After a backward that stays scaled: where it has left an optimizer no gradient, those of before stand again."""
+    if getattr(optimizer, STASH) and not gradients.has_any(optimizer):
+        add_back(optimizer)
+        setattr(optimizer, IS_UNSCALED, True)
+
+
 def without_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters that have no gradient."""
     return [parameter for parameter in gradients.parameters(optimizer) if parameter.grad is None]

@@ -146,6 +146,19 @@ def test_accumulation_equals_one_backward(opt_level, delay):
     assert torch.equal(next(amp.master_params(optimizer)), before - 0.5 * torch.tensor([[0.5, 4.0]]))
 
 
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_delayed_backward_that_reaches_one_optimizer_keeps_the_gradients_of_the_other(opt_level):
+    layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+    models, optimizers = amp.initialize(
+        layers, [torch.optim.SGD(layer.parameters(), 1.0) for layer in layers], opt_level=opt_level, convert=convert
+    )
+    for reached, delay in ((models, False), (models[:1], True), (models, False)):
+        loss = sum(model.weight.float().sum() for model in reached)
+        with amp.scale_loss(loss, optimizers, delay_unscale=delay) as scaled:
+            scaled.backward()
+    assert [next(amp.master_params(optimizer)).grad.item() for optimizer in optimizers] == [3.0, 2.0]
+
+
 def test_each_loss_has_its_scaler_and_gradients_add_up_unscaled():
     linear = torch.nn.Linear(1, 1, bias=False)
     model, optimizer = amp.initialize(linear, torch.optim.SGD(linear.parameters(), 1.0), num_losses=2, convert=convert)
