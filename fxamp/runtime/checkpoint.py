@@ -163,8 +163,10 @@ def _culprit(content: dict[str, Any]) -> str:
 
 
 def _read(path: Path, map_location: Any) -> dict[str, Any]:
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a directory; give the file in it that save_checkpoint() wrote.")
     if not path.is_file():
-        beside = [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else []
+        beside = [other.name for other in path.parent.glob("*") if other.is_file()] if path.parent.is_dir() else []
         raise CheckpointError(f"{path} does not exist.{nearest(path.name, beside)}")
     try:
         content = torch.load(path, map_location=map_location, weights_only=True)

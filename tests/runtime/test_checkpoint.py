@@ -418,3 +418,11 @@ def test_a_file_of_something_else_is_told(tmp_path, content, reason):
     (tmp_path / "a.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"a\.pt cannot be read as a checkpoint: .*torch\.save.*{reason}"):
         load_checkpoint(tmp_path / "a.pt")
+
+
+def test_a_directory_and_a_link_to_nothing_are_told(tmp_path):
+    (tmp_path / "link.pt").symlink_to(tmp_path / "gone.pt")
+    with pytest.raises(CheckpointError, match="is a directory; give the file in it"):
+        load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"link\.pt does not exist\.$"):
+        load_checkpoint(tmp_path / "link.pt")
