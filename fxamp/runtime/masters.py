@@ -23,7 +23,8 @@ VERSION = "_fxamp_master_version"
 LOOSE = "_fxamp_master_loose"  # the version at which parameter and master last agreed
 WRITTEN = "_fxamp_master_written"  # the master's version then
 LOGICAL = "_fxamp_logical_dtype"  # on parameters that fxamp.model.storage lowered: their dtype in the state dict
-LOADING = -1  # in the place of a version: what is written is being loaded
+LOADING = -1  # in the place of a version: what is written is being loaded, or was pickled
+NO_VERSION = -2
 
 one_at_a_time = threading.RLock()
 """Held where parameters and masters are made to agree; not while an optimizer steps, which may wait for other ranks,
@@ -31,6 +32,13 @@ and these may be threads of this process."""
 in_a_step: set[int] = set()
 """Ids of parameters whose masters are being written by a step, and they not yet: `state_dict()` in another thread would
 take that for a write of the user's, and undo the update."""
+
+
+class _Version(int):
+    """A tensor's version, which another tensor may have by chance: it is not pickled."""
+
+    def __reduce__(self) -> tuple[type[complex], tuple[int]]:
+        return complex, (LOADING,)  # equal to it, and read by torch.load(weights_only=True)
 
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -56,14 +64,14 @@ def stored_master(parameter: torch.Tensor) -> torch.Tensor | None:
         with torch.inference_mode(False):  # whose tensors count no writes
             master = master.to(parameter.device)
         setattr(parameter, MASTER, master)
-        setattr(parameter, WRITTEN, master._version - is_written)
+        setattr(parameter, WRITTEN, _Version(NO_VERSION if is_written else master._version))
     return master
 
 
 def is_master_written(parameter: torch.Tensor) -> bool:
     """Whether somebody has written into a master (as `state_dict()` gives it) since it agreed with its parameter."""
     master: torch.Tensor = getattr(parameter, MASTER)
-    return master._version != getattr(parameter, WRITTEN, master._version)
+    return getattr(parameter, WRITTEN, LOADING) not in (LOADING, master._version)
 
 
 def exact_values(parameter: torch.Tensor) -> torch.Tensor:
@@ -126,15 +134,15 @@ def detach_master(parameter: torch.Tensor) -> None:
 
 def remember_version(parameter: torch.Tensor) -> None:
     """Note that parameter and master agree now."""
-    setattr(parameter, LOOSE if hasattr(parameter, LOOSE) else VERSION, parameter._version)
+    setattr(parameter, LOOSE if hasattr(parameter, LOOSE) else VERSION, _Version(parameter._version))
     if hasattr(parameter, MASTER):
-        setattr(parameter, WRITTEN, getattr(parameter, MASTER)._version)
+        setattr(parameter, WRITTEN, _Version(getattr(parameter, MASTER)._version))
 
 
 def loosen(parameter: torch.Tensor) -> None:
     """Compare a parameter with its master by value, until an optimizer with masters has stepped it."""
     if hasattr(parameter, MASTER) and not hasattr(parameter, LOOSE):
-        setattr(parameter, LOOSE, parameter._version)
+        setattr(parameter, LOOSE, _Version(parameter._version))
         setattr(parameter, VERSION, None)
 
 

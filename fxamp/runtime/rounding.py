@@ -1,6 +1,7 @@
 """Updating 16-bit parameters without float32 masters: Kahan compensation and stochastic rounding."""
 
 import logging
+from typing import Any
 
 import torch
 
@@ -62,6 +63,10 @@ class Compensation:
         """Forget all compensations."""
         self._lost.clear()
         self._versions.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        found = ((parameter, self._checked(parameter)) for parameter in self._lost)
+        return {"_lost": {parameter: lost for parameter, lost in found if lost is not None}, "_versions": {}}
 
     def _keep(self, parameter: torch.Tensor, lost: torch.Tensor) -> None:
         kept = self._lost.setdefault(parameter, lost)

@@ -451,6 +451,32 @@ def test_copies_are_independent_and_continue_alike(copier, masters):
     torch.testing.assert_close(twin_optimizer.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
 
 
+def test_what_was_written_before_a_model_was_pickled_is_there_after_it():
+    weight = torch.nn.Linear(2, 1, bias=False).bfloat16().weight  # of the version that unpickled parameters have
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([weight], 1.0))
+    with torch.no_grad():
+        weight.fill_(5.0)
+    weight, optimizer = pickle.loads(pickle.dumps((weight, optimizer)))
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert weight.tolist() == [[4.0, 4.0]]
+
+
+def test_a_compensation_of_another_value_is_not_pickled():
+    weight = torch.nn.Parameter(torch.full((2,), 100.0, dtype=torch.bfloat16))
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([weight], 0.125), masters="kahan")
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with torch.no_grad():
+        weight.zero_()
+    for parameter in list(optimizer._rounding._versions):
+        optimizer._rounding._versions[parameter] = 1  # the version that unpickled parameters have
+    weight, optimizer = pickle.loads(pickle.dumps((weight, optimizer)))
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert weight.tolist() == [0.0, 0.0]
+
+
 def test_lbfgs_with_closure_follows_float32():
     target = torch.tensor([0.3, -1.7, 2.2])
     weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
