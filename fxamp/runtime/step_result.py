@@ -222,6 +222,7 @@ def plain_result(
 ) -> StepResult:
     """An outcome that the host knows already; `norm` (0-d) may still be on the device."""
     if norm is None:
-        return StepResult(optimizer, HostCopy(torch.tensor([float(skipped), scale])), about, returned=returned)
-    known = [torch.full_like(norm, value) for value in (float(skipped), scale)]
-    return result_of(optimizer, known[0], known[1], about, norm, returned=returned)
+        known = torch.tensor([float(skipped), scale], dtype=torch.float32)
+        return StepResult(optimizer, HostCopy(known), about, returned=returned)
+    skips, divisor = (torch.full_like(norm, value) for value in (float(skipped), scale))
+    return result_of(optimizer, skips, divisor, about, norm, returned=returned)

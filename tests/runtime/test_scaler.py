@@ -403,6 +403,17 @@ def test_sparse_half_gradient_whose_sum_overflows_is_found():
     assert [float(flag) for flag in flags.values()] == [1.0]
 
 
+def test_the_scale_of_a_step_with_a_closure_is_told_under_any_default_dtype():
+    weight = parameter(1.0)
+    scaler = LossScaler(2.0**17)
+    torch.set_default_dtype(torch.float16)
+    try:
+        result = scaler.step(torch.optim.SGD([weight], 1.0), closure=lambda: scaler.scale(weight.sum()).backward())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert result.scale == 2.0**17
+
+
 def test_lbfgs_with_closure_equals_float32():
     results = []
     for scaler in (LossScaler(), LossScaler(enabled=False)):
