@@ -195,7 +195,16 @@ def prepared(optimizer: torch.optim.Optimizer, chosen: Properties) -> torch.opti
             mirror_gradient(parameter)  # scripts look at the gradients of masters now, or clear them
         return returned
 
+    clear = optimizer.zero_grad
+
+    @functools.wraps(clear)
+    def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients, and those that are set aside."""
+        getattr(self, STASH).clear()
+        clear(*args, **kwargs)
+
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers wrap a method
+    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
     return optimizer
 
 

@@ -159,6 +159,19 @@ def test_a_delayed_backward_that_reaches_one_optimizer_keeps_the_gradients_of_th
     assert [next(amp.master_params(optimizer)).grad.item() for optimizer in optimizers] == [3.0, 2.0]
 
 
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_zeroing_in_place_amid_an_accumulation_begins_anew(opt_level):
+    layer = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = amp.initialize(
+        layer, torch.optim.SGD(layer.parameters(), 1.0), opt_level=opt_level, convert=convert
+    )
+    backward(model, optimizer, 0.5)
+    backward(model, optimizer, 4.0, delay_unscale=True)
+    optimizer.zero_grad(set_to_none=False)
+    backward(model, optimizer, 0.25)
+    assert next(amp.master_params(optimizer)).grad.item() == 0.25
+
+
 def test_each_loss_has_its_scaler_and_gradients_add_up_unscaled():
     linear = torch.nn.Linear(1, 1, bias=False)
     model, optimizer = amp.initialize(linear, torch.optim.SGD(linear.parameters(), 1.0), num_losses=2, convert=convert)
