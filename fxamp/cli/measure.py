@@ -24,7 +24,8 @@ def run_diff(chosen: argparse.Namespace) -> int:
     changes, text = diff_plans(old, new), diff_text(old, new)
     if chosen.json:
         nodes = [vars(change) for change in changes]
-        print(json.dumps({"equal": not text, "fields": diff_fields(old, new), "changes": nodes}, indent=2))
+        found = {"equal": not text, "fields": diff_fields(old, new), "changes": nodes}
+        print(json.dumps(found, indent=2), file=chosen.stdout)
     else:
         print(text or "the plans are equal")
     return LIMIT if text else OK
@@ -36,7 +37,7 @@ def run_profile(chosen: argparse.Namespace) -> int:
     batches = load_batches(chosen.batches)
     loss_fn = None if chosen.loss is None else load_loss(chosen.loss, ("output",), ("output", "targets"))
     ranges = profile(model, batches, loss_fn)
-    print(json.dumps(ranges.as_dict()) if chosen.json else ranges)
+    print(json.dumps(ranges.as_dict()) if chosen.json else ranges, file=chosen.stdout)
     if chosen.save is not None:
         ranges.save(chosen.save)
     if chosen.plot is not None:
@@ -77,10 +78,10 @@ def run_compare(chosen: argparse.Namespace, converted: Any) -> int:
     loss_fn = None if chosen.loss is None else load_loss(chosen.loss, ("output",))
     result = _measured(chosen, model, example, lambda: compare(model, converted, example, loss_fn, chosen.scale))
     if chosen.tolerance is None:
-        print(json.dumps(result.as_dict(), indent=2) if chosen.json else result)
+        print(json.dumps(result.as_dict(), indent=2) if chosen.json else result, file=chosen.stdout)
         return OK
     found = find_deny(model, converted, example, chosen.tolerance, loss_fn, chosen.max_runs)
-    print(json.dumps(found.as_dict(), indent=2) if chosen.json else found)
+    print(json.dumps(found.as_dict(), indent=2) if chosen.json else found, file=chosen.stdout)
     return OK if result.output <= chosen.tolerance else LIMIT
 
 
@@ -89,8 +90,8 @@ def run_audit(chosen: argparse.Namespace) -> int:
     model, example = _with_inputs(chosen)
     found = _measured(chosen, model, example, lambda: audit(model, example))
     if chosen.sarif:
-        print(found.to_sarif())
+        print(found.to_sarif(), file=chosen.stdout)
     else:
-        print(found.to_json() if chosen.json else found)
+        print(found.to_json() if chosen.json else found, file=chosen.stdout)
     grave = {"error": ("error",), "warning": ("error", "warning"), "never": ()}[chosen.fail_on]
     return LIMIT if any(finding.severity in grave for finding in found.findings) else OK

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from fxamp.cli.parser import parser
 from fxamp.cli.targets import failure, is_of_print
@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(chosen: argparse.Namespace) -> int:
     """The exit code of one command; whatever it raises is told in a sentence, but for trouble with standard output."""
     try:
-        return int(chosen.run(chosen))
+        with _prints_of_the_target_aside(chosen):
+            return int(chosen.run(chosen))
     except FxampError as error:
         return _wrong(str(error))
     except KeyboardInterrupt:
@@ -49,6 +50,15 @@ def _run(chosen: argparse.Namespace) -> int:
         if isinstance(error, OSError) and is_of_print(error):
             raise
         return _wrong(f"{chosen.command} {failure(error)}")
+
+
+def _prints_of_the_target_aside(chosen: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
+    """Where the command prints for programs, to `chosen.stdout`, what the target's code prints goes to stderr."""
+    chosen.stdout = sys.stdout
+    is_for_programs = chosen.json or getattr(chosen, "sarif", False)
+    if is_for_programs and hasattr(chosen, "target") and sys.stdout is not None:
+        return contextlib.redirect_stdout(sys.stderr)
+    return contextlib.nullcontext()
 
 
 def _wrong(text: str) -> int:

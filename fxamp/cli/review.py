@@ -29,7 +29,7 @@ def run_inspect(chosen: argparse.Namespace) -> int:
     built = report(model)
     if chosen.json:
         more = {"suggestions": [vars(move) for move in built.suggest()]} if chosen.suggest else {}
-        print(json.dumps({**built.as_dict(), **more}, indent=2))
+        print(json.dumps({**built.as_dict(), **more}, indent=2), file=chosen.stdout)
     else:
         print("\n".join(overview(built)))
         if chosen.suggest:
@@ -73,7 +73,8 @@ def run_explain(chosen: argparse.Namespace) -> int:
     model = converted(chosen)
     if chosen.json:
         chains = [[row_as_dict(row) for row in chain] for chain in reasons_of(model, chosen.name)]
-        print(json.dumps({"name": chosen.name, "chains": chains, "text": explain(model, chosen.name)}, indent=2))
+        found = {"name": chosen.name, "chains": chains, "text": explain(model, chosen.name)}
+        print(json.dumps(found, indent=2), file=chosen.stdout)
     else:
         print(explain(model, chosen.name))
     return OK
@@ -102,7 +103,7 @@ def run_lists(chosen: argparse.Namespace) -> int:
     if chosen.colour:
         found = [comparison for comparison in found if comparison.colour == chosen.colour]
     if chosen.json:
-        print(json.dumps([vars(comparison) for comparison in found], indent=2))
+        print(json.dumps([vars(comparison) for comparison in found], indent=2), file=chosen.stdout)
     else:
         print(op_table(found, with_reason=True))
         print(_lists_footer(len(found), chosen.diff))

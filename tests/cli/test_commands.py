@@ -47,6 +47,23 @@ def needs(width):
 
 def broken():
     return 1 / 0
+
+class Talks(Net):
+    def forward(self, x):
+        print("in forward")
+        return super().forward(x)
+
+def talks():
+    print("in a factory")
+    return Talks(), (torch.zeros(2, 8),)
+
+def talking_batches():
+    print("in a loader")
+    yield torch.ones(4, 8)
+
+def talking_loss(output):
+    print("in a loss")
+    return output.float().mean()
 """
 
 
@@ -300,6 +317,23 @@ def test_every_command_gives_json_and_nothing_else(command, capsys):
         capsys.readouterr()
     assert run(command, *COMMANDS[command], "--json") in (0, 1)
     json.loads(capsys.readouterr().out)
+
+
+TALKING = {
+    "inspect": ("cli_models:talks", "--json"),
+    "explain": ("cli_models:talks", "exp", "--json"),
+    "profile": ("cli_models:talks", "cli_models:talking_batches", "--loss", "cli_models:talking_loss", "--json"),
+    "compare": ("cli_models:talks", "--loss", "cli_models:talking_loss", "--json"),
+    "audit": ("cli_models:talks", "--sarif"),
+}
+
+
+@pytest.mark.parametrize("command", TALKING)
+def test_what_the_users_code_prints_is_no_part_of_the_json(command, capsys):
+    assert run(command, *TALKING[command]) == 0
+    said = capsys.readouterr()
+    json.loads(said.out)
+    assert "in a factory" in said.err
 
 
 def test_no_command_is_left_out(capsys):
