@@ -124,7 +124,8 @@ class Suggestion:
     """A move and what it would save in one forward.
 
     Attributes:
-        move: as arguments of `what_if`, "infer=['exp']", or of convert(), "convert(level='balanced')".
+        move: as arguments of `what_if`, "infer=['exp']", or of convert(), "convert(level='balanced')". Where a node has
+            the name of an op, the op is meant, as by `what_if`: "allow=['add'] (the op, wherever it stands)".
         casts, launches, nbytes: saved; below 0 where it costs.
         why_not: the reason the node is in float32 today.
     """
@@ -183,6 +184,7 @@ def traffic(built: Report) -> int:
 def _moves(built: Report) -> Iterator[tuple[str, str, str, str]]:
     """(in words, colour, name, reason today) of the causes of float32 regions, largest first, each once."""
     seen: set[str] = set()
+    ops = {row.op for row in built.rows}
     rows = {(row.graph, row.name): row for row in built.rows}
     for region in built.regions:
         for name in region.nodes:
@@ -193,4 +195,6 @@ def _moves(built: Report) -> Iterator[tuple[str, str, str, str]]:
             move = ("infer", row.op) if by_list else ("allow", row.name)
             if move[1] not in seen:
                 seen.add(move[1])
-                yield f"{move[0]}=[{move[1]!r}]", *move, row.reason
+                is_taken_for_op = not by_list and row.name in ops
+                of_op = " (the op, wherever it stands)" if is_taken_for_op else ""
+                yield f"{move[0]}=[{move[1]!r}]{of_op}", *move, row.reason

@@ -368,6 +368,15 @@ def test_suggestions_say_nothing_of_names_that_nobody_gave(caplog):
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+def test_a_suggestion_whose_name_is_a_node_and_an_op_says_which():
+    converted = fxamp.convert(Two(lambda m, x: m.b(m.a(x) + x) + x), FP16, (X,), level="strict")
+    (move,) = [move for move in fxamp.report(converted).suggest() if "'add'" in move.move]
+    assert move.move == "allow=['add'] (the op, wherever it stands)"
+    lists = fxamp.OpLists.default().override(allow=["add"])
+    after = fxamp.convert(Two(lambda m, x: m.b(m.a(x) + x) + x), FP16, (X,), level="strict", lists=lists)
+    assert move.casts == report(converted).casts - report(after).casts
+
+
 def test_an_op_that_nothing_of_the_model_is_called_changes_nothing():
     converted = fxamp.convert(Named("part"), torch.float16, (torch.randn(8, 64),))
     assert fxamp.what_if(converted, deny=["softmax"]).summary() == fxamp.report(converted).summary()
