@@ -23,7 +23,9 @@ from fxamp.capture.recurrent import name_first_states
 from fxamp.capture.source_names import converts_relatively, is_dtype_of_a_value, names_of_dtypes
 from fxamp.errors import CaptureError
 
-_STORED_AS = re.compile(r"\._(parameters|buffers)\['")
+_STORED_AS = re.compile(r"\b_(parameters|buffers)(?:'\])?\['")
+_STORES = re.compile(r"(?:\._|\.__dict__\['_)(?:modules|parameters|buffers)(?:'\])?(?=\[)")
+_MODEL = re.compile(r"^L\['\w+'\](?:\[\d+\])?")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n([^\n]*)')
 _TO = re.compile(r"\.(?:to|type)\(([^()]*)\)")
 _ENTER, _EXIT = "_enter_autocast", "_exit_autocast"
@@ -95,7 +97,7 @@ def source_of(node: fx.Node) -> str:
 
 def weight_path(node: fx.Node) -> str:
     """Dotted path of a weight input: "fc.weight"."""
-    return ".".join(re.findall(r"\['([^']+)'\]", source_of(node).partition("]")[2]))
+    return ".".join(re.findall(r"\['([^']+)'\]", _STORES.sub("", _MODEL.sub("", source_of(node)))))
 
 
 def _is_relative_conversion(node: fx.Node) -> bool:
@@ -144,11 +146,14 @@ def _source_line(node: fx.Node) -> str:
 
 
 def _module_stack(node: fx.Node) -> dict[str, tuple[str, type]]:
-    """Dynamo's module stack with plain paths: "L['self'].layers[0].fc" -> "layers.0.fc"."""
+    """Dynamo's module stack with plain paths: "L['self'].layers[0].fc" -> "layers.0.fc".
+
+    The model is "L['args'][0]" where its forward is wrapped; the parts of one with a `__getattr__` of its own are
+    "L['self'].__dict__['_modules']['layers']".
+    """
     stack = {}
     for key, entry in (node.meta.get("nn_module_stack") or {}).items():
-        path = re.sub(r"^L\['\w+'\]\.?", "", str(entry[0]))
-        path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
+        path = _STORES.sub("", _MODEL.sub("", str(entry[0])))
         stack[key] = (re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).strip("."), entry[1])
     return stack
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import logging
 import pickle
 
@@ -422,3 +423,63 @@ def test_a_region_that_the_model_opens_says_nothing_of_the_dtypes_it_is_converte
     converted = fxamp.convert(model, dtype, (x,), capture="dynamo", **options)
     exact = options.get("overrides") == {"*": "deny"}
     torch.testing.assert_close(converted(x), plain, rtol=0 if exact else 2**-6, atol=0 if exact else 2**-6)
+
+
+class Asks(nn.Module):
+    """Has a `__getattr__` of its own, as models of diffusers and peft have: torch 2.13 names its parts otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.parts = nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8)])
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.register_buffer("scale", torch.ones(8))
+
+    def __getattr__(self, name):
+        return super().__getattr__(name)
+
+    def forward(self, x):
+        return self.parts[0](self.fc(x) * self.scale + self.shift)
+
+
+def passed_on(forward):
+    @functools.wraps(forward)
+    def call(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    return call
+
+
+class Wrapped(nn.Module):
+    """Its forward is wrapped, as every one of transformers is: the model is one of the arguments."""
+
+    def __init__(self, inner) -> None:
+        super().__init__()
+        self.inner, self.fc = inner, nn.Linear(8, 8)
+
+    @passed_on
+    def forward(self, x):
+        return self.fc(self.inner(x))
+
+
+NAMED = {
+    "own getattr": (Asks, "fc"),
+    "wrapped": (lambda: Wrapped(nn.Identity()), "fc"),
+    "getattr inside": (lambda: Wrapped(Asks()), "inner.fc"),
+    "wrapped inside": (lambda: nn.Sequential(Wrapped(Asks())), "0.inner.parts.0"),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_parts_have_the_paths_that_the_model_gives_them(name):
+    torch._dynamo.reset()
+    make, part = NAMED[name]
+    x, rows = torch.randn(2, 8), {}
+    for capture in ("symbolic", "dynamo"):
+        converted = fxamp.convert(make(), torch.float16, (x,), capture=capture, overrides={part: "deny"})
+        converted(x)
+        report = fxamp.report(converted)
+        computed = [row for row in report.rows if not row.role and not row.is_source and row.op != "output"]
+        rows[capture] = [(row.op, row.module, row.precision) for row in computed]
+        assert report.runs == (1,) and {row.op for row in report.rows if row.is_source} >= {"input", "parameter"}
+    assert rows["dynamo"] == rows["symbolic"]
+    assert "high" in [precision for _, module, precision in rows["dynamo"] if f"{module}.".startswith(f"{part}.")]
