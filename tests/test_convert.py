@@ -460,3 +460,29 @@ class Nothing(nn.Module):
 def test_a_model_that_takes_nothing_has_one():
     report = fxamp.report(fxamp.convert(Nothing(), torch.bfloat16))
     assert [row.precision for row in report.rows if row.op == "linear"] == ["low"]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("key", ["layers", "model.layers", "model.layers.*"])
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_an_override_of_a_list_of_modules_reaches_what_it_holds(key, capture):
+    x, is_inner = torch.randn(2, 4), key.startswith("model.")
+    model = nn.Sequential()
+    model.add_module("model", Layers())
+    converted = fxamp.convert(
+        model if is_inner else Layers(), torch.float16, (x,), capture=capture, overrides={key: "deny"}
+    )
+    converted(x)
+    linears = [row for row in fxamp.report(converted).rows if row.op == "linear"]
+    assert [row.precision for row in linears] == ["high", "high", "low"]

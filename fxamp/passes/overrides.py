@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,17 @@ from fxamp.passes.policy import Policy
 
 
 def module_paths(node: fx.Node) -> list[str]:
-    """Dotted paths of the modules whose forward made the node, outermost first."""
+    """Dotted paths of the modules whose forward made the node, and of the lists that hold them, outermost first."""
     paths = [str(path) for path, _ in _stack(node)]
     if node.op == "call_module" and str(node.target) not in paths:
         paths.append(str(node.target))
-    return [path for path in paths if path]
+    return list(dict.fromkeys(around for path in paths if path for around in _around(path)))
+
+
+def _around(path: str) -> Iterator[str]:
+    """ "a.b.c" -> "a", "a.b", "a.b.c"."""
+    yield from (path[:place] for place, letter in enumerate(path) if letter == ".")
+    yield path
 
 
 def _stack(node: fx.Node) -> list[tuple[Any, Any]]:
