@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -21,6 +22,8 @@ log = logging.getLogger("fxamp")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     code = OK
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path of the user's may hold what its encoding does not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning

@@ -220,3 +220,11 @@ def test_two_formats_at_once_are_refused(capsys):
         out, told = capsys.readouterr()
         assert f"argument {given[1]}: not allowed with argument {given[0]}" in told and told.count("\n") == 1
         assert not out
+
+
+def test_a_name_that_stdout_cannot_write_is_escaped(folder):
+    (folder / "mod\u00e8le.py").write_text(textwrap.dedent(MODELS))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONIOENCODING": "ascii"}
+    given = [sys.executable, "-m", "fxamp", "explain", "mod\u00e8le.py:make", "exp"]
+    done = subprocess.run(given, cwd=folder, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "mod\\xe8le.py" in done.stdout, done.stderr
