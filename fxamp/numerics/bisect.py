@@ -1,7 +1,7 @@
 """A set of deny entries, none of them to spare, with which a model meets a tolerance, found by bisection."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -32,6 +32,7 @@ class DenySet:
         tolerance: what was asked for; `is_met` says whether it is kept.
         runs: how many graphs were run.
         is_minimal: whether taking any single node out would break the tolerance; False where the runs ran out.
+        given: the overrides that the model has already.
     """
 
     nodes: tuple[str, ...]
@@ -39,6 +40,7 @@ class DenySet:
     tolerance: float
     runs: int
     is_minimal: bool
+    given: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def is_met(self) -> bool:
@@ -46,8 +48,8 @@ class DenySet:
 
     @property
     def overrides(self) -> dict[str, str]:
-        """The set as `overrides=` of convert()."""
-        return dict.fromkeys(self.nodes, "deny")
+        """The set as `overrides=` of convert(), behind those that the model has already."""
+        return {**self.given, **dict.fromkeys(self.nodes, "deny")}
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -201,7 +203,8 @@ class _Search:
         return max(errors, default=0.0)
 
     def result(self, nodes: tuple[str, ...], is_minimal: bool) -> DenySet:
-        return DenySet(nodes, self.sets.error(nodes), self.sets.tolerance, self.sets.runs, is_minimal)
+        given = dict(self.call.engine.options.overrides)
+        return DenySet(nodes, self.sets.error(nodes), self.sets.tolerance, self.sets.runs, is_minimal, given)
 
 
 def _outputs(found: Sequence[Any]) -> Any:

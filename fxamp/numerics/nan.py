@@ -44,7 +44,8 @@ class BadNode:
         graph: number of the node's graph in `fxamp.report(model)`.
         value: of the first bad value or gradient, in words.
         inputs: of everything the node read, in words.
-        overrides: the deny entries with which the run is finite; empty where none was found.
+        overrides: the deny entries with which the run is finite, behind those that the model has already; empty where
+            none was found.
         is_bad_in_float32: whether in fp32 what reaches the outputs, or of a bad gradient the parameters, is not finite
             either: then it is not a matter of precision.
         error: what then stopped the run, "" where nothing did.
@@ -258,7 +259,7 @@ def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_floa
         module=ir.module_path(node),
         colour=mark.role or mark.colour,
         precision=mark.precision,
-        overrides=dict.fromkeys(denied, "deny"),
+        overrides={**call.engine.options.overrides, **dict.fromkeys(denied, "deny")} if denied else {},
         is_bad_in_float32=is_bad_in_float32,
         graph=origin.flow.part.graph,
         error="" if flow.error is None else f"{type(flow.error).__name__}: {flow.error}".partition("\n")[0],

@@ -561,3 +561,11 @@ def test_both_run_as_the_converted_model_has_it_and_differing_modules_are_named(
     same = compare(Moody().eval(), converted, (X,))
     assert same.output == found.output and not same.other_flags and "train()" not in str(same)
     assert find_deny(model, converted, (X,), 0.01, progress=False).nodes == ()
+
+
+def test_a_set_to_deny_comes_with_the_overrides_that_the_model_has():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    today = fxamp.convert(model, torch.float16, (torch.randn(4, 8),), overrides={"2": "deny"})
+    found = find_deny(model, today, (torch.randn(4, 8),), 1e-7, progress=False)
+    assert found.nodes and found.overrides == {"2": "deny", **dict.fromkeys(found.nodes, "deny")}
+    assert fxamp.report(fxamp.convert(model, torch.float16, (torch.randn(4, 8),), overrides=found.overrides)).casts == 0

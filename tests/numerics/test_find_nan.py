@@ -562,3 +562,11 @@ def test_a_loss_that_float32_makes_finite_is_mended_in_the_model():
     assert found.overrides and "makes the run finite" in found.remedy
     mended = fxamp.convert(Net(lambda m, x: torch.tanh(m.a(x * 1e-9))), FP16, (X,), overrides=found.overrides)
     assert find_nan(mended, (X,), lambda output: output.log().sum()) is None
+
+
+def test_what_mends_it_is_offered_with_the_overrides_that_the_model_has():
+    model = Net(lambda m, x: (m.a(x * 30000.0) * 4.0).sum() + (m.b(x * 30000.0) * 4.0).sum())
+    today = fxamp.convert(model, FP16, (X,), pad_to=0, overrides={"mul_1": "deny"})
+    found = find_nan(today, (X,))
+    assert found is not None and found.overrides["mul_1"] == "deny" and len(found.overrides) > 1
+    assert find_nan(fxamp.convert(model, FP16, (X,), pad_to=0, overrides=found.overrides), (X,)) is None
