@@ -184,6 +184,9 @@ class ValueProxy(fx.Proxy):
         if name in _OF_PROXIES or not hasattr(torch.Tensor, name):
             super().__setattr__(name, value)
             return
+        if name == "requires_grad" and self.node.op != "get_attr":
+            self.requires_grad_(value)
+            return
         raise CaptureError(
             f"{user_line()}: forward sets .{name} of a tensor, which a graph cannot hold. Write the numbers with "
             "tensor.copy_() under torch.no_grad(), and the rest outside of forward."

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp.model.engine import engine_of
@@ -112,6 +113,38 @@ def test_a_weight_that_forward_freezes_gets_no_gradient():
     fxamp.convert(net, torch.bfloat16)(X).sum().backward()
     assert net.last.bias.grad is None
     assert net.last.weight.grad is not None
+
+
+def asks_for_the_gradient_of_a_value(net, x):
+    h = net.first(x).detach()
+    h.requires_grad = True
+    return torch.autograd.grad(net.last(h.tanh()).sum(), h, create_graph=True)[0]
+
+
+def asks_for_it_behind_a_reader(net, x):
+    h = net.first(x).detach()
+    before = net.last(h)
+    h.requires_grad = True
+    return before + torch.autograd.grad(net.last(h).square().sum(), h, create_graph=True)[0][:, :4]
+
+
+def hands_on_a_bias_of_zeros(net, x):
+    def block(h, bias):
+        if bias is None:
+            bias = torch.zeros(16)
+            bias.requires_grad = True
+        return (h @ net.w + bias).tanh(), bias
+
+    h, bias = checkpoint(block, net.first(x), None, use_reentrant=False)
+    return net.last(checkpoint(block, h, bias, use_reentrant=False)[0])
+
+
+@pytest.mark.parametrize(
+    "body", [asks_for_the_gradient_of_a_value, asks_for_it_behind_a_reader, hands_on_a_bias_of_zeros]
+)
+def test_a_value_that_forward_makes_may_ask_for_its_gradient(body):
+    converted = same_as_fp32(body, capture="symbolic")
+    assert {row.precision for row in fxamp.report(converted).rows if row.op == "linear"} == {"low"}
 
 
 @pytest.mark.parametrize("body", [sets_data_of_a_buffer, sets_data_of_a_weight, sets_data_of_a_value, freezes])
