@@ -105,7 +105,7 @@ class _Seen:
 
     def _now(self) -> tuple[list[Any], list[Any]]:
         tensors = [tensor for tensor in self.tensors() if tensor is not None]
-        return tensors, versions_of(tensors)
+        return list(map(weakref.ref, tensors)), versions_of(tensors)  # the reference to a tensor is one, while it lives
 
 
 def _loads_of(module: nn.Module) -> int:

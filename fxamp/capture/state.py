@@ -232,12 +232,7 @@ class _Identities:
         if cell.frozen[-1] is LIFTED:
             self._terms.append(f"type({entry}) is {self._named(type(value))}")
         elif cell.path is not None and isinstance(value, torch.Tensor):
-            about = "type_of_weight" if cell.kind else "type_of_kept"
-            is_same = f"{entry} is {self._named(value)}"
-            if cell.kind:  # an object may get data of another type: `p.data = ...`, `module.half()`
-                is_same += f" and {entry}.dtype is {self._named(value.dtype)}"
-                is_same += f" and {entry}.shape == {self._named(value.shape)}"
-            self._terms.append(f"{is_same} or {about}({entry}) == {self._named(cell.frozen)}")
+            self._watch_tensor(entry, value, cell)
         elif value is MISSING:
             self._terms.append(f"{cell.name!r} not in {self._named(holder)}")
         elif isinstance(holder, types.CellType):
@@ -245,6 +240,18 @@ class _Identities:
         else:
             self._terms.append(f"{entry} is {self._named(value)}")
         self._watch(value, DEPTH)
+
+    def _watch_tensor(self, entry: str, value: torch.Tensor, cell: Cell) -> None:
+        """Compare types and shapes, whichever tensor it is: one that is replaced, or that was computed for a functional
+        call, is not kept alive.
+        """
+        frozen = self._named(cell.frozen)
+        if not cell.kind:
+            self._terms.append(f"type_of_kept({entry}) == {frozen}")
+            return
+        is_same = f"type({entry}) is {self._named(type(value))}"
+        is_same += f" and {entry}.dtype is {self._named(value.dtype)} and {entry}.shape == {self._named(value.shape)}"
+        self._terms.append(f"{is_same} or type_of_weight({entry}) == {frozen}")
 
     def function(self) -> Callable[[], bool]:
         """Whether all that was watched is as it was."""

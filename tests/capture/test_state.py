@@ -3,9 +3,11 @@
 import collections
 import copy
 import functools
+import gc
 import logging
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -392,6 +394,25 @@ def test_what_has_not_changed_is_not_compared(monkeypatch):
     assert agrees(model, converted) and agrees(model, converted)
     monkeypatch.setattr(StateCheck, "changed", lambda check: pytest.fail("all values are compared at each call"))
     assert agrees(model, converted)
+
+
+def test_weights_that_were_replaced_are_let_go():
+    model = fxamp.convert(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.bfloat16, X)
+    assert torch.equal(model(X), model(X))
+    seen = [weakref.ref(weight) for weight in model.parameters()]
+    model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()}, assign=True)
+    assert not model(X).any()
+    gc.collect()
+    assert [weight() for weight in seen] == [None] * 4
+
+
+def test_weights_of_a_functional_call_are_let_go():
+    model = fxamp.convert(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.bfloat16, X)
+    computed = {name: weight * 2 for name, weight in model.named_parameters()}
+    seen = [weakref.ref(weight) for weight in computed.values()]
+    torch.func.functional_call(model, computed, (X,))
+    del computed
+    assert [weight() for weight in seen] == [None] * 4
 
 
 class Maker(collections.OrderedDict):
