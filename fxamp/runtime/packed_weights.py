@@ -34,6 +34,7 @@ from fxamp.runtime.padded_weights import (
 from fxamp.runtime.plain import must_be_plain
 from fxamp.runtime.recurrent_memory import RecurrentCall, empty_together
 from fxamp.runtime.streams import MadeOn, made_on
+from fxamp.runtime.writes import versions_of
 
 Growths = tuple[Growth | None, ...]
 """One for each weight of a bucket: how its copy grows, None where it does not."""
@@ -277,7 +278,7 @@ class _Kept:
 
     @staticmethod
     def state_of(weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        return (steps_taken(), *[(weight.data_ptr(), weight._version) for weight in weights])
+        return steps_taken(), [weight.data_ptr() for weight in weights], versions_of(weights)
 
 
 _NUMBER = operator.attrgetter("cdata")

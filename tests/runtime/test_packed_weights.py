@@ -562,6 +562,16 @@ def test_kept_copies_give_way_to_gradients_and_inference_mode():
     assert kept(torch.float16, weight)[0].requires_grad
 
 
+def test_a_weight_made_under_inference_mode_among_others_is_copied_at_each_call():
+    """It counts no writes."""
+    kept, weights = KeptCast(0), [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    with torch.inference_mode():
+        weights[1] = nn.Parameter(torch.ones(2), requires_grad=False)
+        for number in (1.0, 2.0):
+            weights[1].fill_(number)
+            assert torch.equal(kept(torch.float16, *weights)[1], torch.full((2,), number, dtype=torch.float16))
+
+
 def test_a_recorded_graph_keeps_nothing(monkeypatch):
     """It would fill copies at its replays alone, or read those that a later call lets go of."""
     kept, weight = KeptCast(0), nn.Parameter(torch.ones(2))
