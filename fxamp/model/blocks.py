@@ -25,8 +25,9 @@ def mark_blocks(module: nn.Module, blocks: Mapping[str, Any]) -> None:
     Args:
         blocks: the engines of the blocks inside `module`, by path; equal blocks share one.
     """
+    parts = dict(module.named_modules(remove_duplicate=False))  # a block may have been taken out since
     for engine in {id(inner): inner for inner in blocks.values()}.values():
-        places = {id(module.get_submodule(path)): path for path, inner in blocks.items() if inner is engine}
+        places = {id(parts[path]): path for path, inner in blocks.items() if inner is engine and path in parts}
         made = [variant for variant in engine.all_variants() if variant.maker is not None or not variant.blocks]
         makers = list(dict.fromkeys(variant.maker for variant in made))
         known = {maker: places.get(id(maker and maker()), "") for maker in makers}

@@ -129,7 +129,7 @@ def freeze(self: Any) -> Any:
     """Keep the low weights for inference; call it again after a write through `p.data`. Returns the model."""
     engine = self.__dict__.get(ENGINE)
     if engine is not None:
-        engine.freeze(self)
+        engine.current(self).freeze(self)
     return self
 
 

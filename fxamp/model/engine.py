@@ -327,7 +327,7 @@ class Engine:
     def freeze(self, module: nn.Module) -> None:
         """Keep the low weights from call to call while gradients are off, in these graphs and in later ones."""
         self.is_frozen = True
-        for path, inner in self.blocks.items():
+        for path, inner in _blocks_of(module, self.blocks).items():
             inner.freeze(module.get_submodule(path))
         for variant in self._own_variants() or self.previews:
             self.workshop.keep_weights(variant, module)

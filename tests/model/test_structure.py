@@ -124,6 +124,19 @@ def test_an_exchanged_block_is_no_longer_counted_among_the_blocks():
     converted.freeze()
 
 
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_a_block_that_has_lost_its_parts_can_be_called_and_frozen(capture):
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    converted = fxamp.convert(model, torch.bfloat16, boundaries=["*.0"], capture=capture)
+    converted(X)
+    converted[0] = nn.Tanh()
+    converted.freeze()
+    converted[1] = nn.Sequential(nn.Tanh(), nn.Tanh())
+    assert torch.allclose(converted(X), X.tanh().tanh().tanh())
+    converted.freeze()
+    assert torch.allclose(converted(X), X.tanh().tanh().tanh())
+
+
 class Twice(nn.Module):
     """Three blocks, of which two are one."""
 
