@@ -9,6 +9,7 @@ The bytecode behind the read tells it before it is asked; then the value itself 
 
 import dis
 import functools
+import itertools
 import types
 
 from fxamp.capture.functions_of import codes_of
@@ -76,11 +77,14 @@ def is_asked_for_its_class(frame: types.FrameType) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _class_questions(code: types.CodeType) -> frozenset[int]:
-    """Where in a function these instructions are."""
+    """Where in a function these instructions are, with their caches: one that Python has specialised for a property
+    calls it from there (3.12)."""
+    instructions = list(dis.get_instructions(code))
     return frozenset(
-        each.offset
-        for each in _instructions(code)
+        offset
+        for each, following in itertools.pairwise(instructions)
         if each.opname == "MATCH_CLASS" or (each.opname == "LOAD_ATTR" and each.argval == "__class__")
+        for offset in range(each.offset, following.offset)
     )
 
 

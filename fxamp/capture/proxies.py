@@ -114,7 +114,6 @@ def kind_of_dictionary(given: Any) -> type | None:
     return next(filter(None, map(kind_of_dictionary, parts)), None)
 
 
-_A_TENSOR = torch.empty(0)
 _OF_PROXIES = frozenset({"node", "tracer"})
 # None or not, whoever asks: no proxy can be None where the next call's tensor is.
 _OF_AUTOGRAD = frozenset({"grad_fn", "grad", "_base", "_backward_hooks"})
@@ -165,7 +164,8 @@ class ValueProxy(fx.Proxy):
         if value is UNKNOWN and self.tracer.example is not None:  # type: ignore[attr-defined]
             raise questions_of(self).unfollowable("the class of a value whose sizes depend on data", data=True)
         if isinstance(value, torch.Tensor):
-            return type(self.__dict__.get("_tensor", _A_TENSOR))
+            weight = self.__dict__.get("_tensor")
+            return torch.Tensor if weight is None else type(weight)
         return type(self) if value is UNKNOWN else type(value)
 
     def _has_real(self, name: str) -> bool:

@@ -24,7 +24,7 @@ LOOSE = "_fxamp_master_loose"  # the version at which parameter and master last 
 WRITTEN = "_fxamp_master_written"  # the master's version then
 LOGICAL = "_fxamp_logical_dtype"  # on parameters that fxamp.model.storage lowered: their dtype in the state dict
 LOADING = -1  # in the place of a version: what is written is being loaded, or was pickled
-NO_VERSION = -2
+NO_VERSION = -2  # no tensor has it: parameter and master do not agree
 
 one_at_a_time = threading.RLock()
 """Held where parameters and masters are made to agree; not while an optimizer steps, which may wait for other ranks,

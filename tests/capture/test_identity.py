@@ -1,12 +1,14 @@
 """Questions by `is`, isinstance() and getattr() of what is read off a tensor have eager's answers."""
 
 import functools
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import fxamp
+from fxamp.capture.identity import is_asked_for_its_class
 
 LOW = torch.bfloat16
 X, MASK = torch.linspace(-1, 1, 32).reshape(4, 8), torch.arange(32).reshape(4, 8) % 3 == 0
@@ -319,3 +321,27 @@ def test_what_fails_on_the_dtype_of_parameters_fails_in_the_call():
     converted = fxamp.convert(Fails(8, 8), LOW, capture="symbolic")
     with pytest.raises(RuntimeError, match=r"2x3|\[2, 3\]"):
         converted(X)
+
+
+class Asked:
+    """A class whose property notes whether the frame that reads it asks for a class."""
+
+    def __init__(self):
+        self.answers = []
+
+    @property
+    def __class__(self):
+        self.answers.append(is_asked_for_its_class(sys._getframe(1)))
+        return Asked
+
+
+def test_question_for_a_class_is_seen_in_code_that_python_has_specialised():
+    asked = Asked()
+    for _ in range(1000):  # `.__class__` of 3.12 is a call from within the instruction by then
+        asked.__class__  # noqa: B018
+    assert len(asked.answers) == 1000 and all(asked.answers)
+
+    asked.answers.clear()
+    for _ in range(1000):
+        isinstance(asked, int)
+    assert len(asked.answers) == 1000 and not any(asked.answers)
