@@ -1,7 +1,7 @@
 """From one call of a model to the graph that runs it: capture, and the passes in their order."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx, nn
 
@@ -51,7 +51,7 @@ def build_variant(
     inputs: list[Any] | None,
     options: Options,
     live: frozenset[Place] = frozenset(),
-    is_general: bool = False,
+    sizes: Literal["one", "tried", "condition"] = "one",
 ) -> Variant:
     """Capture a model for one call and rewrite its graph.
 
@@ -60,7 +60,8 @@ def build_variant(
         spec: structure of the call; None: a preview for a call with assumed types.
         inputs: the call's tensors and numbers; only their types are used.
         live: numbers of modules that the graph reads at each call.
-        is_general: whether to find out for which other sizes the graph holds, where forward decides on sizes.
+        sizes: where forward decides on sizes, whether the graph holds for those of the call, for all that turn out to
+            be decided alike when they are met, or for those of a condition, which Dynamo can trace.
     """
     check_stored(plain, options.low)
     if spec is None:
@@ -68,8 +69,8 @@ def build_variant(
     fakes = Fakes(plain, logical_dtype)
     with casts_into(options.low):
         captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in options.lists, live)
-        if is_general:
-            captured.generalise(fakes)
+        if sizes != "one":
+            captured.generalise(fakes, as_condition=sizes == "condition")
     before = captured.text()
     total = len(captured.graph.nodes)
     fits = rewrite(captured, fakes if inputs is not None else None, options)

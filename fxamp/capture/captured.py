@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxamp import ir
 from fxamp.canonical import canonical_text
@@ -15,7 +16,7 @@ from fxamp.capture.inputs import CallSpec
 from fxamp.capture.outputs import OutputForm
 from fxamp.capture.reads import Place
 from fxamp.capture.settings import Settings
-from fxamp.capture.sizes import Decision, SizeGuard, size_guard
+from fxamp.capture.sizes import Decision, SizeGuard, SizeQuestions, SizeTrial, size_guard, size_trial
 from fxamp.capture.state import Cell
 from fxamp.errors import CaptureError
 from fxamp.fakes import Fakes
@@ -33,7 +34,7 @@ class Captured:
         decisions: what Python asked of traced sizes; the graph is then valid for the example's sizes, and for those
             that `sizes` allows.
         sizes: the sizes for which the decisions are the same; None where it was not asked, or cannot be told.
-        asked_sizes: whether it was asked.
+        asked_condition: whether they were asked for as a condition.
         constants: tensors that belong to no module, by the name that `get_attr` nodes use.
         example: the inputs the graph was captured with, None when it was captured without.
         method: which capture made it.
@@ -50,8 +51,8 @@ class Captured:
     spec: CallSpec
     training: tuple[tuple[str, bool], ...] = ()
     decisions: tuple[Decision, ...] = ()
-    sizes: SizeGuard | None = None
-    asked_sizes: bool = False
+    sizes: SizeGuard | SizeTrial | None = None
+    asked_condition: bool = False
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
     example: list[Any] | None = None
     method: str = "symbolic"
@@ -73,11 +74,16 @@ class Captured:
         parts = () if self.output_form is None else self.output_form.attributes
         return frozenset(f"self.{attribute.title}" for attribute, _ in parts)
 
-    def generalise(self, fakes: Fakes) -> None:
-        """Find out for which other sizes the graph holds, as it was captured; no pass has changed it yet."""
-        self.asked_sizes = True
-        if self.decisions and self.example is not None:
-            self.sizes = size_guard(self.graph, self.decisions, self.example, fakes.in_mode, self._read)
+    def generalise(self, fakes: Fakes, as_condition: bool) -> None:
+        """Find out for which other sizes the graph holds, as it was captured; no pass has changed it yet.
+
+        Args:
+            as_condition: in a form that Dynamo can trace.
+        """
+        self.asked_condition = as_condition
+        if self.decisions and self.example is not None and all(decision.node for decision in self.decisions):
+            questions = SizeQuestions(self.graph, self.decisions, fakes.in_mode(FakeTensorMode()), self._read)
+            self.sizes = (size_guard if as_condition else size_trial)(questions, self.example)
 
     def _read(self, node: fx.Node) -> Any:
         return self.constants.get(str(node.target), ir.attribute(self.root, node.target))
@@ -87,17 +93,25 @@ class Captured:
         """Whether it may run for tensors of the example's sizes alone."""
         return bool(self.decisions) and self.sizes is None
 
+    @property
+    def may_have_condition(self) -> bool:
+        """Whether its sizes were not yet asked for as a condition, and may be one."""
+        return bool(self.decisions) and not self.asked_condition
+
     def holds_for(self, inputs: list[Any]) -> bool:
         """Whether Python would decide as it did for these inputs. Dynamo and torch.jit.trace come through here."""
         if not self.decisions or self.example is None:
             return True
-        if self.sizes is not None and torch.compiler.is_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        if isinstance(self.sizes, SizeGuard) and is_compiling:
             return self.sizes(inputs)  # alone: asked whether a size is a certain one, Dynamo compiles for that one
         if _have_symbols(inputs) and not _have_symbols(self.example):
             return False  # torch.export would find that a size is a certain one
         if list(map(_shape, inputs)) == list(map(_shape, self.example)):
             return True
-        return self.sizes is not None and torch._C._get_tracing_state() is None and self.sizes(inputs)
+        if self.sizes is None or is_compiling or torch._C._get_tracing_state() is not None:
+            return False
+        return self.sizes(inputs)
 
     def text(self) -> str:
         """The graph as Python code."""

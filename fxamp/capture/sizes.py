@@ -1,11 +1,14 @@
-"""For which sizes of its inputs a graph holds whose model decides on sizes: asked of torch's symbolic shapes.
+"""For which sizes of its inputs a graph holds whose model decides on sizes.
 
     if x.shape[1] > self.most:     # decided in one way for the call that was captured
         x = x[:, : self.most]
 
 A graph with such a decision holds for the sizes of that call, and for all others with which every such question has the
-answer that it had. The nodes that a question hangs on are run once more on fake tensors of symbolic sizes, and the
-conditions under which the answers come are what torch.compile would guard.
+answer that it had. The nodes that a question hangs on are run once more on fake tensors: of the sizes in question,
+once for each (`SizeTrial`), or, for torch.compile, which must know without running anything, of symbolic sizes
+(`SizeGuard`): the conditions under which the answers come are what torch.compile would guard. They take seconds to
+find where sizes go through many layers, and minutes where windows are cut out of images of any size, so that is done
+for torch.compile alone.
 """
 
 import dataclasses
@@ -15,11 +18,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
+from fxamp.capture.unseen import no_inference_mode, no_saved_tensor_hooks
 from fxamp.fakes import Fakes
 
 log = logging.getLogger("fxamp")
+
+MOST_SIZES = 4096
+"""So many sizes a trial remembers its answers for."""
 
 
 class Decision(NamedTuple):
@@ -36,9 +45,102 @@ class Decision(NamedTuple):
     answer: Any = None
 
 
+class SizeQuestions:
+    """What a graph's model asked of sizes, to be asked again for other sizes.
+
+    Args:
+        graph: as it was captured; what no answer hangs on is left out, and the rest copied: passes change the graph.
+        decisions: each with the node that gives the answer.
+        fakes: of the model's tensors.
+        attribute: what a `get_attr` node reads.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, decisions: tuple[Decision, ...], fakes: Fakes, attribute: Callable[[fx.Node], Any]
+    ) -> None:
+        asked = {decision.node: decision.answer for decision in decisions if decision.node is not None}
+        needed = set(asked)
+        for node in reversed(graph.nodes):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        self._graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            if node.op == "placeholder" or node in needed:
+                copies[node] = self._graph.node_copy(node, copies.__getitem__)
+                copies[node].meta.clear()  # fakes would keep whole models alive
+        self._answers = {copies[node]: answer for node, answer in asked.items()}
+        self._fakes, self._attribute = fakes, attribute
+
+    def ask(self, mode: FakeTensorMode, inputs: list[Any]) -> None:
+        """Ask once more.
+
+        Args:
+            mode: of the inputs' fake tensors.
+
+        Raises:
+            RuntimeError: an answer is another one.
+            Exception: what torch raises for such inputs.
+        """
+        fakes = self._fakes.in_mode(mode)
+        given = iter(inputs)
+        values: dict[fx.Node, Any] = {}
+        for node in self._graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "get_attr":
+                values[node] = fakes.of(self._attribute(node))
+            else:
+                values[node] = fakes.run(node, values.__getitem__)
+            if node in self._answers and _answer(values[node]) != self._answers[node]:
+                raise RuntimeError(f"{node.name} is {values[node]}, and was {self._answers[node]}")
+
+
+class SizeTrial:
+    """Whether a graph holds for the sizes of a call's tensors, and for its numbers, which must be equal.
+
+    Sizes that were not met before are tried: it takes the time of the shape propagation of what decides.
+    """
+
+    def __init__(self, questions: SizeQuestions, example: list[Any]) -> None:
+        self._questions, self._numbers = questions, _numbers(example)
+        self._known: dict[tuple[tuple[int, ...], ...], bool] = {}
+
+    def __call__(self, inputs: list[Any]) -> bool:
+        if any(inputs[position] != value for position, value in self._numbers):
+            return False
+        sizes = tuple(tuple(value.shape) for value in inputs if _is_tensor(value))
+        if not all(type(size) is int for shape in sizes for size in shape):  # a jagged tensor's
+            return False
+        found = self._known.get(sizes)
+        if found is None:
+            if len(self._known) >= MOST_SIZES:
+                self._known.clear()
+            found = self._known[sizes] = self._try(inputs)
+        return found
+
+    def _try(self, inputs: list[Any]) -> bool:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with (
+            _disable_current_modes(),
+            no_saved_tensor_hooks(),
+            no_inference_mode(),
+            temporarily_clear_interpreter_stack(),
+            torch.no_grad(),
+        ):
+            try:
+                with mode:
+                    fakes = [_empty(value, value.shape) if _is_tensor(value) else value for value in inputs]
+                self._questions.ask(mode, fakes)
+            except Exception as error:  # for such sizes forward may fail, and is to say so itself
+                log.debug("the graph does not hold for these sizes: %s: %s", type(error).__name__, error)
+                return False
+        return True
+
+
 @dataclasses.dataclass(frozen=True)
 class SizeGuard:
-    """Whether a graph holds for the sizes of a call's tensors, and for its numbers, which must be equal.
+    """The same as a condition, which Dynamo can trace.
 
     Args:
         condition: of the tensors, by name: {"t0": ..., "t1": ...}.
@@ -57,22 +159,14 @@ class SizeGuard:
             return False
 
 
-def size_guard(
-    graph: fx.Graph,
-    decisions: tuple[Decision, ...],
-    example: list[Any],
-    make_fakes: Callable[[FakeTensorMode], Fakes],
-    attribute: Callable[[fx.Node], Any],
-) -> SizeGuard | None:
-    """The condition under which every decision is what it was for the example; None where it cannot be told.
+def size_trial(questions: SizeQuestions, example: list[Any]) -> SizeTrial | None:
+    """What tells for which other sizes a graph holds; None where not even the example's can be told."""
+    trial = SizeTrial(questions, example)
+    return trial if trial(example) else None
 
-    Args:
-        graph: as it was captured.
-        make_fakes: fakes of the model's tensors in a mode.
-        attribute: what a `get_attr` node reads.
-    """
-    if any(decision.node is None for decision in decisions):
-        return None
+
+def size_guard(questions: SizeQuestions, example: list[Any]) -> SizeGuard | None:
+    """The condition under which every decision is what it was for the example; None where it cannot be told."""
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo.source import LocalSource  # takes a second to import, as what is behind it does
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
@@ -80,10 +174,9 @@ def size_guard(
     environment = ShapeEnv()
     try:
         mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
-        fakes = make_fakes(mode)
         inputs = [_symbolic(value, LocalSource(f"t{place}"), mode) for place, value in enumerate(example)]
         with torch.no_grad(), enable_python_dispatcher():  # some of torch 2.11's own forms take sizes for numbers
-            _decide_again(graph, decisions, fakes, inputs, attribute)
+            questions.ask(mode, inputs)
         named = [(value, LocalSource(f"t{place}")) for place, value in enumerate(inputs) if _is_tensor(value)]
         conditions = environment.produce_guards(
             [value for value, _ in named], [source for _, source in named], ignore_static=False
@@ -91,8 +184,7 @@ def size_guard(
         # The fakes lie in memory without gaps, so what is said of strides says nothing.
         of_sizes = [f"({text})" for text in conditions if ".stride()" not in text and ".storage_offset()" not in text]
         condition = eval(f"lambda L: {' and '.join(of_sizes) or True}", dict(SYMPY_INTERP))
-        numbers = tuple((place, value) for place, value in enumerate(example) if not _is_tensor(value))
-        guard = SizeGuard(condition, numbers)
+        guard = SizeGuard(condition, _numbers(example))
         return guard if guard(example) else None
     except Exception as error:  # whatever torch's symbolic shapes do not know: the sizes of the example are known
         log.debug("sizes are not generalised: %s: %s", type(error).__name__, error)
@@ -109,30 +201,17 @@ def _symbolic(value: Any, source: Any, mode: FakeTensorMode) -> Any:
     context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * value.dim())
     made = mode.from_tensor(twin, source=source, symbolic_context=context)
     with mode:
-        return torch.empty(made.shape, dtype=value.dtype, device=value.device)
+        return _empty(value, made.shape)
 
 
-def _decide_again(
-    graph: fx.Graph,
-    decisions: tuple[Decision, ...],
-    fakes: Fakes,
-    inputs: list[Any],
-    attribute: Callable[[fx.Node], Any],
-) -> None:
-    asked: dict[fx.Node, Any] = {decision.node: decision.answer for decision in decisions if decision.node is not None}
-    needed = set(asked)
-    for node in reversed(graph.nodes):
-        if node in needed:
-            needed.update(node.all_input_nodes)
-    given = iter(inputs)
-    values: dict[fx.Node, Any] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            values[node] = next(given)
-        elif node in needed:
-            values[node] = fakes.of(attribute(node)) if node.op == "get_attr" else fakes.run(node, values.__getitem__)
-        if node in asked and _answer(values[node]) != asked[node]:
-            raise RuntimeError(f"{node.name} is {values[node]}, and was {asked[node]}")
+def _empty(value: torch.Tensor, shape: Any) -> torch.Tensor:
+    """A tensor of a shape, and of a value's dtype and device."""
+    return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+
+def _numbers(inputs: list[Any]) -> tuple[tuple[int, Any], ...]:
+    """(position, value) of the inputs that are no tensors."""
+    return tuple((place, value) for place, value in enumerate(inputs) if not _is_tensor(value))
 
 
 def _answer(value: Any) -> Any:

@@ -209,8 +209,8 @@ class Engine:
 
         Args:
             is_example: the call itself is not made: the model keeps the state that it had.
-            sizes_vary: whether it is to hold for other sizes too, which it does where it can be told for which;
-                None: where this is not the first size.
+            sizes_vary: whether it is to hold for all sizes of a condition, where there is one, or for these alone;
+                None: for these, if they are the first, and else for all that turn out to be decided alike.
         """
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break()  # compiling.py has tried
@@ -233,8 +233,7 @@ class Engine:
         key, inputs = call_key(args, kwargs)
         known = self.variants.get(key, [])
         for variant in known:
-            may_be_general = variant.captured.is_for_one_size and not variant.captured.asked_sizes
-            if variant.holds(module, inputs) and not (sizes_vary and may_be_general):
+            if variant.holds(module, inputs) and not (sizes_vary and variant.captured.may_have_condition):
                 return variant
         if (reason := self.refusals.reason(key, module)) is not None:
             raise CaptureError(reason)
@@ -247,11 +246,14 @@ class Engine:
                 f"sizes or arguments that differ at every call. Pad the inputs to a few sizes, or use {other}."
             )
         spec, inputs = flatten_call(args, kwargs)
-        is_general = _is_second_size(known, inputs) if sizes_vary is None else sizes_vary
+        if sizes_vary is None:
+            sizes = "tried" if _is_second_size(known, inputs) else "one"
+        else:
+            sizes = "condition" if sizes_vary else "one"
         try:
             # torch.export calls a model under modes of its own, and checkpoint under hooks that count what is saved.
             with _disable_current_modes(), no_saved_tensor_hooks(), no_jit_trace(), no_inference_mode():
-                variant = self._build(module, spec, inputs, is_general)
+                variant = self._build(module, spec, inputs, sizes)
         except CaptureError as error:
             if self._may_use_dynamo:
                 self.refusals.add(key, module, error)  # Dynamo takes such calls; where it does not, try again
@@ -276,7 +278,7 @@ class Engine:
         self.previews.clear()
         return variant
 
-    def _build(self, module: nn.Module, spec: CallSpec, inputs: list[Any], is_general: bool) -> Variant:
+    def _build(self, module: nn.Module, spec: CallSpec, inputs: list[Any], sizes: str) -> Variant:
         """The variant of a call.
 
         1. A batch norm that torch takes apart would give float32 of low values and its float32 statistics: it is high.
@@ -289,7 +291,7 @@ class Engine:
             options = dataclasses.replace(options, lists=options.lists.override(deny=["batch_norm"]))
         try:
             with temporarily_clear_interpreter_stack():
-                variant = self.workshop.build(plain_tree(module), spec, inputs, options, self.changes.live, is_general)
+                variant = self.workshop.build(plain_tree(module), spec, inputs, options, self.changes.live, sizes)
         except InvariantError as error:
             if not self._may_use_dynamo:
                 raise
