@@ -4,14 +4,16 @@ import contextlib
 import difflib
 import os
 import sys
+import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 _FOLDERS = (os.path.join(os.path.dirname(file), "") for file in (__file__, torch.__file__))
 _INSIDE = (*_FOLDERS, contextlib.__file__)  # the last for the decorators of both
 _warned: set[str] = set()
+_noting = threading.local()
 
 
 class FxampError(Exception):
@@ -20,6 +22,12 @@ class FxampError(Exception):
 
 class CaptureError(FxampError, RuntimeError):
     """The model could not be captured as a graph."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        noted: list[CaptureError] | None = getattr(_noting, "errors", None)
+        if noted is not None:
+            noted.append(self)
 
 
 class OpListError(FxampError, ValueError):
@@ -48,6 +56,18 @@ class ShardedParameterError(FxampError, RuntimeError):
 
 class CheckpointError(FxampError, RuntimeError):
     """A checkpoint cannot be written, read or applied."""
+
+
+@contextlib.contextmanager
+def uncaught_captures() -> Iterator[None]:
+    """Inside, a CaptureError that code of the user's catches (`except Exception`) is raised at the end all the same."""
+    was, _noting.errors = getattr(_noting, "errors", None), []
+    try:
+        yield
+        if _noting.errors:
+            raise _noting.errors[0]
+    finally:
+        _noting.errors = was
 
 
 class FxampWarning(UserWarning):

@@ -14,7 +14,7 @@ from fxamp.capture.reads import Place
 from fxamp.capture.refusals import with_state
 from fxamp.capture.surroundings import fill_override_tables, load_einops, opened_wraps
 from fxamp.capture.tracer import SymbolicTracer
-from fxamp.errors import CaptureError, FxampError
+from fxamp.errors import CaptureError, FxampError, uncaught_captures
 from fxamp.fakes import Fakes
 
 one_at_a_time = threading.RLock()
@@ -79,7 +79,8 @@ def _trace_once(
     load_einops()
     fill_override_tables()
     try:
-        graph = tracer.trace(root)
+        with uncaught_captures():
+            graph = tracer.trace(root)
     except FxampError as error:
         with_state(error, tracer.state_so_far())
         raise

@@ -217,3 +217,27 @@ def test_what_forward_prints_is_printed_at_each_call(capsys):
     for _ in range(2):
         converted(torch.randn(2, 8))
         assert "tensor([" in capsys.readouterr().out
+
+
+class Catching(nn.Module):
+    """Goes on with another number where asking for one fails, which it never does."""
+
+    def __init__(self, ask) -> None:
+        super().__init__()
+        self.inner, self.ask = nn.Linear(8, 8), ask
+
+    def forward(self, x):
+        try:
+            number = self.ask(x)
+        except Exception:
+            number = -100
+        return self.inner(x) + number
+
+
+@pytest.mark.parametrize("ask", [lambda x: 1 if x.sum() > 0 else 2, lambda x: float(x.sum()), lambda x: len(x[x > 0])])
+def test_a_model_that_catches_every_error_has_eagers_numbers(ask):
+    model, x = Catching(ask), torch.ones(2, 8)
+    converted = fxamp.convert(model, dtype="bfloat16")
+    torch.testing.assert_close(converted(x), model(x), atol=0.1, rtol=0)
+    with pytest.raises(CaptureError, match="which a graph cannot hold"):
+        fxamp.convert(Catching(ask), dtype="bfloat16", capture="symbolic", example_inputs=(x,))
