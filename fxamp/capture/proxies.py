@@ -128,6 +128,8 @@ class ValueProxy(fx.Proxy):
         value, guessed = self.node.meta.get("val", UNKNOWN), known_or_guessed(self.node)
         if k in ("_is_param", "_is_buffer"):  # asked by isinstance(x, nn.Parameter) and (x, nn.Buffer)
             return getattr(value, k, False)
+        if k == "persistent" and getattr(value, "_is_buffer", False):  # asked where it is set as an attribute
+            return value.persistent
         if k in _OF_AUTOGRAD and isinstance(guessed, torch.Tensor):
             raise questions_of(self).unfollowable(
                 f"Python's look at .{k}, which is what autograd or memory layout says"

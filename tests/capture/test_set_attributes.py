@@ -274,6 +274,25 @@ def test_gradients_flow_through_what_is_set():
         same(one, other, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_of_the_new_kind_is_one_after_it_was_moved(persistent):
+    class Moving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.places = nn.Linear(4, 4), nn.Buffer(torch.arange(4.0), persistent=persistent)
+
+        def forward(self, x):
+            self.places = self.places.to(device=x.device, dtype=x.dtype)
+            return self.fc(x) + self.places
+
+    x, model = torch.randn(2, 4), Moving()
+    converted = fxamp.convert(model, dtype=LOW, capture="symbolic", example_inputs=(x,), **EXACT)
+    for _ in range(2):
+        assert torch.equal(converted(x), model(x))
+    assert converted.state_dict().keys() == model.state_dict().keys()
+    assert isinstance(converted.places, nn.Buffer) == isinstance(model.places, nn.Buffer)
+
+
 def test_the_original_and_the_preview_are_left_alone():
     _, model = pairs(counter)
     converted = fxamp.convert(model, LOW, example_inputs=(inputs(0),))
