@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 # What numpy makes of `number * x`, where `number` is one of its scalars: as in eager, x decides.
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add,
@@ -26,11 +28,18 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+# What torch takes Python's types for: `torch.zeros(3, dtype=int)`.
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
 def plain_number(value: Any) -> Any:
-    """A scalar of numpy, or of a class derived from a number, as Python's own; anything else as it is.
+    """A scalar of numpy, or of a class derived from a number, as Python's own; a type of numbers as the dtype it stands
+    for; anything else as it is.
 
     Generated code writes constants as they print, and `np.float64(0.5)` is no name there.
     """
+    if isinstance(value, type):
+        return _DTYPES.get(value, value)
     if is_numpys(value) and value.ndim == 0:
         return value.item()
     for kind in (int, float, complex):

@@ -47,6 +47,7 @@ IDIOMS = {
     "type_as of a mask": lambda m, x: m.fc(x) * (x > 0).type_as(m.fc(x)),
     "to a low value": lambda m, x: m.fc(x) + (x > 0).to(m.fc(x)) + torch.ones(8, dtype=torch.float64).to(m.fc(x)),
     "integers to a low value": lambda m, x: m.fc(m.fc(x) - torch.arange(8).to(m.fc(x), non_blocking=True)),
+    "python's types as dtypes": lambda m, x: m.fc(x).to(float) * torch.ones(8, dtype=int) + x.gt(0).sum(dtype=int),
     "float cast": lambda m, x: m.fc(x).float().exp(),
     "double branch": lambda m, x: m.fc(x).double().sum(),
     "detach": lambda m, x: m.fc(x) - m.fc(x).detach(),
