@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "fxamp"
 # What each room may import, besides itself. A file of its own line comes before its folder's.
 GROUND = {"errors", "dtypes", "references", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
-GRAPH = NAMES | {"canonical", "inplace", "ir", "lists", "fakes", "grouped", "recurrent_fakes", "switches"}
+GRAPH = NAMES | {"canonical", "inplace", "ir", "lists", "fakes", "grouped", "recurrent_fakes", "switches", "checks"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "words": set(),
@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "opnames": GROUND | {"spellings"},
     "lists": NAMES,
     "switches": set(),
+    "checks": set(),
     "ir": NAMES,
     "inplace": NAMES | {"ir"},
     "canonical": NAMES | {"inplace", "ir", "switches"},

@@ -3,8 +3,9 @@
 import os
 import re
 import sys
+import types
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,17 +38,21 @@ def user_lines_in(text: str) -> list[str]:
     return [f"{file}:{line}" for file, line in _LINE.findall(text) if not is_library_file(file)]
 
 
-def user_line() -> str:
-    """ "file.py:12" of the innermost frame of the model that is neither torch's nor ours; "" when there is none."""
-    frame: Any = sys._getframe(1)
+def user_frames() -> Iterator[types.FrameType]:
+    """The frames of the model that are neither torch's nor ours, innermost first."""
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
         if frame.f_code.co_name == "trace" and filename.startswith(_OURS):
-            return ""  # what lies outside of the trace called convert(), and made no node
+            return  # what lies outside of the trace called convert(), and made no node
         if not is_library_file(filename):
-            return f"{filename}:{frame.f_lineno}"
+            yield frame
         frame = frame.f_back
-    return ""
+
+
+def user_line() -> str:
+    """ "file.py:12" of the innermost frame of the model that is neither torch's nor ours; "" when there is none."""
+    return next((f"{frame.f_code.co_filename}:{frame.f_lineno}" for frame in user_frames()), "")
 
 
 def line_of(error: BaseException) -> str:

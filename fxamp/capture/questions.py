@@ -16,7 +16,9 @@ from fxamp.capture.lengths import has_open_length, parts_of_guess
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import unfollowable, user_line
 from fxamp.capture.proxies import LOOSE_RANK, asks_of_autograd
+from fxamp.capture.raises import check_asked_for
 from fxamp.capture.sizes import Decision
+from fxamp.checks import require
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
 
@@ -51,6 +53,10 @@ class Questions:
                 if self._numbers.decide_on(node):
                     self.decisions.append(Decision(user_line(), node, value))
             return value
+        if question == "bool" and (asked := check_asked_for()) is not None:
+            found, said = asked
+            self._call(require, (proxy, found.way_on, found.error, said), {})
+            return found.way_on
         raise self.unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))
 
     def note(self) -> None:

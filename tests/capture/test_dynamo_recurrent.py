@@ -17,7 +17,7 @@ KINDS = {nn.LSTM: "lstm", nn.GRU: "gru", nn.RNN: "rnn_tanh"}
 
 
 class Tagger(nn.Module):
-    """Checks its data, as the CRF layers of taggers do, so that no symbolic graph can hold it."""
+    """Decides on its data, as the CRF layers of taggers do, so that no symbolic graph can hold it."""
 
     def __init__(self, kind: type[nn.Module], is_packed: bool) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class Tagger(nn.Module):
             x, _ = pad_packed_sequence(packed, batch_first=True)
         else:
             x, _ = self.recurrent(x)
-        return self.checked(self.head(x), lengths)
+        return self.scored(self.head(x), lengths)
 
-    def checked(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        if not (lengths > 0).all():
-            raise ValueError("a sentence without words")
+    def scored(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if not (lengths > 0).all():  # a sentence without words
+            return scores.amax(-1)
         return scores.logsumexp(-1)
 
 

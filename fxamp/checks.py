@@ -1,0 +1,19 @@
+"""Checks of data that forward makes, as calls that a graph can hold.
+
+if labels.max() >= classes:         wrong = labels.max() >= classes
+    raise ValueError(...)           require(wrong, False, "ValueError", "model.py:13: raise ...")
+"""
+
+import builtins
+
+import torch
+from torch import fx
+
+
+def require(answer: torch.Tensor | bool, way_on: bool, error: str, said: str) -> None:
+    """Raise a builtin error where an answer is not the one with which forward goes on."""
+    if bool(answer) is not way_on:
+        raise getattr(builtins, error)(said)
+
+
+fx.node.has_side_effect(require)

@@ -1,0 +1,114 @@
+"""Questions about data whose one answer only raises an error: the graph goes the other way, and asks at each call.
+
+The asserts of models here are to be as Python compiles them: PYTEST_DONT_REWRITE.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+
+
+class Checking(nn.Module):
+    def __init__(self, check) -> None:
+        super().__init__()
+        self.fc, self.check, self.most = nn.Linear(8, 8), check, 3
+
+    def forward(self, x, labels):
+        self.check(self, x, labels)
+        return self.fc(x)
+
+
+def raises_if(model, x, labels):
+    if labels is not None and labels.max() >= model.most:
+        raise ValueError(f"labels up to {model.most}")
+
+
+def raises_if_not(model, x, labels):
+    if not (labels < model.most).all().item():
+        text = f"labels up to {model.most}"
+        raise ValueError(text)
+
+
+def raises_if_either(model, x, labels):
+    if labels.min() < 0 or labels.max() >= model.most:
+        if model.training:
+            raise ValueError("while training")
+        raise ValueError("in eval mode")
+
+
+def asserts(model, x, labels):
+    assert labels.min() >= 0 and labels.max() < model.most, f"labels up to {model.most}"
+
+
+def raises_inside(model, x, labels):
+    with torch.no_grad():
+        try:
+            raises_if(model, x, labels)
+        finally:
+            model.last = None
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("check", [raises_if, raises_if_not, raises_if_either, asserts, raises_inside])
+def test_a_check_of_data_is_one_of_the_graph(check, opt_level):
+    model = Checking(check)
+    x, good, bad = torch.randn(4, 8), torch.tensor([0, 1, 2]), torch.tensor([0, 1, 3])
+    converted = fxamp.convert(
+        model, dtype="bfloat16", opt_level=opt_level, capture="symbolic", example_inputs=(x, good)
+    )
+    assert converted(x, good).sum().isfinite()
+    with pytest.raises(
+        AssertionError if check is asserts else ValueError, match=r"test_raises\.py:\d+: (raise|assert) "
+    ):
+        converted(x, bad)
+    assert len(fxamp.report(converted).captures) == 1
+    model.most = converted.most = 4
+    converted(x, bad)
+
+
+class Refused(Exception):
+    pass
+
+
+def goes_on_either_way(model, x, labels):
+    if labels.max() >= model.most:
+        model.checked = True
+        if model.training:
+            return
+        raise ValueError
+
+
+def raises_what_is_no_builtin(model, x, labels):
+    if labels.max() >= model.most:
+        raise Refused
+
+
+def asks_on(model, x, labels):
+    if labels.max() >= model.most and labels.min() >= 0:
+        raise ValueError
+
+
+def is_caught(model, x, labels):
+    try:
+        raises_if(model, x, labels)
+    except (ValueError, TypeError):
+        return
+
+
+def is_caught_by_all(model, x, labels):
+    try:
+        asserts(model, x, labels)
+    except:  # noqa: E722
+        return
+
+
+OTHERS = (goes_on_either_way, raises_what_is_no_builtin, asks_on, is_caught, is_caught_by_all)
+
+
+@pytest.mark.parametrize("check", OTHERS)
+def test_what_may_go_on_either_way_is_no_check(check):
+    given = torch.randn(4, 8), torch.tensor([0, 1, 2])
+    with pytest.raises(fxamp.CaptureError, match="depends on data"):
+        fxamp.convert(Checking(check), dtype="bfloat16", capture="symbolic", example_inputs=given)
