@@ -16,7 +16,7 @@ from fxamp.capture.lengths import has_open_length, parts_of_guess
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import unfollowable, user_line
 from fxamp.capture.proxies import LOOSE_RANK, asks_of_autograd
-from fxamp.capture.raises import check_asked_for
+from fxamp.capture.raises import Check, check_asked_for
 from fxamp.capture.sizes import Decision
 from fxamp.checks import require
 from fxamp.errors import CaptureError
@@ -39,10 +39,14 @@ class Questions:
         self._has_example = has_example
         self._counts: list[tuple[fx.Node, fx.Node | None]] = []  # check of how many items there are, last item
 
-    def decide(self, proxy: fx.Proxy, question: str) -> Any:
+    def decide(self, proxy: fx.Proxy, question: str, of_torch: Callable[[], Check | None] | None = None) -> Any:
         """The Python value of a proxy whose value follows from shapes alone; the decision is recorded.
 
-        What follows from dtypes, devices and numbers of dimensions is the same at every call of the graph.
+        What follows from dtypes, devices and numbers of dimensions is the same at every call of the graph. What only
+        checks data is asked at each call.
+
+        Args:
+            of_torch: gives the check where one of torch's own asks.
         """
         node = proxy.node
         value = known_or_guessed(node) if node.meta.get("static") else node.meta.get("val", UNKNOWN)
@@ -53,10 +57,10 @@ class Questions:
                 if self._numbers.decide_on(node):
                     self.decisions.append(Decision(user_line(), node, value))
             return value
-        if question == "bool" and (asked := check_asked_for()) is not None:
-            found, said = asked
-            self._call(require, (proxy, found.way_on, found.error, said), {})
-            return found.way_on
+        check = check_asked_for() if question == "bool" else of_torch() if of_torch is not None else None
+        if check is not None:
+            self._call(require, (proxy, *check), {})
+            return check.way_on
         raise self.unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))
 
     def note(self) -> None:

@@ -11,9 +11,10 @@ import dis
 import functools
 import linecache
 import types
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from fxamp.capture.locations import user_frames
+from fxamp.capture.locations import user_frames, user_line
 
 # What would be left undone where a graph raises the error by itself.
 _LASTING = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE_")
@@ -21,26 +22,34 @@ _LEAVING = ("RETURN_", "YIELD_")
 
 
 class Check(NamedTuple):
-    """The answer with which forward goes on, the builtin error that it raises with the other one, and where."""
+    """The answer with which forward goes on, and the name and text of the builtin error that it raises otherwise."""
 
     way_on: bool
     error: str
-    line: int
+    said: str
 
 
-def check_asked_for() -> tuple[Check, str] | None:
-    """What the question that is being answered checks, and the line that raises; None where both ways go on."""
+def check_asked_for() -> Check | None:
+    """What the question that is being answered checks; None where both ways go on."""
     frames = list(user_frames())
     if not frames or (found := _check(frames[0].f_code, frames[0].f_lasti)) is None:
         return None
     if any(_may_catch(frame.f_code, frame.f_lasti) for frame in frames):
         return None
+    way_on, error, line = found
     file = frames[0].f_code.co_filename
-    return found, f"{file}:{found.line}: {linecache.getline(file, found.line).strip()}"
+    return Check(way_on, error, f"{file}:{line}: {linecache.getline(file, line).strip()}")
+
+
+def check_of_torch(error: type[Exception], message: Callable[[], Any] | None) -> Check | None:
+    """What `torch._check_with` checks; None where its error is no builtin."""
+    if getattr(builtins, error.__name__, None) is not error:
+        return None
+    return Check(True, error.__name__, f"{user_line()}: {message() if message else 'torch._check'}")
 
 
 @functools.lru_cache(maxsize=1024)
-def _check(code: types.CodeType, asked: int) -> Check | None:
+def _check(code: types.CodeType, asked: int) -> tuple[bool, str, int] | None:
     ways = _ways(code)
     jump = ways.get(asked)
     if jump is None or not jump.opname.endswith(("JUMP_IF_TRUE", "JUMP_IF_FALSE", "WARD_IF_TRUE", "WARD_IF_FALSE")):
@@ -48,7 +57,7 @@ def _check(code: types.CodeType, asked: int) -> Check | None:
     jumped, passed = (_error(code, start) for start in _next(ways, jump))
     if (jumped is None) == (passed is None):
         return None
-    return Check(jump.opname.endswith("TRUE") == (jumped is None), *(jumped or passed or ("", 0)))
+    return (jump.opname.endswith("TRUE") == (jumped is None), *(jumped or passed or ("", 0)))
 
 
 def _error(code: types.CodeType, start: int) -> tuple[str, int] | None:

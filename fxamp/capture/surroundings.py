@@ -21,6 +21,7 @@ from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.locations import is_library_file, user_line
 from fxamp.capture.objects import is_other_self
 from fxamp.capture.proxies import is_value, questions_of
+from fxamp.capture.raises import check_of_torch
 from fxamp.errors import CaptureError
 from fxamp.fakes import TWIN_OF, UNKNOWN
 from fxamp.opnames import canonical_name
@@ -162,9 +163,14 @@ def plain_answers(tracer: Any) -> Iterator[None]:
 
         return answer
 
+    def check_with(error: type[Exception], answer: Any, message: Callable[[], Any] | None = None) -> None:
+        if issubclass(type(answer), fx.Proxy):
+            answer = tracer.questions.decide(answer, "_check", lambda: check_of_torch(error, message))
+        originals["_check_with"](error, answer, message)
+
     try:
         for name, original in originals.items():
-            setattr(torch, name, asking(name, original))
+            setattr(torch, name, check_with if name == "_check_with" else asking(name, original))
         yield
     finally:
         for name, original in originals.items():

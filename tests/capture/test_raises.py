@@ -50,8 +50,13 @@ def raises_inside(model, x, labels):
             model.last = None
 
 
+def asks_torch(model, x, labels):
+    torch._check_with(ValueError, labels.max().item() < model.most, lambda: f"labels up to {model.most}")
+    torch._check_tensor_all((labels >= 0), lambda: "labels from 0")
+
+
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
-@pytest.mark.parametrize("check", [raises_if, raises_if_not, raises_if_either, asserts, raises_inside])
+@pytest.mark.parametrize("check", [raises_if, raises_if_not, raises_if_either, asserts, raises_inside, asks_torch])
 def test_a_check_of_data_is_one_of_the_graph(check, opt_level):
     model = Checking(check)
     x, good, bad = torch.randn(4, 8), torch.tensor([0, 1, 2]), torch.tensor([0, 1, 3])
@@ -60,7 +65,7 @@ def test_a_check_of_data_is_one_of_the_graph(check, opt_level):
     )
     assert converted(x, good).sum().isfinite()
     with pytest.raises(
-        AssertionError if check is asserts else ValueError, match=r"test_raises\.py:\d+: (raise|assert) "
+        AssertionError if check is asserts else ValueError, match=r"test_raises\.py:\d+: (raise|assert|labels) "
     ):
         converted(x, bad)
     assert len(fxamp.report(converted).captures) == 1
