@@ -1,6 +1,7 @@
 """Which of its arguments a node writes into."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,6 +57,25 @@ def mutated(node: fx.Node) -> list[fx.Node]:
         given = node.all_input_nodes
         written += [given[place] for place in places if place < len(given)]
     return list(dict.fromkeys(written))
+
+
+def run_and_note_writes(node: fx.Node, values: dict[fx.Node, Any], run: Callable[..., Any]) -> Any:
+    """What a node gives for the `values` of its operands; which of them it writes is marked on it.
+
+    torch's own ops tell by their names, others only so.
+    """
+    given = [values[operand] for operand in node.all_input_nodes]
+    versions = list(map(_version, given))
+    result = run(node, values.__getitem__)
+    written = [place for place, value in enumerate(given) if _version(value) != versions[place]]
+    node.meta.pop(ir.WRITES, None)
+    if written:
+        node.meta[ir.WRITES] = tuple(written)
+    return result
+
+
+def _version(value: Any) -> int | None:
+    return value._version if isinstance(value, torch.Tensor) else None
 
 
 def _mutated_by_function(node: fx.Node, target: Any) -> list[fx.Node]:

@@ -11,6 +11,9 @@ from torch import nn
 
 from fxamp.spellings import ALIASES, MODULES, PREFIXES
 
+# Dynamo writes numpy's functions, methods and operators as functions of this module.
+_DYNAMOS_NUMPY = "torch._dynamo.utils"
+
 
 def canonical_name(target: Callable[..., Any] | str) -> str:
     """The one name of what an fx node calls.
@@ -105,6 +108,8 @@ def _python_name(target: Callable[..., Any]) -> str:
         return _plain(name)
     if module != "torch" and not module.startswith("torch."):
         return dotted_path(target)
+    if module == _DYNAMOS_NUMPY:
+        return f"numpy.{name.removeprefix('wrapped_')}"
     if inspect.ismethod(target) and not isinstance(target.__self__, torch.Tensor):
         return dotted_path(target)
     for package, prefix in PREFIXES.items():

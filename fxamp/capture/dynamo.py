@@ -5,6 +5,7 @@ tensors already. `adopt` marks the weights among the inputs, turns autocast regi
 and keeps the values.
 """
 
+import contextlib
 import re
 from typing import Any
 
@@ -22,12 +23,16 @@ from fxamp.capture.memory import note_memory
 from fxamp.capture.recurrent import name_first_states
 from fxamp.capture.source_names import converts_relatively, is_dtype_of_a_value, names_of_dtypes
 from fxamp.errors import CaptureError
+from fxamp.fakes import Fakes
+from fxamp.inplace import run_and_note_writes
+from fxamp.opnames import canonical_name, is_qualified
 
 _STORED_AS = re.compile(r"\b_(parameters|buffers)(?:'\])?\['")
 _STORES = re.compile(r"(?:\._|\.__dict__\['_)(?:modules|parameters|buffers)(?:'\])?(?=\[)")
 _MODEL = re.compile(r"^L\['\w+'\](?:\[\d+\])?")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n([^\n]*)')
 _TO = re.compile(r"\.(?:to|type)\(([^()]*)\)")
+_TRITON = "triton_kernel_wrapper_mutation"
 _ENTER, _EXIT = "_enter_autocast", "_exit_autocast"
 
 
@@ -204,6 +209,29 @@ def _mark_transforms(graph: fx.Graph) -> None:
             if not isinstance(value, torch._subclasses.FakeTensor) or is_functorch_wrapped_tensor(value):
                 node.meta["val"] = None
         depth -= name.endswith("_decrement_nesting")
+
+
+def note_writes(graph: fx.Graph, fakes: Fakes) -> None:
+    """Mark what functions write that are not torch's: numpy's, those of `torch.compiler.allow_in_graph`, and kernels.
+
+    They are run once more, on tensors that lie where Dynamo's do and have versions of their own. What does not tell so,
+    a kernel of Triton's or what cannot be run, may write all that it is given.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and _is_foreign(node.target):
+            held = {given: given.meta.get("val") for given in node.all_input_nodes}
+            values = {given: value.data if isinstance(value, torch.Tensor) else value for given, value in held.items()}
+            node.meta[ir.WRITES] = tuple(range(len(values)))
+            if getattr(node.target, "__name__", "") != _TRITON:
+                with contextlib.suppress(Exception):
+                    run_and_note_writes(node, values, fakes.run)
+
+
+def _is_foreign(target: Any) -> bool:
+    """Whether neither a function's name nor a schema tells what it writes. Other higher-order ops write nothing."""
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return bool(target.__name__ == _TRITON)
+    return is_qualified(canonical_name(target)) and not isinstance(target, torch._ops.OpOverload)
 
 
 def fake_mode_of(graph: fx.Graph) -> Any:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxamp import ir
 from fxamp.capture.guesses import guess
 from fxamp.capture.inputs import misfit
 from fxamp.capture.locations import user_line
 from fxamp.capture.promotion import low_operands, widen
 from fxamp.errors import CaptureError, FxampError
 from fxamp.fakes import UNKNOWN, Fakes, holds_container, is_a_limit, is_foreign
+from fxamp.inplace import run_and_note_writes
 
 
 class FakeValues:
@@ -76,14 +76,9 @@ class FakeValues:
 
     def run(self, node: fx.Node) -> Any:
         """What the node gives for its operands' values; which of them it writes is marked."""
-        given = [value.meta["val"] for value in node.all_input_nodes]
-        versions = [value._version if isinstance(value, torch.Tensor) else None for value in given]
+        values = {given: given.meta["val"] for given in node.all_input_nodes}
         with self.aside():
-            result = self._fakes.run(node, lambda value: value.meta["val"])
-        now = [value._version if isinstance(value, torch.Tensor) else None for value in given]
-        if now != versions:  # torch's own ops tell by their names, others only so
-            node.meta[ir.WRITES] = tuple(place for place, version in enumerate(now) if version != versions[place])
-        return result
+            return run_and_note_writes(node, values, self._fakes.run)
 
     def guess(self, node: fx.Node) -> Any:
         """A value of the right rank and dtype for a node whose value is not known; UNKNOWN where there is none.

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.capture.captured import Captured
-from fxamp.capture.dynamo import adopt, fake_mode_of, is_dynamic
+from fxamp.capture.dynamo import adopt, fake_mode_of, is_dynamic, note_writes
 from fxamp.capture.memory import groups_of, note_memory
 from fxamp.capture.promotion import promote
 from fxamp.capture.recompute import Call, eager_call, fold_checkpoints
@@ -46,7 +46,9 @@ def rewrite_dynamo_graph(
     captured = adopt(module, example_inputs, module, protected)
     _name_from_root(captured, weights or root)
     if (mode := fake_mode_of(captured.graph)) is not None:
-        promote(captured.graph, weights or root, Fakes(module, mode=mode))
+        fakes = Fakes(module, mode=mode)
+        promote(captured.graph, weights or root, fakes)
+        note_writes(captured.graph, fakes)
     if root is module:
         captured.root = module
     else:
