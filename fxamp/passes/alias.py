@@ -23,7 +23,7 @@ class Storage:
     Attributes:
         nodes: in graph order.
         writers: the nodes that write, in graph order.
-        external: whether the storage belongs to an input, a parameter or a buffer.
+        external: whether the storage belongs to an input, a parameter or a buffer, or to the caller in the end.
         places: the writers' positions in the graph.
     """
 
@@ -56,10 +56,17 @@ class Aliases:
         return list({id(storage): storage for storage in self.storage_of.values()}.values())
 
 
-def find_aliases(graph: fx.Graph) -> Aliases:
-    """The written storages of a graph."""
+def find_aliases(graph: fx.Graph, with_results: bool = False) -> Aliases:
+    """The written storages of a graph.
+
+    Args:
+        with_results: whether a result and another one that is a view of it count as written when the graph ends: what
+            goes on with them (behind a graph break, say) may write one, and reads it in the other.
+    """
     order = {node: number for number, node in enumerate(graph.nodes)}
     writes = {node: written for node in graph.nodes if (written := mutated(node))}
+    if with_results and (shared := _shared_results(graph)):
+        writes[next(iter(graph.find_nodes(op="output")))] = shared
     own = _written_by_modules(graph)
     if not writes and not own:
         return Aliases({}, order)
@@ -73,6 +80,21 @@ def find_aliases(graph: fx.Graph) -> Aliases:
     for node, state in own.items():
         writes[node] = [*writes.get(node, ()), *state]
     return Aliases(_storages(graph, sets, writes), order)
+
+
+def _shared_results(graph: fx.Graph) -> list[fx.Node]:
+    """The float32 results that are views of others, and those others. Parts side by side of one value are none."""
+    (output,) = graph.find_nodes(op="output")
+    results = {node: None for node in output.all_input_nodes if "val" in node.meta and ir.holds_float32(node)}
+    found: dict[fx.Node, None] = {}
+    for result in results if len(results) > 1 else ():
+        behind = [result]
+        for node in behind:
+            behind += [source for source in may_share(node, mutated(node)) if source not in behind]
+        memory = memory_of(result.meta["val"])
+        same = [node for node in behind if node in results and memory_of(node.meta["val"]) == memory]
+        found.update(dict.fromkeys(same if len(same) > 1 else ()))
+    return list(found)
 
 
 def _memory_keys(node: fx.Node) -> list[object]:
@@ -114,7 +136,7 @@ def _storages(graph: fx.Graph, sets: UnionFind, writes: dict[fx.Node, list[fx.No
             places[root].append(place)
     result: dict[fx.Node, Storage] = {}
     for root, nodes in members.items():
-        external = any(node.op in ("placeholder", "get_attr") for node in nodes)
+        external = any(node.op in ("placeholder", "get_attr", "output") for node in (*nodes, *writers[root]))
         storage = Storage(tuple(nodes), tuple(writers[root]), external, tuple(places[root]))
         result.update(dict.fromkeys(nodes, storage))
     return result

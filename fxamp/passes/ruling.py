@@ -99,7 +99,8 @@ def start_ruling(graph: fx.Graph, policy: Policy, fit_of: Callable[[fx.Node], Fi
     """A ruling that has fixed nothing yet."""
     reads = {node: float_reads(node, policy.lists, policy.output_mode) for node in graph.nodes}
     participants = {node for node in graph.nodes if _participates(node, reads[node])}
-    return Ruling(graph, policy, fit_of, find_aliases(graph), reads, participants)
+    aliases = find_aliases(graph, with_results=policy.output_mode == "high")
+    return Ruling(graph, policy, fit_of, aliases, reads, participants)
 
 
 def _participates(node: fx.Node, reads: list[Read]) -> bool:

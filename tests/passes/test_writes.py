@@ -22,6 +22,7 @@ from tests.language import (
     FP32,
     PIPELINE,
     SETTLE_WRITES,
+    assert_precision,
     assert_rewrites,
     assert_same,
     assert_untouched,
@@ -251,6 +252,31 @@ def test_a_cast_made_without_gradients_is_not_shared_with_a_reader_that_needs_th
     result, _, _ = run_graph(setting, X)
     result.sum().backward()
     assert module.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "view", [lambda v: v[:1], lambda v: v.unsqueeze(0), lambda v: v.to(FP32), lambda v: F.relu_(v), lambda v: v.mT]
+)
+def test_what_is_written_into_a_result_is_seen_in_the_one_it_is_a_view_of(view):
+    def function(x, w):
+        value = F.linear(x, w)
+        part = view(value)
+        return value, part, F.linear(part, w), F.linear(value, w)
+
+    x = torch.arange(16.0).view(4, 4)
+    setting = captured(function, x, SWAP)
+    run_steps(PIPELINE, setting)
+    results, expected = run_graph(setting, x, SWAP)[0], function(x, SWAP)
+    for each in (results, expected):
+        each[1].add_(1)
+    assert_same(results[:2], expected[:2])
+
+
+def test_results_side_by_side_in_one_memory_stay_low():
+    """Keys and values of one projection, say: a write into one is nothing to the other."""
+    setting = captured(lambda x, w: (*(parts := F.linear(x, w).chunk(2)), F.linear(parts[0], w)), X.clone(), W.clone())
+    run_steps(PIPELINE, setting)
+    assert_precision(setting, {"chunk": "low", "getitem": "low"})
 
 
 def test_an_inplace_module_of_a_graph_writes():
