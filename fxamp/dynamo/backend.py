@@ -33,6 +33,7 @@ from fxamp.runtime.apex_casts import casts_into
 log = logging.getLogger("fxamp")
 
 Watch = Callable[[Variant, list[Any]], Any]
+_TRANSFORMED = "%s: Dynamo captures nothing under torch.func's transforms: calls there run as written, in float32."
 _OPTION_NAMES = ("dtype", "level", "lists", "overrides", "pad_to", "pad", "output_dtype", "inner")
 
 
@@ -105,6 +106,7 @@ class DynamoForward:
         self._seen: weakref.ref[nn.Module] | None = None
         self._nested: list[str] = []
         self._outside: Any = None
+        self._tells_of_transforms = False
 
     def stay_outside(self, name: str) -> None:
         """Let a Dynamo that traces the model from outside break its graph here: it would trace through, into what the
@@ -125,8 +127,8 @@ class DynamoForward:
         return self._call(base, module, args, kwargs)
 
     def _call(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if are_modes_active() and (follow_modules() or (self.calls and not self.variants)):
-            with plain_inside(module, nested(module)):  # Dynamo would give up, and not come back; or has
+        if self._stays_away(module):
+            with plain_inside(module, nested(module)):
                 return base.forward(module, *args, **kwargs)
         self.calls += 1
         self.trains = self.trains or (module.training and torch.is_grad_enabled())
@@ -161,6 +163,14 @@ class DynamoForward:
             raise refusal
         self.runs_as_written = not self.variants and not are_modes_active()
         return result
+
+    def _stays_away(self, module: nn.Module) -> bool:
+        """Whether Dynamo must not see a call: it would give up, and not come back for others; or has given up."""
+        is_transformed = torch._C._functorch.maybe_current_level() is not None
+        if is_transformed and not self._tells_of_transforms:
+            self._tells_of_transforms = True
+            log.warning(_TRANSFORMED, type(module).__qualname__)
+        return is_transformed or (are_modes_active() and (follow_modules() or (self.calls > 0 and not self.variants)))
 
     def _refused(self, module: nn.Module, given: Any, error: BaseException) -> Exception | None:
         """What to tell of an error in a call, None where it is the model's own."""

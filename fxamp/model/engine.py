@@ -187,8 +187,10 @@ class Engine:
     def announce_new(self, module: nn.Module) -> None:
         """Announce graphs that are new since the last time."""
         count = sum(not variant.is_preview for variant in self.graphs())
-        if not count and torch._C._len_torch_dispatch_stack():
-            return  # Dynamo steps aside for the mode; the next call may make graphs
+        if not count and (
+            torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None
+        ):
+            return  # Dynamo steps aside for the mode, or the transform; the next call may make graphs
         state = count, bool(getattr(self.dynamo, "runs_as_written", False))
         if state != self.announced and not self.is_boundary and not torch.compiler.is_compiling():
             self.announced = state

@@ -239,3 +239,23 @@ def test_a_cast_stands_outside_of_a_transform(function):
     (graph,) = [variant.graph for variant in engine_of(converted).all_variants()]
     numbers = [node.meta.get(ir.TRANSFORMED) for node in graph.nodes if node.op.startswith("call")]
     assert max(filter(None, numbers)) == sum(1 for a, b in zip([None, *numbers], numbers, strict=False) if b and a != b)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda model: torch.func.grad(lambda x: model(x).sum()),
+        torch.vmap,
+        lambda model: lambda x: torch.func.jvp(model, (x,), (x,))[0],
+    ],
+    ids=["grad", "vmap", "jvp"],
+)
+def test_a_call_under_a_transform_does_not_keep_dynamo_from_others(around, caplog):
+    net = Net(lambda net, x: torch.tanh(net.f(x)))
+    model = fxamp.convert(net, LOW, capture="dynamo")
+    for _ in range(2):
+        assert torch.equal(around(model)(X), around(net)(X))
+        assert not torch.equal(model(X), net(X))
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1
+    assert told[0].startswith("Net: Dynamo captures nothing under torch.func's transforms")
