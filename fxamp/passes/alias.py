@@ -60,8 +60,8 @@ def find_aliases(graph: fx.Graph, with_results: bool = False) -> Aliases:
     """The written storages of a graph.
 
     Args:
-        with_results: whether a result and another one that is a view of it count as written when the graph ends: what
-            goes on with them (behind a graph break, say) may write one, and reads it in the other.
+        with_results: whether a result that is a view of another one, or of what the caller has, counts as written when
+            the graph ends: what goes on with it (behind a graph break, say) may write one, and reads the other.
     """
     order = {node: number for number, node in enumerate(graph.nodes)}
     writes = {node: written for node in graph.nodes if (written := mutated(node))}
@@ -83,16 +83,20 @@ def find_aliases(graph: fx.Graph, with_results: bool = False) -> Aliases:
 
 
 def _shared_results(graph: fx.Graph) -> list[fx.Node]:
-    """The float32 results that are views of others, and those others. Parts side by side of one value are none."""
+    """The float32 results that are views of others, of inputs or of weights, and those.
+
+    Parts side by side of one value are none.
+    """
     (output,) = graph.find_nodes(op="output")
     results = {node: None for node in output.all_input_nodes if "val" in node.meta and ir.holds_float32(node)}
     found: dict[fx.Node, None] = {}
-    for result in results if len(results) > 1 else ():
+    for result in results:
         behind = [result]
         for node in behind:
             behind += [source for source in may_share(node, mutated(node)) if source not in behind]
+        kept = [node for node in behind if node in results or node.op in ("placeholder", "get_attr")]
         memory = memory_of(result.meta["val"])
-        same = [node for node in behind if node in results and memory_of(node.meta["val"]) == memory]
+        same = [node for node in kept if "val" in node.meta and memory_of(node.meta["val"]) == memory]
         found.update(dict.fromkeys(same if len(same) > 1 else ()))
     return list(found)
 

@@ -272,6 +272,20 @@ def test_what_is_written_into_a_result_is_seen_in_the_one_it_is_a_view_of(view):
     assert_same(results[:2], expected[:2])
 
 
+@pytest.mark.parametrize("level", ["balanced", "aggressive"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_result_that_is_a_view_of_an_input_stays_one(place, level):
+    def function(*inputs):
+        part = inputs[place].mT
+        return part, F.linear(part, inputs[1]), F.linear(*inputs)
+
+    setting = captured(function, X.clone(), W.clone(), chosen=policy(level=level))
+    run_steps(PIPELINE, setting)
+    inputs = X.clone(), W.clone()
+    part = run_graph(setting, *inputs)[0][0]
+    assert torch.equal(part, inputs[place].mT)  # and not rounded
+
+
 def test_results_side_by_side_in_one_memory_stay_low():
     """Keys and values of one projection, say: a write into one is nothing to the other."""
     setting = captured(lambda x, w: (*(parts := F.linear(x, w).chunk(2)), F.linear(parts[0], w)), X.clone(), W.clone())
