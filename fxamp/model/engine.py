@@ -89,12 +89,12 @@ class Engine:
         Args:
             number: of the graph to ask whether it holds; None, or that of one that is gone: all are asked.
         """
-        if self.options.capture == "dynamo":
-            return self._call_dynamo(module, args, kwargs)
         if not torch.compiler.is_compiling():
             structure = self.structures.get(module)
             if structure is None or not structure.holds():
                 return self._recheck(module)(module, args, kwargs)
+        if self.options.capture == "dynamo":
+            return self._call_dynamo(module, args, kwargs)
         try:
             key, inputs = call_key(args, kwargs)
             chosen = None if number is None else self.numbered.get(number)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.capture.leaves import has_hooks, hook_dictionaries, is_leaf
+from fxamp.capture.leaves import has_hooks, hook_dictionaries, is_boundary, is_leaf
 
 
 class Structure:
@@ -35,7 +35,10 @@ class Structure:
         self._values = [tuple(children.values()) for children in self._children]
         self._traced = traced
         self._classes = [type(module) for module in traced]
-        self._hooks = [hooks for module in traced for hooks in hook_dictionaries(module) if not hooks]
+        entered = [
+            module for path, module in modules.items() if path and not is_boundary(module)
+        ]  # by Dynamo, leaves too
+        self._hooks = [hooks for module in entered for hooks in hook_dictionaries(module) if not hooks]
         self._used_hooks = [hooks for path, m in modules.items() if path for hooks in hook_dictionaries(m) if hooks]
         self._used_counts = [len(hooks) for hooks in self._used_hooks]
 

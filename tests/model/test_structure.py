@@ -159,3 +159,15 @@ def test_a_block_that_stands_in_another_place_is_noticed(opt_level):
     for each in (model, converted):
         each.blocks[1] = each.blocks[2]
     assert torch.allclose(converted(X), model(X), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_a_hook_that_is_set_on_a_part_after_the_first_call_runs(capture, part):
+    model = nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5, affine=False)).eval()
+    converted = fxamp.convert(model, "bfloat16", capture=capture)
+    without = converted(X)
+    handle = converted[part].register_forward_hook(lambda module, given, result: result * 0)
+    assert not converted(X).any()
+    handle.remove()
+    assert torch.equal(converted(X), without)
