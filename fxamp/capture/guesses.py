@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.errors import CaptureError, uncaught_captures
 from fxamp.fakes import UNKNOWN, Fakes
 from fxamp.recurrent_fakes import SEQUENCES, like_recurrent
 
@@ -30,7 +31,11 @@ def known_or_guessed(node: fx.Node) -> Any:
 
 
 def guess(node: fx.Node, fakes: Fakes) -> Any:
-    """A value with the right rank and dtype for a node that could not be run; UNKNOWN where there is none."""
+    """A value with the right rank and dtype for a node that could not be run; UNKNOWN where there is none.
+
+    Raises:
+        CaptureError: a module that stays whole writes what a graph cannot see, whatever the sizes.
+    """
     values = {given: known_or_guessed(given) for given in node.all_input_nodes}
     try:
         if node.target in _PACKED and _is_packed(node, values):
@@ -43,9 +48,14 @@ def guess(node: fx.Node, fakes: Fakes) -> Any:
         if any(value is UNKNOWN for value in values.values()):
             return UNKNOWN
         try:
-            return fakes.run(node, values.__getitem__)
+            with uncaught_captures():  # so that it is caught here
+                return fakes.run(node, values.__getitem__)
         except DynamicOutputShapeException:
             return _at_full_length(node, fakes, values)
+    except CaptureError as error:
+        if error.__cause__ is None:
+            raise
+        return UNKNOWN  # a module failed, which the guess may be the reason of
     except Exception:  # a guess decides nothing that could fail
         return UNKNOWN
 

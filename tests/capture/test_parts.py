@@ -464,3 +464,32 @@ def test_a_module_that_stays_whole_is_given_a_tuple_of_its_class(whole):
     found = converted(x, lengths)
     assert len(calls) == 2 * (whole == "hooks")
     torch.testing.assert_close(found, model(x, lengths), rtol=0.03, atol=0.03)
+
+
+class WritesItsArgument(nn.Module):
+    def forward(self, x):
+        x.add_(1)
+        return x * 2
+
+
+@pytest.mark.parametrize("capture", ["auto", "symbolic"])
+def test_a_write_into_what_data_sizes_is_seen(capture):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last, self.part = nn.Linear(8, 8), nn.Linear(8, 8), WritesItsArgument()
+            self.part.register_forward_hook(lambda *_: None)
+
+        def forward(self, x):
+            h = self.first(x[(x > 0).nonzero()[:, 0]])
+            self.part(h)
+            return self.last(h)
+
+    model, x = Model(), torch.randn(3, 8)
+    if capture == "symbolic":
+        with pytest.raises(fxamp.CaptureError, match=r"'part' stays whole .* writes into an argument"):
+            fxamp.convert(model, dtype=torch.bfloat16, capture=capture)(x)
+        return
+    converted = fxamp.convert(model, dtype=torch.bfloat16)
+    for _ in range(2):
+        torch.testing.assert_close(converted(x), model(x), rtol=0.05, atol=0.05)
