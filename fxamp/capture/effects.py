@@ -29,6 +29,8 @@ from fxamp.capture.settings import Settings
 from fxamp.capture.state import read
 from fxamp.errors import CaptureError, FxampError, OptionError
 
+_THE_MODULES: Any = random.random.__self__  # type: ignore[attr-defined]
+
 
 class Effects:
     """State that forward reads and may write, as it was before. (What modules hold themselves: see `untouched`.)
@@ -212,8 +214,11 @@ def _put(owner: Any, name: str, value: Any) -> None:
 
 
 def _random_state(value: Any) -> tuple[Any, Any] | None:
-    """The state of a generator of random numbers, comparable and as it is; None for anything else."""
-    if isinstance(value, random.Random):
+    """The state of a generator of random numbers, comparable and as it is; None for anything else.
+
+    The random module's own, which `from random import random` gives the method of, is looked after by whoever traces.
+    """
+    if isinstance(value, random.Random) and value is not _THE_MODULES:
         return value.getstate(), value.getstate()
     if isinstance(value, torch.Generator):
         with torch._C.DisableTorchFunction():

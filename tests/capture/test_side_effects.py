@@ -5,6 +5,7 @@ import copy
 import functools
 import random
 import threading
+from random import random as draw
 
 import numpy
 import pytest
@@ -430,6 +431,28 @@ def test_a_generator_of_python_s_is_refused_where_dynamo_too_would_freeze_its_nu
     with pytest.raises(OptionError, match=r"forward draws from a random\.Random of its own"):
         fxamp.convert(model, LOW, example_inputs=(inputs(0),))
     assert states(model) == before
+
+
+def skips(net, x):
+    for layer in (net.q, net.q, net.q):
+        if draw() < 0.5:
+            continue
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("body", [lambda net, x: net.q(x) * draw(), skips])
+def test_a_function_of_the_random_module_draws_at_each_call(body):
+    plain, model = pairs(body)
+    with pytest.raises(CaptureError, match="forward draws from Python's random module"):
+        fxamp.convert(model, LOW, example_inputs=(inputs(0),), capture="symbolic")
+    converted = fxamp.convert(model, LOW)
+    for step in range(6):
+        random.seed(step)
+        result, state = converted(inputs(step)), random.getstate()
+        random.seed(step)
+        same(result, plain(inputs(step)))
+        assert random.getstate() == state
 
 
 def test_a_generator_that_forward_seeds_is_as_it_was():
