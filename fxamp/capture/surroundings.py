@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.fx import _symbolic_trace
 from torch.nn.utils import rnn
+from torch.utils import _pytree as pytree
 
 from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.locations import is_library_file, user_line
@@ -277,6 +278,24 @@ def compiled_functions_opened() -> Iterator[None]:
         yield
     finally:
         revert()
+
+
+@contextlib.contextmanager
+def scripted_functions_opened() -> Iterator[None]:
+    """A function of `torch.jit.script`, which takes no proxies, is the Python that it was made of, as for Dynamo."""
+    kind: Any = torch.jit.ScriptFunction
+    original = kind.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        is_traced = any(issubclass(type(value), fx.Proxy) for value in pytree.tree_leaves((args, kwargs)))
+        written = getattr(function, "_torchdynamo_inline", None) if is_traced else None
+        return original(function, *args, **kwargs) if written is None else written(*args, **kwargs)
+
+    try:
+        kind.__call__ = call
+        yield
+    finally:
+        kind.__call__ = original
 
 
 # torch functions whose questions about values only guard a `raise`: the kernels behind them check again.

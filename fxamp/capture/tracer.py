@@ -60,6 +60,7 @@ from fxamp.capture.surroundings import (
     idle_autocast,
     paths_of_tensors,
     plain_answers,
+    scripted_functions_opened,
     training_reads,
     unrepeatable_randomness,
 )
@@ -122,6 +123,7 @@ class SymbolicTracer(fx.Tracer):
             honest_questions(),
             plain_answers(self),
             compiled_functions_opened(),
+            scripted_functions_opened(),
             traced_sizes(self),
             Creations(self),
             self._reads.noted(),

@@ -1,4 +1,4 @@
-"""What the user has compiled inside of a model is captured as the Python that it is."""
+"""What the user has compiled, or scripted, inside of a model is captured as the Python that it is."""
 
 import pytest
 import torch
@@ -50,6 +50,12 @@ class Function(Plain):
         self.gate = eager(gate)
 
 
+class Scripted(Plain):
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.jit.script(gate)
+
+
 class Twice(Forward):
     forward = eager(Forward.forward)
 
@@ -59,7 +65,8 @@ class Child(nn.Sequential):
         super().__init__(Forward())
 
 
-CASES = [Forward, Method, Function, Twice, Child]
+COMPILED = [Forward, Method, Function, Twice, Child]
+CASES = [*COMPILED, Scripted]
 
 
 def made(kind):
@@ -95,7 +102,7 @@ def test_so_it_does_at_o2_and_compiled_anew(kind):
     assert torch.compile(converted, backend="eager", fullgraph=True)(X).equal(expected(X))
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", COMPILED)
 def test_the_model_itself_stays_compiled(kind):
     torch._dynamo.utils.counters.clear()
     model = made(kind)
@@ -109,6 +116,42 @@ def test_its_forward_can_be_compiled(kind):
     expected = fxamp.convert(made(Plain), dtype=torch.bfloat16)
     converted = fxamp.convert(made(kind), dtype=torch.bfloat16)
     assert torch.compile(converted.forward, backend="eager")(X).equal(expected(X))
+
+
+def test_a_scripted_function_stays_one_where_nothing_is_traced():
+    model, scripted = made(Scripted), torch.jit.ScriptFunction.__call__
+    converted = fxamp.convert(model, dtype=torch.bfloat16)
+    converted(X)
+    assert torch.jit.ScriptFunction.__call__ is scripted
+    assert model(X).equal(made(Plain)(X)) and isinstance(model.gate, torch.jit.ScriptFunction)
+    rows = {row.op: row.precision for row in fxamp.report(converted).rows}
+    assert (
+        rows["sigmoid"] and [row.precision for row in fxamp.report(converted).rows if row.op == "linear"] == ["low"] * 3
+    )
+
+
+@torch.jit.script
+def pieces(parts: list[torch.Tensor], factor: float = 2.0, flip: bool = False):
+    total = parts[0] * factor
+    for part in parts[1:]:
+        total = total - part if flip else total + part
+    return total, total.shape[0]
+
+
+def test_a_scripted_function_takes_lists_and_keywords_and_gives_tuples():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            found, rows = pieces([self.fc(x), x, x], flip=True)
+            return found * rows
+
+    model = Model()
+    converted = fxamp.convert(model, dtype=torch.bfloat16, capture="symbolic")
+    for rows in (4, 3):
+        torch.testing.assert_close(converted(X[:rows]), model(X[:rows]), rtol=0.05, atol=0.05)
 
 
 class Disabled(Plain):
