@@ -13,10 +13,10 @@ _NAMED = 3
 """Weights that are named."""
 _WHY = (
     "Dynamo gives up a whole frame where it meets what it does not follow: a graph break inside a loop or a with "
-    "block, such as hooks on saved tensors. TORCH_LOGS=graph_breaks names the line: move it out of there, or convert "
-    "the submodules that are called there (model.block = fxamp.convert(model.block)). Weights that forward does not "
-    "use count, too"
+    "block, such as hooks on saved tensors. TORCH_LOGS=graph_breaks names the line: move it out of "
+    "there{by_themselves}. Weights that forward does not use count, too"
 )
+_BY_THEMSELVES = ", or convert what is called there by itself (fxamp.convert(model, boundaries={blocks}))"
 _WHY_RECURRENT = (
     "Dynamo takes no recurrent layer on a PackedSequence into a graph, nor what a frame calls that it gives up: "
     "convert the layer by itself (model.lstm = fxamp.convert(model.lstm))"
@@ -44,10 +44,22 @@ def uncaptured(engine: Engine, model: nn.Module) -> tuple[float, str]:
     if not left:
         return 0.0, ""
     given_up = [f"Dynamo gave up {function}: {why}" for function, why in engine.dynamo.given_up.items()]
-    why = "; ".join(given_up) or (_WHY_RECURRENT if all(_is_recurrent(model, name) for name in left) else _WHY)
+    why = "; ".join(given_up) or (_WHY_RECURRENT if all(_is_recurrent(model, name) for name in left) else _why(left))
     names = listed(left, _NAMED)
     where = "in calls that are left to Dynamo " if is_apart or len(alike) < len(variants) else ""
     return share, f"{where}{percent(share)} of the weights are read by no graph and run as they are ({names}): {why}."
+
+
+def _why(weights: list[str]) -> str:
+    """The reason, and a remedy: the blocks that the weights are of, elements of lists or else the model's own parts."""
+    patterns: dict[str, None] = {}
+    for name in weights:
+        parts = name.split(".")[:-1]
+        number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+        found = parts[:1] if number is None else [*parts[:number], "*"]
+        patterns.update(dict.fromkeys([".".join(found)] if found else []))
+    blocks = list(patterns)[:_NAMED]
+    return _WHY.format(by_themselves=_BY_THEMSELVES.format(blocks=blocks) if blocks else "")
 
 
 def _around_blocks(engine: Engine, model: nn.Module) -> tuple[float, str]:

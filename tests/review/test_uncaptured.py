@@ -77,7 +77,7 @@ def test_a_model_of_which_nothing_was_captured_says_so_once(example_inputs, capl
         assert torch.equal(converted(X), model(X))
     (said,) = warnings_of(caplog)
     assert said.startswith("nothing of Loop was converted: 100% of the weights are read by no graph")
-    assert "parts.0.weight" in said and "graph break inside a loop" in said and "convert the submodules" in said
+    assert "parts.0.weight" in said and "graph break inside a loop" in said
     report = fxamp.report(converted)
     assert not report.is_preview and len(report.outside) == 1 and "100% of the weights" in report.outside[0]
     assert "call the model once" not in str(report) and "preview" not in str(report)
@@ -189,13 +189,25 @@ class Grows(Around):
         return x if x.dim() == 2 else self.tail(x)
 
 
+@pytest.mark.parametrize(("kind", "blocks"), [(Loop, ["parts.*"]), (Grows, ["loop.parts.*", "tail"])])
+def test_the_remedy_converts_what_was_left_out(kind, blocks, caplog):
+    fxamp.convert(kind(), dtype="bf16")(X)
+    (said,) = warnings_of(caplog)
+    assert f"fxamp.convert(model, boundaries={blocks})" in said
+    converted = fxamp.convert(kind(), dtype="bf16", boundaries=blocks)
+    converted(X)
+    precisions = [row.precision for row in fxamp.report(converted).rows if row.op == "linear"]
+    assert precisions and set(precisions) == {"low"}
+    assert "loop" not in str(fxamp.report(converted).outside)
+
+
 def test_a_model_of_which_most_was_not_captured_says_so_once(caplog):
     converted = fxamp.convert(Grows(), dtype="bf16")
     for shape in ((2, 8), (2, 8), (3, 2, 8), (2, 2, 2, 8)):
         converted(torch.randn(shape))
     (said,) = warnings_of(caplog)
     assert said.startswith("most of Grows was not converted: 80% of the weights are read by no graph")
-    assert "loop.parts.0.weight" in said and "graph break inside a loop" in said and "convert the submodules" in said
+    assert "loop.parts.0.weight" in said and "graph break inside a loop" in said
     assert "60%" in fxamp.report(converted).outside[0]
 
 
