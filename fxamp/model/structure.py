@@ -35,9 +35,8 @@ class Structure:
         self._values = [tuple(children.values()) for children in self._children]
         self._traced = traced
         self._classes = [type(module) for module in traced]
-        entered = [
-            module for path, module in modules.items() if path and not is_boundary(module)
-        ]  # by Dynamo, leaves too
+        # Dynamo enters leaves, too.
+        entered = [module for path, module in modules.items() if path and not is_boundary(module)]
         self._hooks = [hooks for module in entered for hooks in hook_dictionaries(module) if not hooks]
         self._used_hooks = [hooks for path, m in modules.items() if path for hooks in hook_dictionaries(m) if hooks]
         self._used_counts = [len(hooks) for hooks in self._used_hooks]
