@@ -23,12 +23,6 @@ class FxampError(Exception):
 class CaptureError(FxampError, RuntimeError):
     """The model could not be captured as a graph."""
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        noted: list[CaptureError] | None = getattr(_noting, "errors", None)
-        if noted is not None:
-            noted.append(self)
-
 
 class OpListError(FxampError, ValueError):
     """An op list is malformed or contradicts itself."""
@@ -60,14 +54,30 @@ class CheckpointError(FxampError, RuntimeError):
 
 @contextlib.contextmanager
 def uncaught_captures() -> Iterator[None]:
-    """Inside, a CaptureError that code of the user's catches (`except Exception`) is raised at the end all the same."""
-    was, _noting.errors = getattr(_noting, "errors", None), []
+    """Inside, a CaptureError that code of the user's catches (`except Exception`) is raised at the end all the same.
+
+    The class has an `__init__` for that time alone: Dynamo of torch 2.11 follows no error that has one.
+    """
+    was: list[CaptureError] | None = getattr(_noting, "errors", None)
+    noted: list[CaptureError] = []
+    _noting.errors = noted
+    if was is None:
+        setattr(CaptureError, "__init__", _noted)  # noqa: B010
     try:
         yield
-        if _noting.errors:
-            raise _noting.errors[0]
+        if noted:
+            raise noted[0]
     finally:
         _noting.errors = was
+        if was is None:
+            delattr(CaptureError, "__init__")
+
+
+def _noted(error: CaptureError, *args: object) -> None:
+    super(CaptureError, error).__init__(*args)
+    noted: list[CaptureError] | None = getattr(_noting, "errors", None)
+    if noted is not None:
+        noted.append(error)
 
 
 class FxampWarning(UserWarning):
