@@ -16,7 +16,7 @@ from fxamp.capture.inputs import CallSpec
 from fxamp.capture.outputs import OutputForm
 from fxamp.capture.reads import Place
 from fxamp.capture.settings import Settings
-from fxamp.capture.sizes import Decision, SizeGuard, SizeQuestions, SizeTrial, size_guard, size_trial
+from fxamp.capture.sizes import Decision, SizeGuard, SizeQuestions, SizeTrial, size_guard, size_trial, varying_sizes
 from fxamp.capture.state import Cell
 from fxamp.errors import CaptureError
 from fxamp.fakes import Fakes
@@ -34,7 +34,7 @@ class Captured:
         decisions: what Python asked of traced sizes; the graph is then valid for the example's sizes, and for those
             that `sizes` allows.
         sizes: the sizes for which the decisions are the same; None where it was not asked, or cannot be told.
-        asked_condition: whether they were asked for as a condition.
+        varying: the sizes of inputs (see `varying_sizes`) of which a condition was asked for; None where it was not.
         constants: tensors that belong to no module, by the name that `get_attr` nodes use.
         example: the inputs the graph was captured with, None when it was captured without.
         method: which capture made it.
@@ -52,7 +52,7 @@ class Captured:
     training: tuple[tuple[str, bool], ...] = ()
     decisions: tuple[Decision, ...] = ()
     sizes: SizeGuard | SizeTrial | None = None
-    asked_condition: bool = False
+    varying: frozenset[tuple[int, int]] | None = None
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
     example: list[Any] | None = None
     method: str = "symbolic"
@@ -78,9 +78,9 @@ class Captured:
         """Find out for which other sizes the graph holds, as it was captured; no pass has changed it yet.
 
         Args:
-            as_condition: in a form that Dynamo can trace.
+            as_condition: in a form that Dynamo can trace, of the sizes that vary.
         """
-        self.asked_condition = as_condition
+        self.varying = varying_sizes(self.example or []) if as_condition else None
         if self.decisions and self.example is not None and all(decision.node for decision in self.decisions):
             questions = SizeQuestions(self.graph, self.decisions, fakes.in_mode(FakeTensorMode()), self._read)
             self.sizes = (size_guard if as_condition else size_trial)(questions, self.example)
@@ -93,10 +93,9 @@ class Captured:
         """Whether it may run for tensors of the example's sizes alone."""
         return bool(self.decisions) and self.sizes is None
 
-    @property
-    def may_have_condition(self) -> bool:
-        """Whether its sizes were not yet asked for as a condition, and may be one."""
-        return bool(self.decisions) and not self.asked_condition
+    def may_have_condition(self, inputs: list[Any]) -> bool:
+        """Whether a condition of the sizes that vary was not yet asked for, and may be one."""
+        return bool(self.decisions) and (self.varying is None or not varying_sizes(inputs) <= self.varying)
 
     def holds_for(self, inputs: list[Any]) -> bool:
         """Whether Python would decide as it did for these inputs. Dynamo and torch.jit.trace come through here."""

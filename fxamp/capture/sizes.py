@@ -27,6 +27,9 @@ from fxamp.fakes import Fakes
 
 log = logging.getLogger("fxamp")
 
+# Attribute of an example's tensor: which of its sizes Dynamo compiles for without knowing them.
+VARYING = "_fxamp_varying"
+
 MOST_SIZES = 4096
 """So many sizes a trial remembers its answers for."""
 
@@ -159,6 +162,11 @@ class SizeGuard:
             return False
 
 
+def varying_sizes(inputs: list[Any]) -> frozenset[tuple[int, int]]:
+    """(position, dimension) of the sizes that vary."""
+    return frozenset((place, dim) for place, value in enumerate(inputs) for dim in getattr(value, VARYING, ()))
+
+
 def size_trial(questions: SizeQuestions, example: list[Any]) -> SizeTrial | None:
     """What tells for which other sizes a graph holds; None where not even the example's can be told."""
     trial = SizeTrial(questions, example)
@@ -166,7 +174,8 @@ def size_trial(questions: SizeQuestions, example: list[Any]) -> SizeTrial | None
 
 
 def size_guard(questions: SizeQuestions, example: list[Any]) -> SizeGuard | None:
-    """The condition under which every decision is what it was for the example; None where it cannot be told."""
+    """The condition on varying sizes under which every decision is what it was for the example; None where it cannot be
+    told."""
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo.source import LocalSource  # takes a second to import, as what is behind it does
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
@@ -192,13 +201,16 @@ def size_guard(questions: SizeQuestions, example: list[Any]) -> SizeGuard | None
 
 
 def _symbolic(value: Any, source: Any, mode: FakeTensorMode) -> Any:
-    """A fake tensor of the same rank, dtype and device, whose sizes may be any; anything else as it is."""
+    """A fake tensor of the same rank, dtype and device, whose varying sizes may be any; anything else as it is."""
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
     if not _is_tensor(value):
         return value
     twin = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * value.dim())
+    sizes = [
+        DimDynamic.DYNAMIC if dim in getattr(value, VARYING, ()) else DimDynamic.STATIC for dim in range(value.dim())
+    ]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     made = mode.from_tensor(twin, source=source, symbolic_context=context)
     with mode:
         return _empty(value, made.shape)

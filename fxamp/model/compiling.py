@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
+from fxamp.capture.sizes import VARYING, varying_sizes
 from fxamp.errors import CaptureError
 from fxamp.model.engine import engine_of
 
@@ -45,9 +46,9 @@ def make_ready(context: Any) -> None:
         return
     try:
         call = args.as_proxy(), kwargs.as_proxy()
-        sizes_vary = any(map(_varies, pytree.tree_leaves(call)))
         with temporarily_clear_interpreter_stack():  # torch.func's transforms allow no requires_grad_
             args, kwargs = pytree.tree_map(_sample, call)
+        sizes_vary = bool(varying_sizes(pytree.tree_leaves((args, kwargs))))
         _made.number = engine.current(module.value).capture(module.value, args, kwargs, sizes_vary=sizes_vary).number
     except CaptureError as error:
         context.graph_break(f"fxamp has no graph for this call of {name}: {error}")
@@ -77,7 +78,7 @@ def _tracked(context: Any, name: str) -> Any:
 
 
 def _sample(leaf: Any) -> Any:
-    """A tensor, or a number, such as the one that the call is compiled for; sizes that may vary have one of them."""
+    """A tensor, or a number, such as the one that the call is compiled for; sizes that may vary are one, marked."""
     if not isinstance(leaf, fx.Proxy):
         return leaf
     known = leaf.node.meta["example_value"]
@@ -88,13 +89,8 @@ def _sample(leaf: Any) -> Any:
         made = torch.empty_strided(sizes, strides, dtype=known.dtype, device=known.device).zero_()
     except NotImplementedError:  # a size that hangs on data
         made = torch.zeros([_hint(size, _SOME_SIZE) for size in known.shape], dtype=known.dtype, device=known.device)
+    setattr(made, VARYING, tuple(dim for dim, size in enumerate(known.shape) if isinstance(size, torch.SymInt)))
     return made.requires_grad_(known.requires_grad)
-
-
-def _varies(leaf: Any) -> bool:
-    """Whether Dynamo compiles for more than one size of a tensor."""
-    known = leaf.node.meta["example_value"] if isinstance(leaf, fx.Proxy) else None
-    return isinstance(known, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in known.shape)
 
 
 def _hint(number: Any, default: Any = None) -> Any:

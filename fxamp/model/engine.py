@@ -235,7 +235,7 @@ class Engine:
         key, inputs = call_key(args, kwargs)
         known = self.variants.get(key, [])
         for variant in known:
-            if variant.holds(module, inputs) and not (sizes_vary and variant.captured.may_have_condition):
+            if variant.holds(module, inputs) and not (sizes_vary and variant.captured.may_have_condition(inputs)):
                 return variant
         if (reason := self.refusals.reason(key, module)) is not None:
             raise CaptureError(reason)

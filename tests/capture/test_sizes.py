@@ -307,6 +307,17 @@ def test_under_torch_compile_every_length_is_decided_as_in_eager(kind, dynamic, 
         assert mixed.count <= plain.count + 1, (mixed.count, plain.count)
 
 
+def test_under_torch_compile_the_sizes_that_vary_are_symbols_and_no_others(fresh_dynamo):
+    eager, converted = Model(counted), fxamp.convert(Model(counted), dtype=torch.bfloat16)
+    compiled = torch.compile(converted, backend="eager")
+    found = []
+    for rows, length in ((2, 6), (3, 6), (7, 6), (7, 5), (3, 9), (2, 6), (5, 4), (4, 7)):
+        x = torch.randn(rows, length, 4)
+        torch.testing.assert_close(compiled(x), eager(x), rtol=0.05, atol=0.05)
+        found += [variant.captured.varying for variant in graphs(converted)[len(found) :]]
+    assert [None if dims is None else {dim for _, dim in dims} for dims in found] == [None, {0}, {0}, {0, 1}, {0, 1}]
+
+
 @pytest.mark.parametrize("before", [(), (6,), (5, 6, 12)])
 def test_graphs_from_before_torch_compile_do_not_make_it_compile_for_one_size(before, fresh_dynamo):
     eager, converted, counting = Model(truncated), fxamp.convert(Model(truncated), dtype=torch.bfloat16), Counting()
