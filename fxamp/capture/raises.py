@@ -85,10 +85,14 @@ def _builtin_error(each: dis.Instruction) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _may_catch(code: types.CodeType, offset: int) -> bool:
-    """Whether a function may go on after an error at a place in it. (A `with` block is taken to pass errors on.)"""
+    """Whether a function may go on after an error at a place in it.
+
+    A `with` block is taken to pass errors on, but in a function that reads a name such as `contextlib.suppress`.
+    """
+    suppresses = any("suppress" in name for name in code.co_names)
     for entry in dis.Bytecode(code).exception_entries:  # type: ignore[attr-defined]
         reached = _reached(code, entry.target) if entry.start <= offset < entry.end else []
-        is_with = any(each.opname == "WITH_EXCEPT_START" for each in reached[:3])
+        is_with = not suppresses and any(each.opname == "WITH_EXCEPT_START" for each in reached[:3])
         if not is_with and any(each.opname.startswith(_LEAVING) for each in reached):
             return True
     return False
