@@ -20,9 +20,8 @@ import torch
 from torch import fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
-from fxamp.capture.unseen import no_inference_mode, no_saved_tensor_hooks
+from fxamp.capture.unseen import outside_of_the_call
 from fxamp.fakes import Fakes
 
 log = logging.getLogger("fxamp")
@@ -124,13 +123,7 @@ class SizeTrial:
 
     def _try(self, inputs: list[Any]) -> bool:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with (
-            _disable_current_modes(),
-            no_saved_tensor_hooks(),
-            no_inference_mode(),
-            temporarily_clear_interpreter_stack(),
-            torch.no_grad(),
-        ):
+        with outside_of_the_call(), temporarily_clear_interpreter_stack(), torch.no_grad():
             try:
                 with mode:
                     fakes = [_empty(value, value.shape) if _is_tensor(value) else value for value in inputs]

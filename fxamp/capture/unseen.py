@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 _CONTAINERS = (
     dict,
@@ -79,6 +80,16 @@ def no_jit_trace() -> Iterator[None]:
         yield
     finally:
         torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def outside_of_the_call() -> Iterator[None]:
+    """The modes and hooks that a call is made under see nothing of what is found out for it.
+
+    torch.export calls a model under modes of its own, and checkpoint under hooks that count what is saved.
+    """
+    with _disable_current_modes(), no_saved_tensor_hooks(), no_jit_trace(), no_inference_mode():
+        yield
 
 
 def _user_modules(model: nn.Module) -> list[Any]:

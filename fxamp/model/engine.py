@@ -16,13 +16,12 @@ import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.proxy import TraceError
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fxamp.capture.inputs import CallSpec, call_key, flatten_call, has_only_defaults
 from fxamp.capture.refusals import Refusals
 from fxamp.capture.selves import OtherSelves
 from fxamp.capture.symbolic import one_at_a_time
-from fxamp.capture.unseen import no_inference_mode, no_jit_trace, no_saved_tensor_hooks
+from fxamp.capture.unseen import outside_of_the_call
 from fxamp.errors import CaptureError, InvariantError, OpListError, OptionError
 from fxamp.ir import ENGINE
 from fxamp.model.autocasting import outside_autocast, run_low
@@ -253,8 +252,7 @@ class Engine:
         else:
             sizes = "condition" if sizes_vary else "one"
         try:
-            # torch.export calls a model under modes of its own, and checkpoint under hooks that count what is saved.
-            with _disable_current_modes(), no_saved_tensor_hooks(), no_jit_trace(), no_inference_mode():
+            with outside_of_the_call():
                 variant = self._build(module, spec, inputs, sizes)
         except CaptureError as error:
             if self._may_use_dynamo:

@@ -111,12 +111,18 @@ def is_caught_by_all(model, x, labels):
         return
 
 
+def notes_it(model, x, labels):
+    if labels.max() >= model.most:
+        model.failed = True
+        raise ValueError
+
+
 def is_suppressed(model, x, labels):
     with contextlib.suppress(ValueError):
         raises_if(model, x, labels)
 
 
-OTHERS = (goes_on_either_way, raises_what_is_no_builtin, asks_on, is_caught, is_caught_by_all, is_suppressed)
+OTHERS = (goes_on_either_way, raises_what_is_no_builtin, asks_on, is_caught, is_caught_by_all, notes_it, is_suppressed)
 
 
 @pytest.mark.parametrize("check", OTHERS)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxamp
 from fxamp.capture.sizes import SizeQuestions
@@ -239,6 +240,40 @@ def test_sizes_are_tried_whatever_mode_a_call_is_made_in(mode):
         converted(torch.randn(3, 65, 4))
 
 
+def test_a_trial_is_made_as_a_capture_is():
+    """A module that stays whole is asked what it writes, which tensors of inference mode do not tell."""
+    model = Model(of_whole_modules).eval()
+    model.norm.register_forward_hook(lambda *_: None)
+    converted = fxamp.convert(model, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for length in (7, 8, 9, 10, 12):
+            x = torch.randn(3, length, 4)
+            torch.testing.assert_close(converted(x), model(x), rtol=0.05, atol=0.05)
+    assert len(graphs(converted)) == 2
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_caller_sees_no_trial():
+    converted = fxamp.convert(Model(asserted), dtype=torch.bfloat16)
+    for length in (5, 6):
+        converted(torch.randn(3, length, 4))
+    x, seen = torch.randn(3, 9, 4), []
+    for _ in range(2):
+        with Seen() as mode:
+            converted(x)
+        seen.append(mode.names)
+    assert seen[0] == seen[1] and len(graphs(converted)) == 2
+
+
 def test_answers_for_many_sizes_take_no_more_and_more_memory(monkeypatch):
     monkeypatch.setattr("fxamp.capture.sizes.MOST_SIZES", 3)
     eager, converted = Model(truncated), fxamp.convert(Model(truncated), dtype=torch.bfloat16)
@@ -316,6 +351,31 @@ def test_under_torch_compile_the_sizes_that_vary_are_symbols_and_no_others(fresh
         torch.testing.assert_close(compiled(x), eager(x), rtol=0.05, atol=0.05)
         found += [variant.captured.varying for variant in graphs(converted)[len(found) :]]
     assert [None if dims is None else {dim for _, dim in dims} for dims in found] == [None, {0}, {0}, {0, 1}, {0, 1}]
+    of_rows = graphs(converted)[1].captured.sizes
+    assert of_rows([torch.empty(4, 6, 4)]) and not of_rows([torch.empty(4, 5, 4)])
+
+
+def test_a_size_that_is_said_to_vary_gets_a_condition_though_a_graph_holds(fresh_dynamo):
+    eager, converted, counting = Model(truncated), fxamp.convert(Model(truncated), dtype=torch.bfloat16), Counting()
+    compiled = torch.compile(converted, backend=counting)
+    for rows in (2, 3, 5):  # rows vary
+        compiled(torch.randn(rows, 6, 4))
+    torch._dynamo.reset()
+    for length in (6, 7, 5, 8):
+        x = torch.randn(3, length, 4)
+        for dim in (0, 1):
+            torch._dynamo.mark_dynamic(x, dim)  # an error where it turns out to be a certain one
+        torch.testing.assert_close(compiled(x), eager(x), rtol=0.05, atol=0.05)
+    assert counting.count == 3
+
+
+@pytest.mark.parametrize("length", [7, 9])
+def test_a_graph_whose_sizes_are_tried_is_none_for_dynamo(length, fresh_dynamo):
+    eager, converted = Model(truncated), fxamp.convert(Model(truncated), dtype=torch.bfloat16)
+    for known in (5, 6, 7, 12, 9):
+        converted(torch.randn(2, known, 4))
+    compiled, x = torch.compile(converted, backend="eager", fullgraph=True, dynamic=False), torch.randn(2, length, 4)
+    torch.testing.assert_close(compiled(x), eager(x), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("before", [(), (6,), (5, 6, 12)])
