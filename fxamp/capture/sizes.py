@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxamp.capture.unseen import outside_of_the_call
@@ -123,7 +122,7 @@ class SizeTrial:
 
     def _try(self, inputs: list[Any]) -> bool:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with outside_of_the_call(), temporarily_clear_interpreter_stack(), torch.no_grad():
+        with outside_of_the_call(), torch.no_grad():
             try:
                 with mode:
                     fakes = [_empty(value, value.shape) if _is_tensor(value) else value for value in inputs]

@@ -369,13 +369,17 @@ def test_a_size_that_is_said_to_vary_gets_a_condition_though_a_graph_holds(fresh
     assert counting.count == 3
 
 
-@pytest.mark.parametrize("length", [7, 9])
-def test_a_graph_whose_sizes_are_tried_is_none_for_dynamo(length, fresh_dynamo):
-    eager, converted = Model(truncated), fxamp.convert(Model(truncated), dtype=torch.bfloat16)
-    for known in (5, 6, 7, 12, 9):
-        converted(torch.randn(2, known, 4))
-    compiled, x = torch.compile(converted, backend="eager", fullgraph=True, dynamic=False), torch.randn(2, length, 4)
-    torch.testing.assert_close(compiled(x), eager(x), rtol=0.05, atol=0.05)
+def test_what_is_compiled_for_one_size_has_a_graph_for_one_size(fresh_dynamo):
+    eager, converted, counting = Model(truncated), fxamp.convert(Model(truncated), dtype=torch.bfloat16), Counting()
+    for length in (5, 6, 7, 12):
+        converted(torch.randn(2, length, 4))
+    compiled = torch.compile(converted, backend=counting, fullgraph=True, dynamic=False)
+    for length in (3, 4, 2):
+        x = torch.randn(2, 7, 4)
+        torch.testing.assert_close(compiled(x), eager(x), rtol=0.05, atol=0.05)
+        converted(torch.randn(2, length, 4))
+    assert counting.count == 1
+    assert [variant.captured.is_for_one_size for variant in graphs(converted)] == [True, False, False, True]
 
 
 @pytest.mark.parametrize("before", [(), (6,), (5, 6, 12)])
