@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxamp
+from fxamp.review.uncaptured import _why
 
 X = torch.linspace(-1, 1, 16).reshape(2, 8)
 
@@ -199,6 +200,11 @@ def test_the_remedy_converts_what_was_left_out(kind, blocks, caplog):
     precisions = [row.precision for row in fxamp.report(converted).rows if row.op == "linear"]
     assert precisions and set(precisions) == {"low"}
     assert "loop" not in str(fxamp.report(converted).outside)
+
+
+def test_the_remedy_names_parts_of_the_model_itself_where_no_list_holds_them():
+    assert "boundaries=['encoder', 'head'])" in _why(["encoder.mlp.fc.weight", "encoder.norm.weight", "head.weight"])
+    assert "boundaries" not in _why(["weight"])
 
 
 def test_a_model_of_which_most_was_not_captured_says_so_once(caplog):
