@@ -93,9 +93,16 @@ class Captured:
         """Whether it may run for tensors of the example's sizes alone."""
         return bool(self.decisions) and self.sizes is None
 
-    def may_have_condition(self, inputs: list[Any]) -> bool:
-        """Whether a condition of the sizes that vary was not yet asked for, and may be one."""
-        return bool(self.decisions) and (self.varying is None or not varying_sizes(inputs) <= self.varying)
+    def is_for_dynamo(self, inputs: list[Any], sizes_vary: bool) -> bool:
+        """Whether Dynamo finds, by tracing alone, that it holds for inputs for which it does: it tries no sizes."""
+        if not self.decisions:
+            return True
+        if sizes_vary:
+            return self.varying is not None and varying_sizes(inputs) <= self.varying
+        return not isinstance(self.sizes, SizeTrial) or self._has_sizes_of(inputs)
+
+    def _has_sizes_of(self, inputs: list[Any]) -> bool:
+        return self.example is not None and list(map(_shape, inputs)) == list(map(_shape, self.example))
 
     def holds_for(self, inputs: list[Any]) -> bool:
         """Whether Python would decide as it did for these inputs. Dynamo and torch.jit.trace come through here."""
@@ -106,7 +113,7 @@ class Captured:
             return self.sizes(inputs)  # alone: asked whether a size is a certain one, Dynamo compiles for that one
         if _have_symbols(inputs) and not _have_symbols(self.example):
             return False  # torch.export would find that a size is a certain one
-        if list(map(_shape, inputs)) == list(map(_shape, self.example)):
+        if self._has_sizes_of(inputs):
             return True
         if self.sizes is None or is_compiling or torch._C._get_tracing_state() is not None:
             return False

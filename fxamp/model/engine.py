@@ -234,7 +234,8 @@ class Engine:
         key, inputs = call_key(args, kwargs)
         known = self.variants.get(key, [])
         for variant in known:
-            if variant.holds(module, inputs) and not (sizes_vary and variant.captured.may_have_condition(inputs)):
+            is_found = sizes_vary is None or variant.captured.is_for_dynamo(inputs, sizes_vary)
+            if is_found and variant.holds(module, inputs):
                 return variant
         if (reason := self.refusals.reason(key, module)) is not None:
             raise CaptureError(reason)
