@@ -62,11 +62,13 @@ class TensorType:
         dtype: None when it is not known before real inputs are seen.
         shape: sizes, None when not known.
         requires_grad: whether backward passes through the value.
+        stays: whether a float32 value is float32 where its op runs low, too: a kernel's sums, beside its result.
     """
 
     dtype: torch.dtype | None
     shape: tuple[int, ...] | None = None
     requires_grad: bool = False
+    stays: bool = False
 
     @property
     def nbytes(self) -> int | None:
@@ -351,10 +353,23 @@ def converted(value: ValueType, dtype: torch.dtype) -> ValueType:
 
 
 def with_dtype(value: ValueType, dtype: torch.dtype) -> ValueType:
-    """The value type with its float32 tensors in `dtype`."""
-    return map_type(
-        lambda found: dataclasses.replace(found, dtype=dtype) if found.dtype == torch.float32 else found, value
-    )
+    """The value type of an op that runs in `dtype`: with its float32 tensors in it, but for those that stay float32."""
+
+    def moved(found: TensorType) -> TensorType:
+        is_moved = found.dtype == torch.float32 and not found.stays
+        return dataclasses.replace(found, dtype=dtype) if is_moved else found
+
+    return map_type(moved, value)
+
+
+def stays_float32(node: fx.Node) -> bool:
+    """Whether the node takes out of a result what is float32 in either precision."""
+    if mark(node).op != "getitem" or not isinstance(node.args[0], fx.Node) or not isinstance(node.args[1], int):
+        return False
+    parts = mark(node.args[0]).type
+    if not isinstance(parts, tuple) or not -len(parts) <= node.args[1] < len(parts):
+        return False
+    return any(found.stays for found in tensors_in(parts[node.args[1]]))
 
 
 # -------------------------------------------------------------------------------------------------- places

@@ -103,7 +103,8 @@ def one_variable_each(graph: fx.Graph, aliases: Aliases) -> UnionFind:
         for node in storage.nodes[1:]:
             variables.union(node, storage.nodes[0])
     for node in graph.nodes:
-        if ir.mark(node).op == "getitem" and isinstance(node.args[0], fx.Node) and ir.is_tuple(node.args[0]):
+        is_item = ir.mark(node).op == "getitem" and isinstance(node.args[0], fx.Node) and ir.is_tuple(node.args[0])
+        if is_item and not ir.stays_float32(node):
             variables.union(node, node.args[0])
     return variables
 

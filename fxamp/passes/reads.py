@@ -49,7 +49,7 @@ def _mode(node: fx.Node, argument: ir.Operand, lists: OpLists, output_mode: Mode
     if node.op == "output":
         return "any" if argument.value in ir.as_computed(node) else output_mode
     op = ir.mark(node).op
-    if op in TRAITS["shape_result"] or (op == "getattr" and not ir.holds_float32(node)):
+    if op in TRAITS["shape_result"] or ir.stays_float32(node) or (op == "getattr" and not ir.holds_float32(node)):
         return "any"
     if op in CASTS_INSIDE and asked_dtype(node) == torch.float32:
         return "any"

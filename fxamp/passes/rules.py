@@ -102,6 +102,8 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
         ruling.fixed[node] = Verdict("high", ruling.chosen[node])
     elif node.meta.get("boundary"):
         ruling.fix(node, "high", "boundary", "it is converted by itself (boundaries=): values cross in float32")
+    elif ir.stays_float32(node):
+        ruling.fix(node, "high", "type", "its kernel gives it in float32, whatever it reads")
     elif (problem := _untouchable(ruling, node)) is not None:
         ruling.fix(node, "high", "type", problem)
     elif is_conversion(node):

@@ -5,20 +5,22 @@ inferred, from the op's kind; a value whose dtype cannot be told is typed `None`
 pass, and an input is taken for float32 unless it is used as an index.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign, size_of
 from fxamp.ir import TensorType, ValueType
-from fxamp.lists import TRAITS
+from fxamp.lists import TRAITS, OpLists
 from fxamp.passes.base import Pass
-from fxamp.passes.reads import asked_dtype
+from fxamp.passes.reads import asked_dtype, float_reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +31,33 @@ class InferTypes(Pass):
         root: resolves parameters, buffers and leaf modules.
         fakes: runs nodes the capture gave no value for; None where no example inputs are known.
         constants: tensors that belong to no module, by name.
+        lists: which ops may run low, and on which operands.
     """
 
     root: nn.Module
     fakes: Fakes | None = None
     constants: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    lists: OpLists | None = None
 
     def apply(self, graph: fx.Graph) -> bool:
         for node in graph.nodes:
             op = "buffer" if node.target in self.constants else ir.canonical_op(node, self.root)
             ir.set_mark(node, op=op, type=None)
             ir.set_mark(node, type=self._type(node))
+            if ir.is_tuple(node) and ir.mark(node).op == "getitem":
+                ir.set_mark(node, type=_part_of(ir.mark(node.args[0]).type, node.args[1], ir.mark(node).type))
+            elif ir.is_tuple(node) and self.fakes is not None and self.lists is not None:
+                self._note_what_stays(node, self.fakes, self.lists)
         return False
+
+    def _note_what_stays(self, node: fx.Node, fakes: Fakes, lists: OpLists) -> None:
+        """Of a kernel's results, which are float32 whatever it is given: it is asked, as devices differ."""
+        if lists.colour(ir.mark(node).op) not in ("allow", "infer") or not self._can_run(node):
+            return
+        values = {given: given.meta["val"] for given in node.all_input_nodes}
+        values |= {read.value: _lowered(read.value) for read in float_reads(node, lists) if read.mode == "with"}
+        with contextlib.suppress(Exception):  # there is no low kernel
+            ir.set_mark(node, type=_staying(ir.mark(node).type, type_of(fakes.run(node, values.__getitem__))))
 
     def _type(self, node: fx.Node) -> ValueType:
         if node.op == "get_attr" and "val" not in node.meta:
@@ -93,6 +110,31 @@ def run_on_fakes(
         if is_a_limit(error) or node.op != "call_function" or is_foreign(node.target):
             return UNKNOWN
         raise
+
+
+def _lowered(node: fx.Node) -> Any:
+    """A node's fake value as a low one; which of the low dtypes makes no difference to what stays float32."""
+
+    def low(value: Any) -> Any:
+        return value.bfloat16() if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+
+    return pytree.tree_map(low, node.meta["val"])
+
+
+def _staying(kind: ValueType, low: ValueType) -> ValueType:
+    """The type of a result, given its type where its op runs low."""
+    if isinstance(kind, tuple) and isinstance(low, tuple):
+        return tuple(map(_staying, kind, low))
+    return (
+        dataclasses.replace(kind, stays=isinstance(low, TensorType) and kind.dtype == low.dtype == torch.float32)
+        if isinstance(kind, TensorType)
+        else None
+    )
+
+
+def _part_of(whole: ValueType, place: object, kind: ValueType) -> ValueType:
+    """The type of several results, which know what stays float32 among them."""
+    return whole[place] if isinstance(whole, tuple) and isinstance(place, slice) else kind
 
 
 def type_of(value: Any) -> ValueType:

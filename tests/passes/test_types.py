@@ -1,10 +1,14 @@
 """Types without example inputs: a preview decides as the graph that runs, wherever its types are right."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fxamp
 from fxamp import ir
 from fxamp.passes.types import type_of
 from tests.language import CAST, DECIDE_IN_UNITS, OPS, assert_precision, captured, count_casts, decided, run_steps
@@ -168,3 +172,50 @@ def test_an_unlisted_function_s_result_is_not_known_in_a_preview():
     preview = captured(lambda x, w: F.linear(custom(x), w), FLOATS, FLOATS, preview=True)
     run_steps((*DECIDE_IN_UNITS, CAST), preview)
     assert_precision(preview, {"linear": "high type"})
+
+
+class WithSums(nn.Module):
+    """Calls a kernel of attention, which gives its sums beside its result."""
+
+    def __init__(self, take: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
+        self.qkv, self.out, self.take = nn.Linear(16, 48), nn.Linear(16, 16), take
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        y, sums = self.take(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v))
+        return self.out(y.transpose(1, 2).flatten(2)), sums
+
+
+TAKEN = {
+    "both": lambda given: given,
+    "by number": lambda given: (given[0], given[-1]),
+    "a slice": lambda given: given[:2],
+    "computed with": lambda given: (given[0] * given[1][..., None].exp().clamp(max=2), given[1] + 1),
+}
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("taken", TAKEN)
+def test_a_kernels_sums_are_float32_beside_its_low_result(taken, opt_level):
+    torch.manual_seed(0)
+    model, x = WithSums(TAKEN[taken]), torch.randn(2, 8, 16)
+    exact, sums = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        autocast, autocasts_sums = model(x)
+    low, low_sums = fxamp.convert(model, torch.bfloat16, output_dtype=None, opt_level=opt_level)(x)
+    assert (low.dtype, low_sums.dtype) == (torch.bfloat16, torch.float32)
+    assert (low_sums - sums).norm() <= 1.1 * (autocasts_sums - sums).norm()
+    assert (low - exact).norm() <= 1.5 * (autocast - exact).norm()
+
+
+def test_a_kernels_whole_result_is_given_back_as_it_was():
+    class Whole(WithSums):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+
+    model, x = Whole(tuple), torch.randn(2, 8, 16)
+    for ours, exact in zip(fxamp.convert(model, torch.bfloat16)(x), model(x), strict=True):
+        assert ours.dtype == exact.dtype
+        assert torch.allclose(ours, exact, atol=0.05)
