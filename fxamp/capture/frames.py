@@ -39,10 +39,10 @@ _dynamos_log = logging.getLogger("torch._dynamo.convert_frame")
 _listening = threading.local()
 
 
-def compile_apart(function: Any, backend: Callable[..., Any]) -> Any:
+def compile_apart(function: Any, backend: str | Callable[..., Any], fullgraph: bool = False) -> Any:
     """`torch.compile` of a function, with captures of its own: those of others with the same code do not count."""
     options: dict[str, Any] = {"isolate_recompiles": True} if _IS_APART else {}
-    return torch.compile(_own_code(as_written(function)), backend=backend, **options)
+    return torch.compile(_own_code(as_written(function)), backend=backend, fullgraph=fullgraph, **options)
 
 
 def as_written(function: Any) -> Any:

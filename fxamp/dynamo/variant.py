@@ -16,6 +16,7 @@ from fxamp.capture.memory import groups_of, note_memory
 from fxamp.capture.promotion import promote
 from fxamp.capture.recompute import Call, eager_call, fold_checkpoints
 from fxamp.capture.unseen import no_inference_mode, no_saved_tensor_hooks
+from fxamp.dynamo.flex import fuse_attention
 from fxamp.fakes import Fakes
 from fxamp.model.codegen import CompiledForward
 from fxamp.model.variant import Variant
@@ -65,6 +66,8 @@ def _rewritten(
     mode = fake_mode_of(captured.graph)
     fakes = None if mode is None or is_dynamic(captured.graph) else Fakes(module, mode=mode)
     rewrite(captured, fakes, options, fuses_casts=fuses_casts)
+    if not fuses_casts:
+        fuse_attention(captured.graph)
     runnable = fx.GraphModule(module, fold_checkpoints(captured.graph, run_checkpoints(module)))
     forward = CompiledForward(lambda _, *inputs: runnable.forward(*inputs), runnable.code)
     again = lambda changed: _rewritten(_copy_of(untouched), module, changed, rewrite, fuses_casts)  # noqa: E731

@@ -211,4 +211,8 @@ _MEASURES: Mapping[str, Callable[[fx.Node], Sizes | None]] = {
     "conv_transpose2d": _conv_transpose,
     "conv_transpose3d": _conv_transpose,
 }
-_SEVERAL: Mapping[str, Callable[[fx.Node], list[Sizes]]] = {**COMPOSED, "scaled_dot_product_attention": _attention}
+_SEVERAL: Mapping[str, Callable[[fx.Node], list[Sizes]]] = {
+    **COMPOSED,
+    "scaled_dot_product_attention": _attention,
+    "higher_order::flex_attention": _attention,
+}

@@ -1,0 +1,124 @@
+"""FlexAttention: low operands, and the kernel that the model would have under torch.compile."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.profiler import profile
+
+import fxamp
+from fxamp.capture.frames import compile_apart
+from fxamp.dynamo import flex
+
+DENSE = "aten::_safe_softmax"  # what the op computes with where it is not compiled
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
+
+
+class Attention(nn.Module):
+    """With a bias by distance, and perhaps a mask; asked for the sums beside the result, or not."""
+
+    def __init__(self, mask: BlockMask | None = None, gives_sums: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out, self.slope = nn.Linear(32, 96), nn.Linear(32, 32), nn.Parameter(torch.rand(2))
+        self.mask, self.gives_sums = mask, gives_sums
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        q, k, v = self.qkv(x).view(rows, length, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        bias = lambda score, b, h, i, j: score + self.slope[h] * (j - i)  # noqa: E731
+        if not self.gives_sums:
+            y = flex_attention(q, k, v, score_mod=bias, block_mask=self.mask)
+            return self.out(y.transpose(1, 2).flatten(2))
+        y, sums = flex_attention(q, k, v, score_mod=bias, block_mask=self.mask, return_lse=True)
+        return self.out(y.transpose(1, 2).flatten(2)) + sums.sum((1, 2))[:, None, None]
+
+
+@pytest.fixture(autouse=True)
+def no_kernels():
+    torch._dynamo.reset()
+    flex._kernels.clear()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """What Dynamo makes of the op is run as it is: a kernel takes many seconds."""
+    by_eager = lambda function, _, fullgraph: compile_apart(function, "eager", fullgraph)  # noqa: E731
+    monkeypatch.setattr(flex, "compile_apart", by_eager)
+
+
+def distances(gives_sums: bool) -> tuple[nn.Module, float, float]:
+    """A converted model, and how far its outputs and autocast's are from float32's."""
+    torch.manual_seed(0)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")
+    model, x = Attention(mask, gives_sums).requires_grad_(False), torch.randn(2, 128, 32)
+    converted = fxamp.convert(model, torch.bfloat16)
+    exact = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        autocast = model(x)
+    return converted, (converted(x) - exact).norm().item(), (autocast.float() - exact).norm().item()
+
+
+@pytest.mark.parametrize("gives_sums", [False, True])
+def test_operands_are_low_and_sums_are_not(gives_sums, quick):
+    converted, ours, autocasts = distances(gives_sums)
+    assert ours <= autocasts
+    (row,) = [row for row in fxamp.report(converted).rows if row.op == "higher_order::flex_attention"]
+    assert (row.precision, row.dtype) == ("low", "bfloat16/float32")
+
+
+def test_its_products_count(quick):
+    (row,) = [row for row in fxamp.report(distances(False)[0]).gemms if row.node == "flex_attention"]
+    assert row.batch * row.m * row.n * row.k == 2 * 2 * 128 * 128 * (16 + 16)
+
+
+def test_the_kernel_is_fused():
+    converted, *_ = distances(False)
+    with profile() as seen:
+        converted(torch.randn(2, 128, 32))
+    assert "aten::addmm" in {event.key for event in seen.key_averages()}
+    assert DENSE not in {event.key for event in seen.key_averages()}
+
+
+def test_layers_share_a_kernel_and_lengths_do_not_use_it_up(quick):
+    model = nn.Sequential(Attention(), Attention()).requires_grad_(False)
+    converted = fxamp.convert(model, torch.bfloat16)
+    compiled = torch._dynamo.utils.counters["stats"]
+    for length in range(16, 16 * 12, 16):
+        x = torch.randn(1, length, 32)
+        assert (converted(x) - model(x)).norm() < 0.05 * model(x).norm()
+        compiled[length] = compiled["unique_graphs"]
+    assert len(flex._kernels) == 1
+    assert compiled[16] < compiled[32] == compiled[16 * 11]
+
+
+def test_kernels_are_of_what_a_score_becomes(quick):
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.linear(x)
+            one = flex_attention(x, x, x, score_mod=lambda score, *_: score * 2)
+            return one + flex_attention(x, x, x, score_mod=lambda score, *_: score * 3)
+
+    x, model = torch.randn(1, 2, 128, 16), Two()
+    assert torch.allclose(fxamp.convert(model, torch.bfloat16)(x), model(x), atol=0.05)
+    assert len(flex._kernels) == 2
+
+
+def test_what_torch_makes_no_kernel_of_runs_dense_and_is_told_once(caplog):
+    with caplog.at_level(logging.WARNING, "fxamp"):
+        converted, *_ = distances(True)
+        converted(torch.randn(2, 128, 32))
+    told = [line for line in caplog.messages if "runs dense" in line]
+    assert len(told) == 1
+    assert "return_lse" in told[0]
+
+
+def test_o2_says_where_it_stands():
+    with pytest.raises(fxamp.CaptureError, match=r"test_flex_attention\.py:3"):
+        fxamp.convert(Attention(), torch.bfloat16, opt_level="O2")(torch.randn(2, 128, 32))
