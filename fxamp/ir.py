@@ -7,7 +7,7 @@ The one representation is a torch-level functional `fx.Graph`: `call_function` o
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -46,6 +46,8 @@ FROM_CALLER = "fxamp_from_caller"
 WRITTEN_OUT = "fxamp_written_out"
 # Set on the nodes of a block that is converted by itself: the block's path in the model.
 BLOCK_PATH = "fxamp_block_path"
+# Set on what Dynamo makes of an autograd.Function around one op of a library: a `Kernel`.
+KERNEL = "fxamp_kernel"
 # The attribute under which a converted model keeps what runs its forward.
 ENGINE = "_fxamp_engine"
 
@@ -165,6 +167,19 @@ def keep_place(made: fx.Node, served: fx.Node) -> None:
     made.meta.update({key: served.meta[key] for key in ("source", "nn_module_stack") if key in served.meta})
 
 
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The op that a function computes with.
+
+    Attributes:
+        op: its canonical name.
+        places: by argument of the function: the arguments of the op, (position, keyword), that it comes to.
+    """
+
+    op: str
+    places: Mapping[int, frozenset[tuple[int, str]]]
+
+
 # ---------------------------------------------------------------------------------------------------- names
 
 
@@ -179,7 +194,7 @@ def canonical_op(node: fx.Node, root: nn.Module | None = None) -> str:
     if node.op == "call_module":
         kind = type(submodule(root, str(node.target)))
         return dotted_path(kind) if node.meta.get("boundary") else module_name(kind)
-    return canonical_name(node.target)
+    return str(node.meta[KERNEL].op) if KERNEL in node.meta else canonical_name(node.target)
 
 
 def is_weight(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.spellings import ALIASES, MODULES, PREFIXES
+from fxamp.spellings import ALIASES, MODULES, ONE_MODULE, PREFIXES
 
 # Dynamo writes numpy's functions, methods and operators as functions of this module.
 _DYNAMOS_NUMPY = "torch._dynamo.utils"
@@ -54,11 +54,15 @@ def module_name(cls: type) -> str:
 
 
 def dotted_path(target: Callable[..., Any]) -> str:
-    """Where Python finds `target`: "pkg.module.Class.method"; of a nameless object, its class's path."""
+    """Where Python finds `target`: "pkg.module.Class.method"; of a nameless object, its class's path.
+
+    A module of a library that comes under several names (`ONE_MODULE`) has one here.
+    """
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
     if name is None:
         return dotted_path(type(target))
     module = getattr(target, "__module__", None)
+    module = ONE_MODULE.get(str(module).rpartition(".")[2], module)
     return f"{module}.{name}" if module else str(name)
 
 

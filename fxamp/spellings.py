@@ -177,6 +177,9 @@ PREFIXES = {
 }
 """Modules whose Python functions carry the bare name of another op (`torch.masked.softmax`)."""
 
+ONE_MODULE = {"flash_attn_interface": "flash_attn.flash_attn_interface"}
+"""Modules of libraries by their last name: FlashAttention 3 has that of 2 at the top, a hub's copies elsewhere."""
+
 MODULES = {
     "AdaptiveAvgPool1d": "adaptive_avg_pool1d",
     "AdaptiveAvgPool2d": "adaptive_avg_pool2d",

@@ -33,6 +33,8 @@ _MODEL = re.compile(r"^L\['\w+'\](?:\[\d+\])?")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)[^\n]*\n([^\n]*)')
 _TO = re.compile(r"\.(?:to|type)\(([^()]*)\)")
 _TRITON = "triton_kernel_wrapper_mutation"
+_FUNCTION = "autograd_function_apply"
+_OPS = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 _ENTER, _EXIT = "_enter_autocast", "_exit_autocast"
 
 
@@ -67,6 +69,7 @@ def adopt(
         if node.meta["source"] in protected:
             node.meta["autocast"] = "off"
     name_first_states(graph)
+    _note_kernels(graph, module)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     note_memory(inputs, example_inputs)
     for node, value in zip(inputs, example_inputs, strict=True):
@@ -209,6 +212,32 @@ def _mark_transforms(graph: fx.Graph) -> None:
             if not isinstance(value, torch._subclasses.FakeTensor) or is_functorch_wrapped_tensor(value):
                 node.meta["val"] = None
         depth -= name.endswith("_decrement_nesting")
+
+
+def _note_kernels(graph: fx.Graph, module: fx.GraphModule) -> None:
+    """Let what Dynamo makes of an `autograd.Function` around one op of a library have that op's name."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.__name__ == _FUNCTION:
+            body: Any = module.get_submodule(str(node.args[0].target))
+            ops = [each for each in body.graph.nodes if isinstance(each.target, _OPS)]
+            libraries = [each for each in ops if is_qualified(canonical_name(each.target))]
+            if len(libraries) == 1:
+                node.meta[ir.KERNEL] = ir.Kernel(
+                    canonical_name(libraries[0].target), _arrivals(body.graph, libraries[0])
+                )
+
+
+def _arrivals(body: fx.Graph, op: fx.Node) -> dict[int, frozenset[tuple[int, str]]]:
+    """By argument of the function, which begin behind its two bodies: the arguments of the op that it comes to."""
+    found = {}
+    for number, given in enumerate(body.find_nodes(op="placeholder")):
+        reached = {given}
+        for node in body.nodes:
+            if node is not op and not reached.isdisjoint(node.all_input_nodes):
+                reached.add(node)
+        arrived = {(each.position, each.keyword) for each in ir.arguments(op) if each.value in reached}
+        found[2 + number] = frozenset(arrived)
+    return found
 
 
 def note_writes(graph: fx.Graph, fakes: Fakes) -> None:

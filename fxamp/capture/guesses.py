@@ -47,6 +47,8 @@ def guess(node: fx.Node, fakes: Fakes) -> Any:
         }
         if any(value is UNKNOWN for value in values.values()):
             return UNKNOWN
+        if node.op == "call_method" and node.target == "item":
+            return _number_in(values[node.all_input_nodes[0]])
         try:
             with uncaught_captures():  # so that it is caught here
                 return fakes.run(node, values.__getitem__)
@@ -83,6 +85,11 @@ def _most(extent: int | torch.SymInt, longest: int) -> int:
         return extent
     most = extent.node.shape_env.bound_sympy(extent.node.expr).upper
     return int(most) if most.is_Integer and most < sys.maxsize - 1 else longest
+
+
+def _number_in(value: torch.Tensor) -> bool | int | float | complex:
+    """A number of the class that `.item()` gives."""
+    return torch.ones((), dtype=value.dtype).item()
 
 
 def _has_numbers(value: Any) -> bool:

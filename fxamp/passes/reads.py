@@ -60,10 +60,11 @@ def _mode(node: fx.Node, argument: ir.Operand, lists: OpLists, output_mode: Mode
     row = lists.row(op)
     if row is None or row.operands is None or node.op == "call_module":
         return "with"
-    for position, keyword in row.operands:
-        if argument.position == position or argument.keyword == keyword:
-            return "with"
-    return "high"
+    places = {(argument.position, argument.keyword)}
+    if ir.KERNEL in node.meta:
+        places = node.meta[ir.KERNEL].places.get(argument.position, frozenset())
+    named = (at == position or name == keyword for at, name in places for position, keyword in row.operands)
+    return "with" if any(named) else "high"
 
 
 # Of one value: where it is largest or not zero, or in which order. Rounded values have other positions.

@@ -236,6 +236,9 @@ def _fix_rows(ruling: Ruling, node: fx.Node) -> None:
 
 def _fix_allow(ruling: Ruling, node: fx.Node) -> None:
     op = ir.mark(node).op
+    if op in TRAITS["low_only"]:
+        ruling.fix(node, "low", "kernel", "its kernels refuse float32, also where the model makes that of its operands")
+        return
     operands = [read for read in ruling.reads[node] if not _is_mask(op, read)]
     for source in [source for read in operands for source in ruling.sources_of(read, node)]:
         origin = ruling.through_clear(source)

@@ -1,0 +1,158 @@
+"""The FlashAttention package, whose kernels refuse float32. A stand-in has its names and its form, on a CPU."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxamp
+from fxamp.lists import TRAITS, OpLists
+from fxamp.opnames import canonical_name
+
+LIBRARY = "flash_attn.flash_attn_interface"
+
+
+def refuse(*given: torch.Tensor) -> None:
+    if not {tensor.dtype for tensor in given} < {torch.float16, torch.bfloat16} or len({t.dtype for t in given}) > 1:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, slopes: torch.Tensor | None) -> torch.Tensor:
+    far = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+    found = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) / q.shape[-1] ** 0.5
+    return found if slopes is None else found - slopes[:, None, None] * far.abs()
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    refuse(q, k, v)
+    assert slopes is None or slopes.dtype == torch.float32
+    found = scores(q, k, slopes)
+    result = torch.einsum("bhij,bjhd->bihd", found.softmax(-1), v.float())
+    return result.to(q.dtype).contiguous(), found.logsumexp(-1)
+
+
+@_forward.register_fake
+def _(q, k, v, slopes):
+    return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_backward", mutates_args=())
+def _backward(
+    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    refuse(gradient, q, k, v)
+    chances, wide = scores(q, k, slopes).softmax(-1), gradient.float()
+    of_chances = torch.einsum("bihd,bjhd->bhij", wide, v.float())
+    inner = chances * (of_chances - (chances * of_chances).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+    to_q, to_k = torch.einsum("bhij,bjhd->bihd", inner, k.float()), torch.einsum("bhij,bihd->bjhd", inner, q.float())
+    to_v = torch.einsum("bhij,bihd->bjhd", chances, wide)
+    return tuple(found.to(q.dtype).contiguous() for found in (to_q, to_k, to_v))
+
+
+@_backward.register_fake
+def _(gradient, q, k, v, slopes):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class FlashAttnFunc(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal, slopes, returns_sums):
+        result, sums = torch.ops.flash_attn._flash_attn_forward(q, k, v, slopes)
+        ctx.save_for_backward(q, k, v, slopes)
+        return (result, sums) if returns_sums else result
+
+    @staticmethod
+    def backward(ctx, gradient, *_):
+        return (*torch.ops.flash_attn._flash_attn_backward(gradient.contiguous(), *ctx.saved_tensors), None, None, None)
+
+
+@pytest.fixture(autouse=True)
+def stands_in(monkeypatch):
+    monkeypatch.setattr(FlashAttnFunc, "__module__", LIBRARY)
+    torch._dynamo.reset()
+
+
+class Attention(nn.Module):
+    """As models call the package: on what a projection gives, after norms, on what was cast to float32."""
+
+    def __init__(self, before: str = "") -> None:
+        super().__init__()
+        self.qkv, self.out, self.before = nn.Linear(32, 96), nn.Linear(32, 32), before
+        self.register_buffer("slopes", torch.rand(2) if before == "slopes" else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(2)
+        if self.before == "norms":
+            q, k = F.rms_norm(q.float(), (16,)), F.rms_norm(k.float(), (16,))
+        elif self.before == "casts":
+            q, k, v = q.float(), k.float(), v.float()
+        if self.before == "sums":
+            y, sums = FlashAttnFunc.apply(q, k, v, False, None, True)
+            return self.out((y * sums.mT[..., None].sigmoid()).flatten(2))
+        return self.out(FlashAttnFunc.apply(q, k, v, False, self.slopes, False).flatten(2))
+
+    def exact(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(2)
+        if self.before == "norms":
+            q, k = F.rms_norm(q, (16,)), F.rms_norm(k, (16,))
+        found = scores(q, k, self.slopes)
+        y = torch.einsum("bhij,bjhd->bihd", found.softmax(-1), v)
+        return self.out((y * found.logsumexp(-1).mT[..., None].sigmoid() if self.before == "sums" else y).flatten(2))
+
+
+@pytest.mark.parametrize("ways", [{"opt_level": "O1"}, {"opt_level": "O2"}, {"capture": "dynamo"}], ids=str)
+@pytest.mark.parametrize("before", ["", "norms", "casts", "slopes", "sums"])
+def test_it_runs_low_whatever_comes_before(before, ways):
+    torch.manual_seed(0)
+    model, x = Attention(before), torch.randn(2, 8, 32)
+    exact = model.exact(x)
+    wanted = torch.autograd.grad(exact.pow(2).sum(), list(model.parameters()))
+    converted = fxamp.convert(model, torch.bfloat16, **ways)
+    y = converted(x)
+    y.pow(2).sum().backward()
+    assert y.dtype == torch.float32
+    assert (y - exact).norm() < 0.02 * exact.norm()
+    for weight, gradient in zip(converted.parameters(), wanted, strict=True):
+        assert (weight.grad - gradient).norm() < 0.03 * gradient.norm()
+
+
+def test_a_compiler_behind_dynamo_gets_it_low():
+    model, x = Attention(), torch.randn(2, 8, 32)
+    options = {"dtype": torch.bfloat16, "inner": "aot_eager"}
+    y = torch.compile(model, backend="fxamp", options=options)(x)
+    y.sum().backward()
+    assert (y - model.exact(x)).norm() < 0.02 * y.norm()
+
+
+def test_copies_of_the_library_are_the_library(monkeypatch):
+    for module in ("flash_attn_interface", "kernels_6a1f.flash_attn_interface"):
+        monkeypatch.setattr(FlashAttnFunc, "__module__", module)
+        assert canonical_name(FlashAttnFunc.apply) == f"{LIBRARY}.FlashAttnFunc"
+
+
+def test_what_refuses_float32_is_on_the_allow_list():
+    assert {OpLists.default().colour(op) for op in TRAITS["low_only"]} == {"allow"}
+
+
+def test_padding_is_taken_out_as_transformers_does():
+    """What `.item()` gives is an integer, whatever it is: the kernel's longest length."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            longest = mask.sum(-1).max().item()
+            if not isinstance(longest, int):
+                raise TypeError(longest)
+            return self.linear(x[mask]) * longest
+
+    model, x = Padded(), torch.randn(2, 3, 4)
+    mask, shorter = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool(), torch.tensor([[1, 0, 0], [1, 1, 0]]).bool()
+    converted = fxamp.convert(model, torch.bfloat16, capture="symbolic", example_inputs=(x, mask))
+    for chosen in (mask, shorter):
+        assert torch.allclose(converted(x, chosen), model(x, chosen), atol=0.05)
