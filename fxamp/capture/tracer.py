@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.capture import attention, recurrent
+from fxamp.capture.arrays import Arrays
 from fxamp.capture.assignments import Assignments
 from fxamp.capture.creations import Creations, traced_sizes
 from fxamp.capture.fake_values import FakeValues
@@ -91,6 +92,7 @@ class SymbolicTracer(fx.Tracer):
         self.questions = Questions(self._numbers, self._function, example is not None)
         self._tensor_paths: dict[int, str] = {}
         self._weights: dict[str, WeightProxy] = {}
+        self._arrays = Arrays()
         self._hooks: dict[int, list[object]] = {}  # id of a module -> those it has before forward runs
         self._modes: ModeNodes | None = None
         self._has_begun = False
@@ -129,6 +131,7 @@ class SymbolicTracer(fx.Tracer):
             self._reads.noted(),
         ):
             graph = super().trace(root)
+        self._arrays.check()
         self.questions.forget_needless_counts()
         if self.output_form is not None and self.output_form.inside_objects:
             graph.output_node().meta[ir.INSIDE_OBJECTS] = self.output_form.inside_objects
@@ -302,6 +305,7 @@ class SymbolicTracer(fx.Tracer):
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
         self._follow_modes()
+        target, args, kwargs = self._arrays.given(target, args, kwargs)
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         node = proxy.node
         node.meta["source"] = user_line()
