@@ -147,6 +147,28 @@ def _taking_proxies(tracer: Any, function: Any) -> Any:
     return call
 
 
+@contextlib.contextmanager
+def variables_made() -> Iterator[None]:
+    """`Variable(x)`, as older code makes tensors, takes no proxies: it is `x.detach()`."""
+    kind: Any = type(torch.autograd.Variable)
+    outer = vars(kind).get("__call__", type.__call__)  # of a trace around this one
+
+    def call(variable: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args or not issubclass(type(args[0]), fx.Proxy):
+            return outer(variable, *args, **kwargs)
+        made = args[0].detach()
+        return made.requires_grad_() if kwargs.get("requires_grad", (*args, False)[1]) else made
+
+    try:
+        kind.__call__ = call
+        yield
+    finally:
+        if outer is type.__call__:
+            del kind.__call__
+        else:
+            kind.__call__ = outer
+
+
 _RANDOM = frozenset(
     {torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, torch.normal, torch.multinomial}
 )

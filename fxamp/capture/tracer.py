@@ -25,7 +25,7 @@ from fxamp import ir
 from fxamp.capture import attention, recurrent
 from fxamp.capture.arrays import Arrays
 from fxamp.capture.assignments import Assignments
-from fxamp.capture.creations import Creations, traced_sizes
+from fxamp.capture.creations import Creations, traced_sizes, variables_made
 from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.functions import whole_functions
 from fxamp.capture.inputs import CallSpec, unflatten_call
@@ -126,6 +126,7 @@ class SymbolicTracer(fx.Tracer):
             plain_answers(self),
             compiled_functions_opened(),
             scripted_functions_opened(),
+            variables_made(),
             traced_sizes(self),
             Creations(self),
             self._reads.noted(),

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.autograd import Variable
 from torch.nn import functional as F
 
 import fxamp
+from fxamp.capture.creations import variables_made
 
 IDIOMS = {
     "max values": lambda m, x: m.fc(x).max(1).values,
@@ -50,6 +52,7 @@ IDIOMS = {
     "python's types as dtypes": lambda m, x: m.fc(x).to(float) * torch.ones(8, dtype=int) + x.gt(0).sum(dtype=int),
     "float cast": lambda m, x: m.fc(x).float().exp(),
     "double branch": lambda m, x: m.fc(x).double().sum(),
+    "a variable": lambda m, x: m.fc(x) + Variable(torch.zeros(x.size(0), 8)).type(x.type()),
     "detach": lambda m, x: m.fc(x) - m.fc(x).detach(),
     "clone and write": lambda m, x: _write(m.fc(x).clone()),
     "index put": lambda m, x: _put(torch.zeros(4, 8), m.fc(x)),
@@ -138,6 +141,33 @@ def test_idiom(name, dtype, example):
             # three roundings of the linear layer's result, or what autocast itself is off by
             allowed = max(4 * torch.finfo(dtype).eps * float(size), 2 * float(_distance(cast, other)))
             assert float(_distance(one, other)) <= allowed
+
+
+@pytest.mark.parametrize("needs_gradient", [{}, {"requires_grad": False}, {"requires_grad": True}], ids=str)
+def test_no_gradient_goes_through_a_variable_to_what_it_is_made_of(needs_gradient):
+    class Gated(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            gate = Variable(y, **needs_gradient)
+            assert isinstance(gate, Variable)
+            return y * gate
+
+    model, x = Gated(8, 8), torch.randn(4, 8)
+    converted = fxamp.convert(model, torch.bfloat16, capture="symbolic", example_inputs=(x,))
+    converted(x).sum().backward()
+    ours, model.weight.grad = model.weight.grad, None
+    model(x).sum().backward()
+    torch.testing.assert_close(ours, model.weight.grad, rtol=0.05, atol=0.05)
+    assert type(Variable(x)) is torch.Tensor and "__call__" not in vars(type(Variable))
+
+
+def test_a_trace_inside_of_a_trace_leaves_variables_to_the_outer_one():
+    proxy = fx.Proxy(fx.Graph().placeholder("x"))
+    with variables_made():
+        with variables_made():
+            pass
+        assert type(Variable(proxy)) is fx.Proxy and type(Variable(torch.ones(2))) is torch.Tensor
+    assert "__call__" not in vars(type(Variable))
 
 
 def _under_autocast(eager, x, dtype):
