@@ -235,6 +235,15 @@ class ValueProxy(fx.Proxy):
     def __float__(self) -> float:
         return float(questions_of(self).decide(self, "float"))
 
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(questions_of(self).decide(self, "round"), digits)
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+        return other // self, other % self
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         import numpy  # it asks, so it is there
 

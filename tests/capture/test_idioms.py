@@ -45,6 +45,7 @@ IDIOMS = {
     "cumsum positions": lambda m, x: m.fc(x) * torch.cumsum(torch.ones_like(x), 0),
     "arange positions": lambda m, x: m.fc(x) + torch.arange(8, device=x.device).float() * 0.01,
     "size arithmetic": lambda m, x: m.fc(x).view(x.size(0) // 2, -1, x.size(1)),
+    "divided sizes": lambda m, x: m.fc(x) * divmod(x.size(0), 3)[1] + divmod(20, x.size(0))[0],
     "type_as": lambda m, x: m.fc(x).type_as(x) + 1,
     "type_as of a mask": lambda m, x: m.fc(x) * (x > 0).type_as(m.fc(x)),
     "to a low value": lambda m, x: m.fc(x) + (x > 0).to(m.fc(x)) + torch.ones(8, dtype=torch.float64).to(m.fc(x)),
