@@ -347,7 +347,11 @@ class AttributeProxy(ValueProxy):
             self.__dict__["_made"] = made.node
         return self._made  # type: ignore[no-any-return]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._name in ("item", "tolist"):
+            read = questions_of(self).computed(self._owner.node, self._name, may_decide=False)
+            if read is not UNKNOWN:
+                return read
         return self.tracer.create_proxy("call_method", self._name, (self._owner, *args), kwargs)
 
 

@@ -6,11 +6,13 @@ dimensions is the same at every call of the graph; values that depend on data ar
 
 import operator
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxamp.capture.computed import computed, numbers_behind
 from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.lengths import has_open_length, parts_of_guess
 from fxamp.capture.live import LiveNumbers
@@ -30,13 +32,21 @@ class Questions:
         numbers: attributes that are read at each call, unless Python decides on one.
         call: makes a node of a function.
         has_example: whether values are known by their types and sizes.
+        aside: a context in which torch runs, and is not traced.
     """
 
-    def __init__(self, numbers: LiveNumbers, call: Callable[..., fx.Proxy], has_example: bool) -> None:
+    def __init__(
+        self,
+        numbers: LiveNumbers,
+        call: Callable[..., fx.Proxy],
+        has_example: bool,
+        aside: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self.decisions: list[Decision] = []
         self._numbers = numbers
         self._call = call
         self._has_example = has_example
+        self._aside = aside
         self._counts: list[tuple[fx.Node, fx.Node | None]] = []  # check of how many items there are, last item
 
     def decide(self, proxy: fx.Proxy, question: str, of_torch: Callable[[], Check | None] | None = None) -> Any:
@@ -61,7 +71,28 @@ class Questions:
         if check is not None:
             self._call(require, (proxy, *check), {})
             return check.way_on
+        if (held := self.computed(node)) is not UNKNOWN:
+            return held
         raise self.unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))
+
+    def computed(self, node: fx.Node, method: str = "item", may_decide: bool = True) -> Any:
+        """What Python reads of what constants and sizes alone make; UNKNOWN where anything else decides on it.
+
+        Args:
+            method: how a tensor is read.
+            may_decide: whether the graph may be for these sizes alone; else they make it UNKNOWN, too.
+        """
+        numbers = numbers_behind(node)
+        if numbers is None or any(map(asks_of_autograd, numbers)):
+            return UNKNOWN
+        sizes = [each for each in numbers if not each.meta.get("static")]
+        if sizes and not may_decide:
+            return UNKNOWN
+        line = user_line()
+        self.decisions += (Decision(line, each, each.meta["val"]) for each in sizes if self._numbers.decide_on(each))
+        with self._aside():
+            made = computed(node, {each: each.meta["val"] for each in numbers})
+            return getattr(made, method)() if isinstance(made, torch.Tensor) else made
 
     def note(self) -> None:
         """Record a decision whose answer is not one value of the graph."""
@@ -82,6 +113,8 @@ class Questions:
             return [obj[i] for i in range(len(value))]  # type: ignore[index]
         if (many := parts_of_guess(obj.node)) is not None:
             return [obj[i] for i in range(many)]  # type: ignore[index]
+        if isinstance(held := self.computed(obj.node), list):
+            return held
         raise self.unfollowable("iteration over a traced value")
 
     def count_items(self, node: fx.Node) -> None:

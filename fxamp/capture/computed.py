@@ -1,0 +1,62 @@
+"""Tensors that forward makes of constants and sizes alone.
+
+    dims = torch.arange(1, x.dim()).tolist()
+    steps = int(torch.ceil(torch.tensor(x.shape[1] / 4)))
+
+What they hold is known while forward is traced, so that Python may decide on it.
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxamp.fakes import UNKNOWN
+from fxamp.inplace import mutated
+from fxamp.opnames import canonical_name
+
+_MAKING = "arange as_tensor eye full linspace logspace ones tensor zeros"
+_READING = (
+    "abs add all amax amin any argmax argmin bitwise_and bitwise_not bitwise_or bool cat ceil clamp clone "
+    "contiguous cpu cumsum detach diff div double eq exp expand flatten flip float floor floor_divide ge getitem "
+    "gt int item le log log2 logical_and logical_not logical_or long lt max mean min mul ne neg permute pow prod "
+    "remainder repeat reshape roll round sort sqrt squeeze stack sub sum t to tolist transpose trunc type "
+    "unsqueeze view"
+)
+_COMPUTED = frozenset(f"{_MAKING} {_READING}".split())
+_NUMBERS = (bool, int, float, torch.dtype, torch.device, torch.Size)
+
+
+def numbers_behind(node: fx.Node) -> list[fx.Node] | None:
+    """The sizes and dtypes that a tensor is computed of; None where anything else decides on what it holds."""
+    found, seen, waiting = [], {node}, [node]
+    while waiting:
+        given = waiting.pop()
+        if isinstance(given.meta.get("val", UNKNOWN), _NUMBERS):
+            found.append(given)
+            continue
+        if given.op not in ("call_function", "call_method") or canonical_name(given.target) not in _COMPUTED:
+            return None
+        new = [each for each in given.all_input_nodes if each not in seen]
+        seen.update(new)
+        waiting += new
+    return None if _is_written(seen.difference(found)) else found
+
+
+def _is_written(nodes: set[fx.Node]) -> bool:
+    """Whether anything writes into one of these nodes, or into what is made of them: that may be a view."""
+    made, waiting = set(nodes), list(nodes)
+    while waiting:
+        new = [user for user in waiting.pop().users if user not in made]
+        made.update(new)
+        waiting += new
+    return any(made.intersection(mutated(node)) for node in made)
+
+
+def computed(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """What a node gives, by the numbers that it is computed of."""
+    if node not in known:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda given: computed(given, known))
+        run = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
+        known[node] = run(*args[isinstance(node.target, str) :], **kwargs)
+    return known[node]
