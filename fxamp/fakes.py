@@ -368,6 +368,7 @@ def is_a_limit(error: Exception) -> bool:
         or "meta tensor" in text
         or "Meta" in text
         or "data-dependent" in text
+        or "data is not allocated" in text
         or ("dtype" in text and _is_raised_by_meta(error))
     )
 

@@ -26,6 +26,13 @@ def _routed(m, y, mask):
     return y.index_add(0, rows, m.inner(y[rows]))
 
 
+def _marked(m, y, mask):
+    z = m.inner(y)
+    rows, columns = zip(*torch.stack([torch.arange(len(y)), y.argmax(1)], 1), strict=True)
+    z[rows, columns] = 0.5
+    return z * 2, z[rows, columns]
+
+
 CHOSEN = {
     "returned whole": lambda m, y, mask: m.inner(y[mask]).max(1),
     "in a dictionary": lambda m, y, mask: {"best": y[mask].topk(2), "ranges": y[mask].aminmax(dim=1)},
@@ -38,6 +45,7 @@ CHOSEN = {
     "written back": _written_back,
     "routed": _routed,
     "by places": lambda m, y, mask: m.inner(y)[mask.nonzero().squeeze(1)] * 2,
+    "by tuples of places": _marked,
     "by two places": lambda m, y, mask: y[(y > 0).nonzero(as_tuple=True)] + 1,
     "selected": lambda m, y, mask: (y.masked_select(mask[:, None]) + 1).sort(),
     "of two dimensions": lambda m, y, mask: m.inner(y.view(2, 3, 8)[mask.view(2, 3)]).sort(),
