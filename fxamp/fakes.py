@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
+from fxamp.draws import draw
 from fxamp.errors import CaptureError, FxampError
 from fxamp.grouped import GROUPED, like_grouped
 from fxamp.ir import ENGINE
@@ -154,6 +155,8 @@ class Fakes:
                 args, kwargs = _with_bool_condition(args, kwargs, _WHERE[node.target])
             if not kwargs and asks_cudnn(node.target, args):
                 return like_recurrent(*args)
+            if node.target is draw:
+                return 0.0  # nothing reads it
             if node.target in GROUPED:
                 return like_grouped(*args, **kwargs)
             if node.op == "call_function":

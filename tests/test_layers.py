@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent / "fxamp"
 # What each room may import, besides itself. A file of its own line comes before its folder's.
 GROUND = {"errors", "dtypes", "references", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
-GRAPH = NAMES | {"canonical", "inplace", "ir", "lists", "fakes", "grouped", "recurrent_fakes", "switches", "checks"}
+CALLED = {"switches", "checks", "draws"}
+GRAPH = NAMES | CALLED | {"canonical", "inplace", "ir", "lists", "fakes", "grouped", "recurrent_fakes"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "words": set(),
@@ -22,12 +23,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lists": NAMES,
     "switches": set(),
     "checks": set(),
+    "draws": set(),
     "ir": NAMES,
     "inplace": NAMES | {"ir"},
     "canonical": NAMES | {"inplace", "ir", "switches"},
     "grouped": set(),
     "recurrent_fakes": set(),
-    "fakes": NAMES | {"ir", "grouped", "recurrent_fakes"},
+    "fakes": NAMES | {"ir", "grouped", "recurrent_fakes", "draws"},
     "data": GROUND,
     "whole": GROUND,
     "capability": set(),

@@ -12,6 +12,7 @@ from fxamp.capture.guesses import guess
 from fxamp.capture.inputs import misfit
 from fxamp.capture.locations import user_line
 from fxamp.capture.promotion import low_operands, widen
+from fxamp.draws import draw
 from fxamp.errors import CaptureError, FxampError
 from fxamp.fakes import UNKNOWN, Fakes, holds_container, is_a_limit, is_foreign
 from fxamp.inplace import run_and_note_writes
@@ -60,7 +61,7 @@ class FakeValues:
         """
         if any("val" not in given.meta for given in node.all_input_nodes):
             return UNKNOWN
-        if self._example is None and not node.meta["static"]:
+        if (self._example is None and not node.meta["static"]) or node.target is draw:
             return UNKNOWN
         try:
             return self.run(node)

@@ -26,6 +26,7 @@ from fxamp.capture import attention, recurrent
 from fxamp.capture.arrays import Arrays
 from fxamp.capture.assignments import Assignments
 from fxamp.capture.creations import Creations, traced_sizes, variables_made
+from fxamp.capture.drawn import drawn_at_each_call, frozen, whatever_is_drawn
 from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.functions import whole_functions
 from fxamp.capture.inputs import CallSpec, unflatten_call
@@ -66,6 +67,7 @@ from fxamp.capture.surroundings import (
     unrepeatable_randomness,
 )
 from fxamp.capture.traces import State, untouched
+from fxamp.draws import draw
 from fxamp.errors import CaptureError, ShardedParameterError
 from fxamp.fakes import UNKNOWN, Fakes, is_sharded
 from fxamp.switches import kept_switches, switches_found
@@ -117,6 +119,7 @@ class SymbolicTracer(fx.Tracer):
             grad_mode_reads(self),
             training_reads(root, self.training),
             unrepeatable_randomness(),
+            drawn_at_each_call(self),
             kept_switches(),
             torch.enable_grad(),
             idle_autocast(self.device_type),
@@ -134,6 +137,9 @@ class SymbolicTracer(fx.Tracer):
             graph = super().trace(root)
         self._arrays.check()
         self.questions.forget_needless_counts()
+        for node in graph.output_node().all_input_nodes:
+            if node.target is draw:
+                raise frozen(node)
         if self.output_form is not None and self.output_form.inside_objects:
             graph.output_node().meta[ir.INSIDE_OBJECTS] = self.output_form.inside_objects
         self.state = (*self._reads.cells(self._numbers.decided), *self._cells_of_whole_parts(graph))
@@ -309,6 +315,9 @@ class SymbolicTracer(fx.Tracer):
         target, args, kwargs = self._arrays.given(target, args, kwargs)
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         node = proxy.node
+        if (certain := whatever_is_drawn(node)) is not None:
+            self.graph.erase_node(node)
+            return certain  # type: ignore[return-value]
         node.meta["source"] = user_line()
         called = self.root.get_submodule(str(target)) if kind == "call_module" else None
         note_rank(node, called)

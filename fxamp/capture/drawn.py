@@ -1,0 +1,64 @@
+"""Random numbers that forward draws from Python and does not use: nodes that draw at each call."""
+
+import contextlib
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import fx
+
+from fxamp.draws import DRAWS, draw
+from fxamp.errors import CaptureError
+
+# What each comparison with a number that is not above what can be drawn gives.
+_CERTAIN: dict[Any, bool] = {operator.lt: False, operator.ge: True}
+
+
+@contextlib.contextmanager
+def drawn_at_each_call(tracer: Any) -> Iterator[None]:
+    """Calls of `random.uniform` and its like become nodes; a use of what they give is an error."""
+    found = {name: sys.modules[name] for name in DRAWS if name in sys.modules}
+    originals = [(name, module, each, getattr(module, each)) for name, module in found.items() for each in DRAWS[name]]
+
+    def drawing(module: str, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*bounds: Any, **kwargs: Any) -> Any:
+            is_plain = not kwargs and len(bounds) in (0, 2) and all(type(bound) in (int, float) for bound in bounds)
+            if not (tracer.is_recording and is_plain):
+                return original(*bounds, **kwargs)
+            return tracer.create_proxy("call_function", draw, (module, name, *bounds), {})
+
+        return call
+
+    try:
+        for name, module, each, original in originals:
+            setattr(module, each, drawing(name, each, original))
+        yield
+    finally:
+        for _, module, each, original in originals:
+            setattr(module, each, original)
+
+
+def whatever_is_drawn(node: fx.Node) -> bool | None:
+    """What a node that takes a drawn number gives for any number; None where it takes none.
+
+    Raises:
+        CaptureError: it hangs on the number.
+    """
+    drawn = [given for given in node.all_input_nodes if given.target is draw]
+    if not drawn:
+        return None
+    if node.target in _CERTAIN and node.args[0] is drawn[0] and type(limit := node.args[1]) in (int, float):
+        low, high = drawn[0].args[2:] or (0.0, 1.0)
+        if limit <= low <= high:  # type: ignore[operator]
+            return _CERTAIN[node.target]
+    raise frozen(drawn[0])
+
+
+def frozen(node: fx.Node) -> CaptureError:
+    """The error for a drawn number that forward uses, which names the line that draws it."""
+    source = "Python's random module" if node.args[0] == "random" else "numpy.random"
+    return CaptureError(
+        f"{node.meta['source']}: forward draws from {source}, which a graph would freeze to one value. "
+        "Use torch's random functions, or draw the number outside and pass it in."
+    )
