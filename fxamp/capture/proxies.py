@@ -218,7 +218,7 @@ class ValueProxy(fx.Proxy):
         return id(self)
 
     def __format__(self, how: str) -> str:
-        return format(questions_of(self).decide(self, "format"), how)
+        return questions_of(self).text(self, how)
 
     def __str__(self) -> str:
         return self.__format__("")

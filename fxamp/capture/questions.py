@@ -17,6 +17,7 @@ from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.lengths import has_open_length, parts_of_guess
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import unfollowable, user_line
+from fxamp.capture.messages import Messages
 from fxamp.capture.proxies import LOOSE_RANK, asks_of_autograd
 from fxamp.capture.raises import Check, check_asked_for
 from fxamp.capture.sizes import Decision
@@ -43,6 +44,7 @@ class Questions:
         aside: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.decisions: list[Decision] = []
+        self.messages = Messages()
         self._numbers = numbers
         self._call = call
         self._has_example = has_example
@@ -69,7 +71,7 @@ class Questions:
             return value
         check = check_asked_for() if question == "bool" else of_torch() if of_torch is not None else None
         if check is not None:
-            self._call(require, (proxy, *check), {})
+            self._call(require, (proxy, *check, self.messages.shown_in(check.said)), {})
             return check.way_on
         if (held := self.computed(node)) is not UNKNOWN:
             return held
@@ -93,6 +95,15 @@ class Questions:
         with self._aside():
             made = computed(node, {each: each.meta["val"] for each in numbers})
             return getattr(made, method)() if isinstance(made, torch.Tensor) else made
+
+    def text(self, proxy: fx.Proxy, how: str) -> str:
+        """What an f-string makes of a value."""
+        if (
+            isinstance(proxy.node.meta.get("val"), torch.Tensor)
+            and (mark := self.messages.mark(proxy, how)) is not None
+        ):
+            return mark
+        return format(self.decide(proxy, "format"), how)
 
     def note(self) -> None:
         """Record a decision whose answer is not one value of the graph."""

@@ -165,6 +165,7 @@ def plain_answers(tracer: Any) -> Iterator[None]:
         return answer
 
     def check_with(error: type[Exception], answer: Any, message: Callable[[], Any] | None = None) -> None:
+        message = tracer.questions.messages.heard(message, issubclass(type(answer), fx.Proxy))
         if issubclass(type(answer), fx.Proxy):
             answer = tracer.questions.decide(answer, "_check", lambda: check_of_torch(error, message))
         originals["_check_with"](error, answer, message)

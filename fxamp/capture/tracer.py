@@ -137,6 +137,7 @@ class SymbolicTracer(fx.Tracer):
             graph = super().trace(root)
         self._arrays.check()
         self.questions.forget_needless_counts()
+        self.questions.messages.require_all_said()
         for node in graph.output_node().all_input_nodes:
             if node.target is draw:
                 raise frozen(node)

@@ -75,6 +75,70 @@ def test_a_check_of_data_is_one_of_the_graph(check, opt_level):
     converted(x, bad)
 
 
+def compilable_check(answer, message):
+    """As transformers has one, which its models that see images hand the numbers of tokens in the text."""
+    said = message if callable(message) else lambda: message
+    if isinstance(answer, torch.Tensor):
+        torch._check_tensor_all_with(ValueError, answer, said)
+    else:
+        torch._check_with(ValueError, answer, said)
+
+
+def tells_numbers(model, x, labels):
+    most, size = labels.max(), x.shape[0]
+    compilable_check(
+        most < model.most,
+        f"labels up to {most} of {model.most}, for {size}: {labels.float().mean():.2f} {{}}",
+    )
+
+
+def tells_torch(model, x, labels):
+    torch._check_with(ValueError, (labels.max() < model.most).item(), lambda: f"labels up to {labels.max()}")
+
+
+def tells_what_is_known(model, x, labels):
+    compilable_check(x.shape[-1] == 8, f"labels up to {labels.max()}")
+    tells_numbers(model, x, labels)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("check", [tells_numbers, tells_torch, tells_what_is_known])
+def test_a_check_tells_the_numbers_of_the_call(check, opt_level):
+    model = Checking(check)
+    x, good = torch.randn(4, 8), torch.tensor([0, 1, 2])
+    converted = fxamp.convert(model, "bfloat16", opt_level=opt_level, capture="symbolic", example_inputs=(x, good))
+    assert converted(x, good).sum().isfinite()
+    for worst in (3, 7):
+        with pytest.raises(ValueError, match=rf"test_raises\.py:\d+: labels up to {worst}") as told:
+            converted(x, torch.tensor([0, 1, worst]))
+        if check is not tells_torch:
+            assert str(told.value).endswith(f" of 3, for 4: {(1 + worst) / 3:.2f} {{}}")
+
+
+def chooses(model, x, labels):
+    model.get_submodule({"2": "fc"}.get(f"{labels.max()}", ""))
+
+
+def chooses_in_a_check(model, x, labels):
+    compilable_check(f"{labels.max()}" != "3", "labels up to 2")
+
+
+def keeps(model, x, labels):
+    model.said = f"{labels.max()}"
+
+
+def hands_on(model, x, labels):
+    print(f"{labels.max()}", end="")
+
+
+@pytest.mark.parametrize("use", [chooses, chooses_in_a_check, keeps, hands_on])
+def test_a_text_that_is_no_message_is_refused(use, capsys):
+    x, labels = torch.randn(4, 8), torch.tensor([0, 1, 2])
+    with pytest.raises(fxamp.CaptureError, match=r"test_raises\.py:\d+: (Python's|forward makes a) "):
+        fxamp.convert(Checking(use), "bfloat16", capture="symbolic", example_inputs=(x, labels))
+    assert not capsys.readouterr().out
+
+
 class Refused(Exception):
     pass
 
