@@ -6,6 +6,7 @@ anew at each call: an instance of its class with the same attributes, in which t
 """
 
 import collections
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Container, Iterator, Sequence
@@ -31,21 +32,29 @@ class OutputForm:
         inside_objects: places of the graph's outputs that objects hold. They come in the dtype that they are computed
             in: a cache of keys and values in float32 would be twice the bytes, and two more casts of each.
         attributes: what forward sets besides, and how each value is made.
+        orders_items: whether a container makes its items in another order than forward does.
     """
 
     tree: pytree.TreeSpec
     leaves: tuple["Part", ...] = ()
     inside_objects: frozenset[int] = frozenset()
     attributes: tuple[tuple[Attribute, "Part"], ...] = ()
+    orders_items: bool = False
 
     def build(self, module: nn.Module, flat: Sequence[Any]) -> Any:
         """What forward returns in a call whose graph returns `flat`; the model's attributes are set as it does."""
         if not self.leaves:
-            return pytree.tree_unflatten(flat, self.tree)
+            return self._whole(flat)
         made: dict[int, Any] = {}
         for attribute, part in self.attributes:
             attribute.put(module, part.build(flat, made))
-        return pytree.tree_unflatten([leaf.build(flat, made) for leaf in self.leaves], self.tree)
+        return self._whole([leaf.build(flat, made) for leaf in self.leaves])
+
+    def _whole(self, leaves: Sequence[Any]) -> Any:
+        result = pytree.tree_unflatten(leaves, self.tree)
+        if self.orders_items:
+            _order_items(result, self.tree)
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,14 +160,35 @@ def flatten_output(result: Any, state: State, changes: Sequence[Change] = ()) ->
         )
     if not changes and _is_builtin(result):
         return result, None
+    orders_items = _has_own_order(leaves, tree)
     if not changes and all(map(_is_builtin, leaves)):
-        return tuple(leaves), OutputForm(tree)
+        return tuple(leaves), OutputForm(tree, orders_items=orders_items)
     taken = _Taken({id(part) for value in state.held() for part in walk(value)})
     parts = tuple(map(taken.part, leaves))
     attributes = tuple(_set_part(taken, change) for change in changes)
     taken.check()
     results = {place for part in (*parts, *(p for _, p in attributes)) for place in part.places(inside_objects=False)}
-    return tuple(taken.flat), OutputForm(tree, parts, frozenset(range(len(taken.flat))) - results, attributes)
+    inside = frozenset(range(len(taken.flat))) - results
+    return tuple(taken.flat), OutputForm(tree, parts, inside, attributes, orders_items)
+
+
+def _has_own_order(leaves: list[Any], tree: pytree.TreeSpec) -> bool:
+    """Whether a container that is made of its items has them in another order: in that of its fields."""
+    with contextlib.suppress(Exception):  # it is not made of what stands for tensors
+        return bool(pytree.tree_structure(pytree.tree_unflatten(leaves, tree)) != tree)
+    return False
+
+
+def _order_items(made: Any, tree: pytree.TreeSpec) -> None:
+    """Bring items into the order they had when forward returned them."""
+    if tree.is_leaf():
+        return
+    if isinstance(made, collections.OrderedDict):
+        for name in tree.context:
+            made.move_to_end(name)
+    if isinstance(made, (dict, list, tuple)):
+        for part, inner in zip(made.values() if isinstance(made, dict) else made, tree.children(), strict=True):
+            _order_items(part, inner)
 
 
 def _set_part(taken: "_Taken", change: Change) -> tuple[Attribute, Part]:

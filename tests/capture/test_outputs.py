@@ -1,6 +1,7 @@
 """Objects that forward makes and returns: made anew at each call, as eager makes them."""
 
 import collections
+import copy
 import enum
 import threading
 
@@ -233,3 +234,49 @@ def test_a_parameter_that_forward_makes_comes_as_one(make):
     (expected,), (found,) = (pytree.tree_leaves(model(x)) for model in (plain, fxamp.convert(plain, BF16)))
     assert isinstance(found, nn.Parameter) and found.is_leaf
     assert found.dtype == torch.float32 and found.requires_grad == expected.requires_grad
+
+
+class Fields(collections.OrderedDict):
+    """As transformers' ModelOutput: fields are items and attributes; made of its items, it has the order of fields."""
+
+    FIELDS = ("hidden", "pooled", "states")
+
+    def __init__(self, **fields):
+        super().__init__()
+        for name in self.FIELDS:
+            if name in fields:
+                setattr(self, name, fields[name])
+
+    def __setattr__(self, name, value):
+        self[name] = value
+        object.__setattr__(self, name, value)
+
+
+pytree.register_pytree_node(
+    Fields,
+    lambda made: (list(made.values()), list(made)),
+    lambda values, names: Fields(**dict(zip(names, values, strict=True))),
+)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_result_with_named_fields_keeps_their_order(is_nested):
+    """A field that forward sets later comes last, and `result[1]` or a tuple of it is by that order."""
+
+    class SetsOneLater(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            made = Fields(hidden=self.linear(x), states=(x, x + 1))
+            made.pooled = made.hidden.mean(0)
+            return {"inner": [made], "x": x} if is_nested else made
+
+    model, x = SetsOneLater(), torch.randn(2, 4)
+    converted = fxamp.convert(model, torch.bfloat16, capture="symbolic")
+    for result, exact in ((converted(x), model(x)), (copy.deepcopy(converted)(x), model(x))):
+        made, wanted = (each["inner"][0] if is_nested else each for each in (result, exact))
+        assert list(made) == list(wanted) == ["hidden", "states", "pooled"]
+        assert torch.allclose(made.pooled, wanted.pooled, atol=0.05)
+        assert torch.equal(made.states[1], wanted.states[1])
