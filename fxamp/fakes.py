@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
+from fxamp.authors import run_as_cast
 from fxamp.draws import draw
 from fxamp.errors import CaptureError, FxampError
 from fxamp.grouped import GROUPED, like_grouped
@@ -160,7 +161,7 @@ class Fakes:
             if node.target in GROUPED:
                 return like_grouped(*args, **kwargs)
             if node.op == "call_function":
-                return node.target(*args, **kwargs)  # type: ignore[operator]
+                return run_as_cast(node.target, args, kwargs)  # type: ignore[arg-type]
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             return self._call_module(str(node.target), args, kwargs)

@@ -105,7 +105,7 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
     fit_of = _weight_reader(captured, options, fits)
     _note_storage(captured, options)
     pipeline: tuple[Pass, ...] = (
-        InferTypes(root, fakes, captured.constants, options.lists),  # every later pass asks for ops and dtypes
+        InferTypes(root, fakes, captured.constants, policy),  # every later pass asks for ops and dtypes
         Normalise(),  # reads of dtypes must not see what casts will change
         FuseWrittenOut(policy),  # before anything is decided: decisions are about the op that runs
         PinNodes(pins_of(captured, options)),  # what a plan or measured ranges decided; the next passes must know it

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "fxamp"
 # What each room may import, besides itself. A file of its own line comes before its folder's.
 GROUND = {"errors", "dtypes", "references", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
-CALLED = {"switches", "checks", "draws"}
+CALLED = {"switches", "checks", "draws", "authors"}
 GRAPH = NAMES | CALLED | {"canonical", "inplace", "ir", "lists", "fakes", "grouped", "recurrent_fakes"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -24,12 +24,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "switches": set(),
     "checks": set(),
     "draws": set(),
+    "authors": set(),
     "ir": NAMES,
     "inplace": NAMES | {"ir"},
     "canonical": NAMES | {"inplace", "ir", "switches"},
     "grouped": set(),
     "recurrent_fakes": set(),
-    "fakes": NAMES | {"ir", "grouped", "recurrent_fakes", "draws"},
+    "fakes": NAMES | {"authors", "ir", "grouped", "recurrent_fakes", "draws"},
     "data": GROUND,
     "whole": GROUND,
     "capability": set(),

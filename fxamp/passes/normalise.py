@@ -30,6 +30,7 @@ class Normalise(Pass):
     6. A value that nobody reads is not computed, unless computing it does something else too.
     7. An empty tensor that `cat` skips is none of its operands: it would have a dtype. (A cache of keys begins so.)
     8. What torch.export asserts of a tensor's dtype and strides before each conversion speaks of the fp32 run: it goes.
+    9. What a function gives in float32 whatever it reads is read behind a conversion to float32, which is that already.
     """
 
     def apply(self, graph: fx.Graph) -> bool:
@@ -48,6 +49,7 @@ class Normalise(Pass):
             changed = _resolve_dtype(graph, node) or changed
             changed = _item_of_field(node) or changed
             changed = _pass_items(graph, node) or changed
+            changed = _convert_what_stays(graph, node) or changed
         return changed
 
 
@@ -59,6 +61,20 @@ rnn fractional assert check autocast grad print backward sync barrier wait versi
 _COUNTED_ONLY = frozenset({"_log_api_usage_once"})  # by PyTorch's own builds
 
 _ASSERTS_METADATA = torch.ops.aten._assert_tensor_metadata.default
+
+
+def _convert_what_stays(graph: fx.Graph, node: fx.Node) -> bool:
+    kind = ir.mark(node).type
+    if not isinstance(kind, TensorType) or not kind.stays or not node.users:
+        return False
+    readers = list(node.users)
+    with graph.inserting_after(node):
+        wide = graph.call_method("to", (node, torch.float32))
+    wide.meta.update({key: value for key, value in node.meta.items() if key not in (ir.MARK, ir.WRITES, ir.KERNEL)})
+    ir.set_mark(wide, op="to", type=dataclasses.replace(kind, stays=False))
+    for reader in readers:
+        reader.replace_input_with(node, wide)
+    return True
 
 
 def _drop_unread(graph: fx.Graph) -> bool:

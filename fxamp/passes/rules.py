@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
+from fxamp.authors import cast_by_autocast
 from fxamp.capability import is_fused_recurrent
 from fxamp.dtypes import LOW_DTYPES, dtype_name, is_inexact
 from fxamp.fakes import UNKNOWN
@@ -133,9 +134,20 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
     elif colour == "deny":
         ruling.fix(node, "high", "list", f"`{op}` is on the deny list: {_deny_reason(ruling.policy, node)}")
     elif colour == "unlisted":
-        ruling.fix(node, "high", "unlisted", f"`{op}` is on no list, so it runs in the dtypes it had before")
+        _fix_unlisted(ruling, node)
     else:
         fix_destroyed_values(ruling, node)
+
+
+def _fix_unlisted(ruling: Ruling, node: fx.Node) -> None:
+    op, asked = ir.mark(node).op, cast_by_autocast(node.target, ruling.policy.device)
+    if asked is None:
+        ruling.fix(node, "high", "unlisted", f"`{op}` is on no list, so it runs in the dtypes it had before")
+    elif asked == ruling.policy.low:
+        ruling.fix(node, "low", "author", f"the author of `{op}` has torch.autocast give it {dtype_name(asked)}")
+    else:
+        text = f"`{op}` is on no list, and its author has torch.autocast give it {dtype_name(asked)}"
+        ruling.fix(node, "high", "unlisted", text)
 
 
 def _fix_default_dtype(ruling: Ruling, node: fx.Node) -> None:
@@ -299,8 +311,11 @@ def _fix_conversion(ruling: Ruling, node: fx.Node) -> None:
 
 
 def _fix_conversion_to_float32(ruling: Ruling, node: fx.Node, sources: set[torch.dtype | None]) -> None:
+    (source,) = node.all_input_nodes[:1] or (node,)
     if ir.PROMOTED in node.meta:
         _fix_promotion(ruling, node)
+    elif any(found.stays for found in ir.tensors_in(ir.mark(source).type)):
+        ruling.fix(node, "high", "conversion", f"{source.name} is given in float32, whatever it reads")
     elif node in ruling.chosen and ruling.colours[node] == "allow":
         text = f"makes float32; that its readers need not be is by {ruling.chosen[node].text}"
         ruling.fix(node, "high", "conversion", text)

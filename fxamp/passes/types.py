@@ -15,11 +15,14 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.authors import cast_by_autocast
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign, size_of
 from fxamp.ir import TensorType, ValueType
-from fxamp.lists import TRAITS, OpLists
+from fxamp.lists import TRAITS
 from fxamp.passes.base import Pass
+from fxamp.passes.overrides import override_for
+from fxamp.passes.policy import Policy
 from fxamp.passes.reads import asked_dtype, float_reads
 
 
@@ -31,13 +34,13 @@ class InferTypes(Pass):
         root: resolves parameters, buffers and leaf modules.
         fakes: runs nodes the capture gave no value for; None where no example inputs are known.
         constants: tensors that belong to no module, by name.
-        lists: which ops may run low, and on which operands.
+        policy: says which ops may run low, and on which operands.
     """
 
     root: nn.Module
     fakes: Fakes | None = None
     constants: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    lists: OpLists | None = None
+    policy: Policy | None = None
 
     def apply(self, graph: fx.Graph) -> bool:
         for node in graph.nodes:
@@ -46,16 +49,18 @@ class InferTypes(Pass):
             ir.set_mark(node, type=self._type(node))
             if ir.is_tuple(node) and ir.mark(node).op == "getitem":
                 ir.set_mark(node, type=_part_of(ir.mark(node.args[0]).type, node.args[1], ir.mark(node).type))
-            elif ir.is_tuple(node) and self.fakes is not None and self.lists is not None:
-                self._note_what_stays(node, self.fakes, self.lists)
+            elif self.fakes is not None and self.policy is not None and _may_keep_float32(node, self.policy):
+                self._note_what_stays(node, self.fakes, self.policy)
         return False
 
-    def _note_what_stays(self, node: fx.Node, fakes: Fakes, lists: OpLists) -> None:
+    def _note_what_stays(self, node: fx.Node, fakes: Fakes, policy: Policy) -> None:
         """Of a kernel's results, which are float32 whatever it is given: it is asked, as devices differ."""
-        if lists.colour(ir.mark(node).op) not in ("allow", "infer") or not self._can_run(node):
+        if not self._can_run(node):
             return
         values = {given: given.meta["val"] for given in node.all_input_nodes}
-        values |= {read.value: _lowered(read.value) for read in float_reads(node, lists) if read.mode == "with"}
+        for read in float_reads(node, policy.lists):
+            if read.mode == "with":
+                values[read.value] = _lowered(read.value, policy.low)
         with contextlib.suppress(Exception):  # there is no low kernel
             ir.set_mark(node, type=_staying(ir.mark(node).type, type_of(fakes.run(node, values.__getitem__))))
 
@@ -112,11 +117,20 @@ def run_on_fakes(
         raise
 
 
-def _lowered(node: fx.Node) -> Any:
-    """A node's fake value as a low one; which of the low dtypes makes no difference to what stays float32."""
+def _may_keep_float32(node: fx.Node, policy: Policy) -> bool:
+    """Whether a node may run low and give float32: ops with several results do, and functions that are not torch's."""
+    if not ir.is_tuple(node) and not (node.op == "call_function" and is_foreign(node.target)):
+        return False
+    key = override_for(node, policy.overrides)
+    colour = policy.lists.colour(ir.mark(node).op) if key is None else policy.overrides[key]
+    return colour in ("allow", "infer") or cast_by_autocast(node.target, policy.device) == policy.low
+
+
+def _lowered(node: fx.Node, dtype: torch.dtype) -> Any:
+    """A node's fake value as a low one."""
 
     def low(value: Any) -> Any:
-        return value.bfloat16() if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
 
     return pytree.tree_map(low, node.meta["val"])
 

@@ -104,6 +104,18 @@ class Case:
     dtype: torch.dtype = FP16
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float16)
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
 WITHOUT_EXP = OpLists.default().with_environment({"FXAMP_DENYLIST_REMOVE": "exp"})
 
 CASES = (
@@ -192,6 +204,7 @@ CASES = (
     Case(
         "user dtype", lambda m, x: m.a(x).softmax(-1, dtype=torch.float32), "softmax", "high", ("user dtype",), "dtype"
     ),
+    Case("author", lambda m, x: Twice.apply(m.a(x)), "twice", "low", ("author",), "has torch.autocast give it float16"),
     Case("creation", lambda m, x: m.a(x) * torch.ones(8), "ones", "high", ("creation",), "default"),
     Case("cut, high", lambda m, x: torch.relu(x).exp(), "relu", "high", ("cut",), "minimum cut"),
     Case("cut, low", lambda m, x: m.b(m.a(x).relu()), "relu", "low", ("cut",), "linear"),
