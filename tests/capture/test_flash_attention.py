@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 import fxamp
 from fxamp.lists import TRAITS, OpLists
@@ -156,3 +157,16 @@ def test_padding_is_taken_out_as_transformers_does():
     converted = fxamp.convert(model, torch.bfloat16, capture="symbolic", example_inputs=(x, mask))
     for chosen in (mask, shorter):
         assert torch.allclose(converted(x, chosen), model(x, chosen), atol=0.05)
+
+
+def test_torchs_own_for_lengths_that_vary():
+    class Varying(Attention):
+        def forward(self, x: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(1)
+            return self.out(varlen_attn(q.float(), k, v, begins, begins, 8, 8).flatten(1))
+
+    inputs = torch.randn(16, 32), torch.tensor([0, 8, 16], dtype=torch.int32)
+    converted = fxamp.convert(Varying(), torch.bfloat16, example_inputs=inputs, capture="symbolic")
+    (row,) = [row for row in fxamp.report(converted).rows if row.op == "torch_attn::_varlen_attn"]
+    assert row.precision == "low"
+    assert row.dtype.startswith("bfloat16/float32")
