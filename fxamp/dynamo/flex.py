@@ -56,21 +56,23 @@ def flex_attention(
     Returns:
         The values, (batch, heads, queries, width of values), and in float32 what else is asked for.
     """
-    *blocks, mask_mod = block_mask
-    asked = 3 if kernel_options.get("OUTPUT_MAX") else 2 if kernel_options.get("OUTPUT_LOGSUMEXP") else 1
-    given = (asked, query, key, value, tuple(blocks), scale, dict(kernel_options), score_buffers, mask_buffers)
+    given = (query, key, value, score_mod, block_mask, scale, kernel_options, score_buffers, mask_buffers)
     if isinstance(query, FakeTensor):
-        return _attention(score_mod, mask_mod)(*given)  # type: ignore[no-any-return]
-    which = _content(score_mod), _content(mask_mod)
+        return _dense(*given)
+    which = _content(score_mod), _content(block_mask[-1])
     if which not in _kernels:
-        _kernels[which] = compile_apart(_attention(score_mod, mask_mod), "inductor", fullgraph=True)
+        _kernels[which] = _kernel(score_mod, block_mask[-1])
     try:
         return _kernels[which](*given)  # type: ignore[no-any-return]
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = str(error).split("\n", 1)[0]
         log.warning("flex_attention runs dense, as torch.compile makes no kernel of it: %s", reason)
-        _kernels[which] = _attention(score_mod, mask_mod)
-    return _kernels[which](*given)  # type: ignore[no-any-return]
+        _kernels[which] = _dense
+    return _dense(*given)
+
+
+def _dense(*given: Any) -> tuple[torch.Tensor, ...]:
+    return torch.ops.higher_order.flex_attention(*given)  # type: ignore[no-any-return]
 
 
 def _content(function: fx.GraphModule) -> Hashable:
@@ -85,12 +87,12 @@ def _content(function: fx.GraphModule) -> Hashable:
     return tuple(said)
 
 
-def _attention(score_mod: fx.GraphModule, mask_mod: fx.GraphModule) -> Callable[..., Any]:
+def _kernel(score_mod: fx.GraphModule, mask_mod: fx.GraphModule) -> Callable[..., Any]:
+    """The op with these functions, compiled; Dynamo wants to find what they read in them, and then passes it along."""
+
     def attention(
         asked: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        operands: tuple[torch.Tensor, ...],
         blocks: tuple[Any, ...],
         scale: float,
         kernel_options: dict[str, Any],
@@ -104,7 +106,13 @@ def _attention(score_mod: fx.GraphModule, mask_mod: fx.GraphModule) -> Callable[
             return mask_mod(*given, *mask_buffers)
 
         attend = torch.ops.higher_order.flex_attention
-        results = attend(query, key, value, score, (*blocks, mask), scale, kernel_options)
+        results = attend(*operands, score, (*blocks, mask), scale, kernel_options)
         return results[:asked]  # not every kernel has the others
 
-    return attention
+    compiled = compile_apart(attention, "inductor", fullgraph=True)
+
+    def call(query: Any, key: Any, value: Any, _: Any, block_mask: Any, scale: Any, options: Any, *buffers: Any) -> Any:
+        asked = 3 if options.get("OUTPUT_MAX") else 2 if options.get("OUTPUT_LOGSUMEXP") else 1
+        return compiled(asked, (query, key, value), tuple(block_mask[:-1]), scale, dict(options), *buffers)
+
+    return call

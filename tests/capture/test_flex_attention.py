@@ -1,10 +1,13 @@
 """FlexAttention: low operands, and the kernel that the model would have under torch.compile."""
 
+import contextlib
 import logging
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.profiler import profile
 
@@ -122,3 +125,35 @@ def test_what_torch_makes_no_kernel_of_runs_dense_and_is_told_once(caplog):
 def test_o2_says_where_it_stands():
     with pytest.raises(fxamp.CaptureError, match=r"test_flex_attention\.py:3"):
         fxamp.convert(Attention(), torch.bfloat16, opt_level="O2")(torch.randn(2, 128, 32))
+
+
+@pytest.mark.parametrize("way", ["compiled", "dense", "fake"])
+def test_gradients_reach_what_a_score_is_changed_by(way, quick, monkeypatch):
+    """torch has no backward of the kernel on a CPU, and refuses one; the op itself has."""
+    if way == "dense":
+        monkeypatch.setattr(flex, "_kernel", lambda *_: refuses)
+    torch.manual_seed(0)
+    q, k, v, slope = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(4))
+    slope = slope[0, :, 0, 0]
+    score_mod = fx.symbolic_trace(lambda score, b, h, i, j, slope: score + slope[h] * (j - i))
+    mask_mod = fx.symbolic_trace(lambda b, h, i, j: i >= j)
+    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, device="cpu").as_tuple()
+    bias = slope[:, None, None] * (torch.arange(8) - torch.arange(8)[:, None])
+    causal = torch.ones(8, 8).tril().log()
+    exact = F.scaled_dot_product_attention(q, k, v, attn_mask=bias + causal)
+    options = {"OUTPUT_LOGSUMEXP": True}
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if way == "fake" else contextlib.nullcontext()
+    inputs = (q, k, v, slope)
+    with mode:
+        if way == "fake":
+            inputs = tuple(mode.from_tensor(each.detach()).requires_grad_() for each in inputs)
+        y, *_ = flex.flex_attention(*inputs[:3], score_mod, (*blocks[:-1], mask_mod), 0.25, options, inputs[3:])
+        found = torch.autograd.grad(y.sum(), inputs)
+    if way != "fake":
+        assert torch.allclose(y, exact, atol=1e-5)
+        for ours, wanted in zip(found, torch.autograd.grad(exact.sum(), inputs), strict=True):
+            assert torch.allclose(ours, wanted, atol=1e-4)
+
+
+def refuses(*given):
+    raise torch._dynamo.exc.BackendCompilerFailed(refuses, RuntimeError("no kernel"), None)
