@@ -131,6 +131,12 @@ class Fakes:
             twin = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
         return twin.requires_grad_(value.requires_grad)  # type: ignore[return-value]
 
+    def lowered(self, value: Any, dtype: torch.dtype) -> Any:
+        """A fake value with its float32 tensors in `dtype`."""
+        with self._mode:
+            moved = lambda part: part.to(dtype) if part.dtype == torch.float32 else part  # noqa: E731
+            return pytree.tree_map_only(torch.Tensor, moved, value)
+
     def run(self, node: fx.Node, values: Callable[[fx.Node], Any]) -> Any:
         """What a call node gives for its arguments' fake values.
 

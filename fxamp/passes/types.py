@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.authors import cast_by_autocast
@@ -60,7 +59,7 @@ class InferTypes(Pass):
         values = {given: given.meta["val"] for given in node.all_input_nodes}
         for read in float_reads(node, policy.lists):
             if read.mode == "with":
-                values[read.value] = _lowered(read.value, policy.low)
+                values[read.value] = fakes.lowered(read.value.meta["val"], policy.low)
         with contextlib.suppress(Exception):  # there is no low kernel
             ir.set_mark(node, type=_staying(ir.mark(node).type, type_of(fakes.run(node, values.__getitem__))))
 
@@ -124,15 +123,6 @@ def _may_keep_float32(node: fx.Node, policy: Policy) -> bool:
     key = override_for(node, policy.overrides)
     colour = policy.lists.colour(ir.mark(node).op) if key is None else policy.overrides[key]
     return colour in ("allow", "infer") or cast_by_autocast(node.target, policy.device) == policy.low
-
-
-def _lowered(node: fx.Node, dtype: torch.dtype) -> Any:
-    """A node's fake value as a low one."""
-
-    def low(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
-
-    return pytree.tree_map(low, node.meta["val"])
 
 
 def _staying(kind: ValueType, low: ValueType) -> ValueType:
