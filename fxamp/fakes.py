@@ -85,6 +85,10 @@ class Fakes:
             self._known[id(value)] = found = (twin, value)
         return found[0]
 
+    def seen(self, value: Any) -> Any:
+        """The fake twin of a tensor, and a number for a size, where those vary."""
+        return size_of(value) if isinstance(value, torch.SymInt) else self.of(value)
+
     def made(self, value: torch.Tensor) -> bool:
         """Whether a tensor is one of these fakes, and not the user's own."""
         return getattr(value, "fake_mode", None) is self._mode

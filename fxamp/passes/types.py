@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.authors import cast_by_autocast
@@ -48,19 +49,22 @@ class InferTypes(Pass):
             ir.set_mark(node, type=self._type(node))
             if ir.is_tuple(node) and ir.mark(node).op == "getitem":
                 ir.set_mark(node, type=_part_of(ir.mark(node.args[0]).type, node.args[1], ir.mark(node).type))
-            elif self.fakes is not None and self.policy is not None and _may_keep_float32(node, self.policy):
-                self._note_what_stays(node, self.fakes, self.policy)
+            elif self.policy is not None and _may_keep_float32(node, self.policy):
+                self._note_what_stays(node, self.policy)
         return False
 
-    def _note_what_stays(self, node: fx.Node, fakes: Fakes, policy: Policy) -> None:
+    def _note_what_stays(self, node: fx.Node, policy: Policy) -> None:
         """Of a kernel's results, which are float32 whatever it is given: it is asked, as devices differ."""
         if not self._can_run(node):
             return
-        values = {given: given.meta["val"] for given in node.all_input_nodes}
+        fakes, values = self.fakes, {given: given.meta["val"] for given in node.all_input_nodes}
+        if fakes is None:  # of sizes that vary it is asked with those that were seen
+            fakes = Fakes(self.root)
+            values = {given: pytree.tree_map(fakes.seen, value) for given, value in values.items()}
         for read in float_reads(node, policy.lists):
             if read.mode == "with":
-                values[read.value] = fakes.lowered(read.value.meta["val"], policy.low)
-        with contextlib.suppress(Exception):  # there is no low kernel
+                values[read.value] = fakes.lowered(values[read.value], policy.low)
+        with torch.no_grad(), contextlib.suppress(Exception):  # there is no low kernel
             ir.set_mark(node, type=_staying(ir.mark(node).type, type_of(fakes.run(node, values.__getitem__))))
 
     def _type(self, node: fx.Node) -> ValueType:

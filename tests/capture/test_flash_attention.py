@@ -111,6 +111,7 @@ def test_it_runs_low_whatever_comes_before(before, ways):
     model, x = Attention(before), torch.randn(2, 8, 32)
     exact = model.exact(x)
     wanted = torch.autograd.grad(exact.pow(2).sum(), list(model.parameters()))
+    others = [(given, model.exact(given)) for given in (torch.randn(3, 8, 32), torch.randn(4, 8, 32))]
     converted = fxamp.convert(model, torch.bfloat16, **ways)
     y = converted(x)
     y.pow(2).sum().backward()
@@ -118,6 +119,8 @@ def test_it_runs_low_whatever_comes_before(before, ways):
     assert (y - exact).norm() < 0.02 * exact.norm()
     for weight, gradient in zip(converted.parameters(), wanted, strict=True):
         assert (weight.grad - gradient).norm() < 0.03 * gradient.norm()
+    for x, exact in others:
+        assert (converted(x) - exact).norm() < 0.02 * exact.norm()
 
 
 def test_a_compiler_behind_dynamo_gets_it_low():

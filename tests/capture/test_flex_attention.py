@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 
 import pytest
 import torch
@@ -157,3 +158,48 @@ def test_gradients_reach_what_a_score_is_changed_by(way, quick, monkeypatch):
 
 def refuses(*given):
     raise torch._dynamo.exc.BackendCompilerFailed(refuses, RuntimeError("no kernel"), None)
+
+
+class Trained(Attention):
+    """Calls the op itself, as `flex_attention` does: that refuses to be trained on a CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        blocks = self.mask.as_tuple()
+        bias = lambda score, b, h, i, j: score + self.slope[h] * (j - i)  # noqa: E731
+        attend = torch.ops.higher_order.flex_attention
+        y, sums, _ = attend(q, k, v, bias, (*blocks[:-1], causal), 0.25, {"OUTPUT_LOGSUMEXP": True})
+        return self.out((y * sums[..., None].sigmoid()).transpose(1, 2).flatten(2))
+
+    def exact(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        far = torch.arange(128) - torch.arange(128)[:, None]
+        scores = 0.25 * q @ k.mT + self.slope[:, None, None] * far + torch.ones(128, 128).tril().log()
+        y = scores.softmax(-1) @ v
+        sums = scores.logsumexp(-1) / math.log(2)  # the op's are of base 2
+        return self.out((y * sums[..., None].sigmoid()).transpose(1, 2).flatten(2))
+
+
+def causal(b, h, i, j):
+    return i >= j
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_trains(dtype, quick):
+    torch.manual_seed(0)
+    mask = create_block_mask(causal, None, None, 128, 128, device="cpu")
+    model, x = Trained(mask), torch.randn(2, 128, 32)
+    exact = model.exact(x)
+    wanted = torch.autograd.grad(exact.pow(2).sum(), list(model.parameters()))
+    converted = fxamp.convert(model, dtype)
+    y = converted(x)
+    y.pow(2).sum().backward()
+    assert (y - exact).norm() < 0.02 * exact.norm()
+    for weight, gradient in zip(converted.parameters(), wanted, strict=True):
+        assert (weight.grad - gradient).norm() < 0.03 * gradient.norm()
+    for rows in (3, 4, 5):  # Dynamo makes a graph for all of these
+        x = torch.randn(rows, 128, 32)
+        assert (converted(x) - model.exact(x)).norm() < 0.02 * model.exact(x).norm()
+    found = [row for row in fxamp.report(converted).rows if row.op == "higher_order::flex_attention"]
+    assert len(found) == 2
+    assert {(row.precision, row.dtype) for row in found} == {("low", f"{dtype}/torch.float32".replace("torch.", ""))}
