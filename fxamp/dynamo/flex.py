@@ -19,9 +19,10 @@ from fxamp.capture.frames import compile_apart
 log = logging.getLogger("fxamp")
 
 _NAME = "flex_attention"
-_kernels: dict[
-    tuple[Hashable, Hashable], Callable[..., Any]
-] = {}  # by what is done to a score, and which scores there are
+_MOST = 128  # kernels that are kept
+
+# By what is done to a score, and which scores there are; the oldest first.
+_kernels: dict[tuple[Hashable, Hashable], Callable[..., Any]] = {}
 
 
 def fuse_attention(graph: fx.Graph) -> None:
@@ -60,10 +61,13 @@ def flex_attention(
     if isinstance(query, FakeTensor):
         return _dense(*given)
     which = _content(score_mod), _content(block_mask[-1])
-    if which not in _kernels:
-        _kernels[which] = _kernel(score_mod, block_mask[-1])
+    kernel = _kernels.get(which)
+    if kernel is None:
+        kernel = _kernels[which] = _kernel(score_mod, block_mask[-1])
+        for oldest in list(_kernels)[:-_MOST]:
+            del _kernels[oldest]
     try:
-        return _kernels[which](*given)  # type: ignore[no-any-return]
+        return kernel(*given)  # type: ignore[no-any-return]
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = str(error).split("\n", 1)[0]
         log.warning("flex_attention runs dense, as torch.compile makes no kernel of it: %s", reason)

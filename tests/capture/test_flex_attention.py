@@ -156,6 +156,18 @@ def test_gradients_reach_what_a_score_is_changed_by(way, quick, monkeypatch):
             assert torch.allclose(ours, wanted, atol=1e-4)
 
 
+def test_kernels_are_not_kept_without_end(quick, monkeypatch):
+    monkeypatch.setattr(flex, "_MOST", 2)
+    q = torch.randn(1, 2, 8, 16)
+    blocks = create_block_mask(causal, None, None, 8, 8, device="cpu").as_tuple()
+    mask_mod = fx.symbolic_trace(lambda b, h, i, j: i >= j)
+    for number in range(4):
+        score_mod = fx.symbolic_trace(lambda score, b, h, i, j, number=number: score + number * i)
+        flex.flex_attention(q, q, q, score_mod, (*blocks[:-1], mask_mod), 0.25, {})
+    assert len(flex._kernels) == 2
+    assert flex._content(score_mod) in {score for score, _ in flex._kernels}
+
+
 def refuses(*given):
     raise torch._dynamo.exc.BackendCompilerFailed(refuses, RuntimeError("no kernel"), None)
 
