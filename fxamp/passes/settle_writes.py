@@ -61,14 +61,29 @@ def can_separate(node: fx.Node) -> bool:
     if node.op in ("placeholder", "get_attr"):
         return False
     written = mutated(node)
-    return _twin(node) is not None if written else not may_share(node, [])
+    if written:
+        return _twin(node) is not None
+    return not may_share(node, []) and (not ir.is_tuple(node) or all(_place(user) is not None for user in node.users))
+
+
+def _place(user: fx.Node) -> int | None:
+    """Which of several results a node takes, counted from the first; None where it takes them in any other way."""
+    if ir.mark(user).op != "getitem" or not isinstance(user.args[1], int):
+        return None
+    results: Any = ir.mark(user.args[0]).type  # type: ignore[arg-type]
+    return int(user.args[1] % len(results))
 
 
 def _separate(graph: fx.Graph, node: fx.Node) -> None:
     if mutated(node):
         _compute_aside(graph, node)
     elif ir.is_tuple(node):
-        for item in [user for user in node.users if ir.mark(user).op == "getitem"]:
+        items: dict[int | None, fx.Node] = {}
+        for item in [user for user in graph.nodes if user in node.users]:
+            if items.setdefault(_place(item), item) is not item:
+                item.replace_all_uses_with(items[_place(item)])  # one copy of each, which all of its readers see
+                graph.erase_node(item)
+        for item in items.values():
             _copy_result(graph, item)
     else:
         _copy_result(graph, node)

@@ -192,6 +192,10 @@ TAKEN = {
     "by number": lambda given: (given[0], given[-1]),
     "a slice": lambda given: given[:2],
     "computed with": lambda given: (given[0] * given[1][..., None].exp().clamp(max=2), given[1] + 1),
+    "written": lambda given: (given[0], (given[1].mul_(2), given[1])[1]),
+    "written at the end": lambda given: (given[0], (given[-1].mul_(2), given[1])[1]),
+    "written in a slice": lambda given: (given[0], (given[:2][1].mul_(2), given[1])[1]),
+    "written before a slice": lambda given: ((given[0].neg_(), given[:1][0])[1], (given[1].mul_(2), given[1:][0])[1]),
 }
 
 
