@@ -16,7 +16,7 @@ class Arrays:
     """The arrays of one trace. The tensors share their memory: what is written into an array is in the next call."""
 
     def __init__(self) -> None:
-        self._met: dict[int, tuple[Any, Any, torch.Tensor]] = {}  # by id: the array, what it held, its tensor
+        self._met: dict[int, tuple[Any, bytes, torch.Tensor]] = {}  # by id: the array, what it held, its tensor
 
     def given(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """A call of torch's that takes arrays as one that takes tensors; any other call as it is."""
@@ -28,7 +28,7 @@ class Arrays:
 
     def check(self) -> None:
         """Raise a CaptureError where forward has written into an array behind a call that took it."""
-        if any((array != before).any() for array, before, _ in self._met.values()):
+        if any(array.tobytes() != before for array, before, _ in self._met.values()):
             raise CaptureError(
                 "forward writes into a numpy array that it has given to torch, which a graph would not do"
             )
@@ -37,7 +37,7 @@ class Arrays:
         if not _is_array(value):
             return value
         if id(value) not in self._met:
-            self._met[id(value)] = value, value.copy(), torch.as_tensor(value)
+            self._met[id(value)] = value, value.tobytes(), torch.as_tensor(value)
         return self._met[id(value)][-1]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxamp.capture.numbers import is_numpys
 from fxamp.capture.objects import (
     MISSING,
     MOST,
@@ -30,6 +31,7 @@ from fxamp.capture.state import read
 from fxamp.errors import CaptureError, FxampError, OptionError
 
 _THE_MODULES: Any = random.random.__self__  # type: ignore[attr-defined]
+_MOST_BYTES = 2**26  # of an array of numpy that is looked at: a larger one may be a file
 
 
 class Effects:
@@ -45,6 +47,7 @@ class Effects:
         self._containers: dict[int, tuple[Any, Any, str]] = {}  # id -> container, copy, title
         self._generators: dict[int, tuple[Any, Any]] = {}  # id -> generator, state
         self._opened: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # (id of owner, name) -> owner, name, value
+        self._arrays: dict[int, tuple[Any, Any, str]] = {}  # id -> array of numpy, copy, title
         self._caches: dict[int, tuple[Any, int]] = {}  # id -> cached function, values it has kept
 
     def remember(self, owner: Any, name: str, value: Any, title: str) -> None:
@@ -61,6 +64,8 @@ class Effects:
             self.remember_class(part)
             if id(part) not in self._generators and (state := _random_state(part)) is not None:
                 self._generators[id(part)] = (part, state)
+            if is_numpys(part) and part.nbytes <= _MOST_BYTES and id(part) not in self._arrays:
+                self._arrays[id(part)] = (part, part.copy(), title)
             if isinstance(part, functools._lru_cache_wrapper):
                 self._caches.setdefault(id(part), (part, part.cache_info().misses))
         self._open_cache(owner, name, value)
@@ -108,6 +113,7 @@ class Effects:
             *self._set_in_classes(),
             *(f"draws from a {kind.__qualname__}" for kind in drawn),
             *self._filled_caches(),
+            *self._written_arrays(),
         ]
         set_once = self._plain_values_set() if not done else []
         done += self._written_containers()
@@ -179,6 +185,14 @@ class Effects:
             if cached.cache_info().misses != misses:
                 cached.cache_clear()
                 done.append(f"fills the cache of {getattr(cached, '__qualname__', 'a function')}()")
+        return done
+
+    def _written_arrays(self) -> list[str]:
+        done = []
+        for array, saved, title in self._arrays.values():
+            if array.tobytes() != saved.tobytes():
+                array[...] = saved
+                done.append(f"writes into {title} ({type(array).__qualname__})")
         return done
 
     def _written_containers(self) -> list[str]:

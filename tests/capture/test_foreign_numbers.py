@@ -1,5 +1,6 @@
 """Numbers and questions of other packages: numpy's scalars and functions, einops, torch._check, `callable`."""
 
+import copy
 import math
 import re
 
@@ -127,6 +128,37 @@ def test_an_array_that_forward_writes_into_between_two_reads_is_left_to_dynamo()
     assert set(fxamp.report(ours).captures) == {"dynamo"}
     with pytest.raises(CaptureError, match="writes into a numpy array"):
         fxamp.convert(model, LOW, capture="symbolic", example_inputs=(x,))
+
+
+def rolled(m, x):
+    m.order[:] = np.roll(m.order, 1)
+    return x[:, m.order]
+
+
+def rolled_behind(m, x):
+    y = x + torch.tensor(m.scale)
+    m.scale += 1
+    return y
+
+
+@pytest.mark.parametrize("head", [rolled, rolled_behind])
+def test_an_array_of_the_model_s_that_forward_writes_into_is_left_to_dynamo_as_it_was(head):
+    model, x = Model(head), torch.randn(3, 8)
+    ours = fxamp.convert(copy.deepcopy(model), LOW)
+    for _ in range(3):
+        torch.testing.assert_close(ours(x), model(x), rtol=0.05, atol=0.05)
+    assert set(fxamp.report(ours).captures) == {"dynamo"}
+    before = model.order.copy(), model.scale.copy()
+    with pytest.raises(CaptureError, match=r"writes into self.(order|scale) \(ndarray\)"):
+        fxamp.convert(model, LOW, opt_level="O2", example_inputs=(x,))
+    assert (model.order == before[0]).all() and (model.scale == before[1]).all()
+
+
+def test_an_array_may_hold_no_number():
+    model, x = Model(lambda m, x: x * torch.tensor(m.scale).nan_to_num(2.0)), torch.randn(3, 8)
+    model.scale[2] = np.nan
+    ours = fxamp.convert(model, LOW, capture="symbolic", example_inputs=(x,))
+    torch.testing.assert_close(ours(x), model(x), rtol=0.05, atol=0.05)
 
 
 def three_rows(m, x):
