@@ -152,6 +152,9 @@ _VIEWS_OF_ALL = frozenset("broadcast_tensors meshgrid atleast_1d atleast_2d atle
 # They write into their statistics or table, and give something new.
 _WRITES_ASIDE = frozenset({"batch_norm", "embedding", "embedding_bag", "instance_norm"})
 
+# Attention under a name of a library's or of Dynamo's: it gives something new, as not every such function does.
+_KERNELS = TRAITS["low_only"] | {"higher_order::flex_attention"}
+
 
 def may_share(node: fx.Node, written: list[fx.Node]) -> list[fx.Node]:
     """The inputs whose storage the node's value may share; `written` are those it writes into."""
@@ -162,6 +165,8 @@ def may_share(node: fx.Node, written: list[fx.Node]) -> list[fx.Node]:
         return []
     if written:
         return written
+    if op in _KERNELS:
+        return []
     if op in _VIEWS_OF_ALL or "." in op or "::" in op:
         return node.all_input_nodes
     if op in TRAITS["view"] or op == "getattr":

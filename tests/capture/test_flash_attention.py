@@ -86,26 +86,31 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(2)
-        if self.before == "norms":
+        if self.before.startswith("norms"):
             q, k = F.rms_norm(q.float(), (16,)), F.rms_norm(k.float(), (16,))
         elif self.before == "casts":
             q, k, v = q.float(), k.float(), v.float()
         if self.before == "sums":
             y, sums = FlashAttnFunc.apply(q, k, v, False, None, True)
             return self.out((y * sums.mT[..., None].sigmoid()).flatten(2))
-        return self.out(FlashAttnFunc.apply(q, k, v, False, self.slopes, False).flatten(2))
+        y = FlashAttnFunc.apply(q, k, v, False, self.slopes, False)
+        if "gate" in self.before:
+            y *= x.unflatten(-1, (2, 16)).sigmoid()  # what must be float32 is a copy
+        return self.out(y.flatten(2))
 
     def exact(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(2)
-        if self.before == "norms":
+        if self.before.startswith("norms"):
             q, k = F.rms_norm(q, (16,)), F.rms_norm(k, (16,))
         found = scores(q, k, self.slopes)
         y = torch.einsum("bhij,bjhd->bihd", found.softmax(-1), v)
+        if "gate" in self.before:
+            y = y * x.unflatten(-1, (2, 16)).sigmoid()
         return self.out((y * found.logsumexp(-1).mT[..., None].sigmoid() if self.before == "sums" else y).flatten(2))
 
 
 @pytest.mark.parametrize("ways", [{"opt_level": "O1"}, {"opt_level": "O2"}, {"capture": "dynamo"}], ids=str)
-@pytest.mark.parametrize("before", ["", "norms", "casts", "slopes", "sums"])
+@pytest.mark.parametrize("before", ["", "norms", "casts", "slopes", "sums", "norms, then a gate"])
 def test_it_runs_low_whatever_comes_before(before, ways):
     torch.manual_seed(0)
     model, x = Attention(before), torch.randn(2, 8, 32)
