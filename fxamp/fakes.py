@@ -379,6 +379,7 @@ def is_a_limit(error: Exception) -> bool:
         or "symbolic_shapes" in kind
         or isinstance(error, NotImplementedError)
         or "FakeTensor" in text
+        or "fake modes" in text
         or "meta tensor" in text
         or "Meta" in text
         or "data-dependent" in text

@@ -102,7 +102,12 @@ def promote(graph: fx.Graph, root: nn.Module, fakes: Fakes) -> None:
     Args:
         root: whose weights the graph reads.
     """
-    promotion = Promotion(root, lambda node: fakes.run(node, lambda given: given.meta["val"]))
+
+    def value(given: fx.Node) -> Any:
+        is_graph = given.op == "get_attr" and "val" not in given.meta  # an argument of an op of higher order
+        return ir.attribute(fakes.root, given.target) if is_graph else given.meta["val"]
+
+    promotion = Promotion(root, lambda node: fakes.run(node, value))
     stale: set[fx.Node] = set()
     for node in list(graph.nodes):
         if promotion.before(node) or any(given in stale for given in node.all_input_nodes):

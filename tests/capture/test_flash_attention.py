@@ -113,8 +113,8 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("before", ["", "norms", "casts", "slopes", "sums", "norms, then a gate"])
 def test_it_runs_low_whatever_comes_before(before, ways):
     torch.manual_seed(0)
-    model, x = Attention(before), torch.randn(2, 8, 32)
-    exact = model.exact(x)
+    model, x, longer = Attention(before), torch.randn(2, 8, 32), torch.randn(2, 12, 32)
+    exact, exact_of_longer = model.exact(x), model.exact(longer)
     wanted = torch.autograd.grad(exact.pow(2).sum(), list(model.parameters()))
     others = [(given, model.exact(given)) for given in (torch.randn(3, 8, 32), torch.randn(4, 8, 32))]
     converted = fxamp.convert(model, torch.bfloat16, **ways)
@@ -126,6 +126,7 @@ def test_it_runs_low_whatever_comes_before(before, ways):
         assert (weight.grad - gradient).norm() < 0.03 * gradient.norm()
     for x, exact in others:
         assert (converted(x) - exact).norm() < 0.02 * exact.norm()
+    assert (converted(longer) - exact_of_longer).norm() < 0.02 * exact_of_longer.norm()
 
 
 def test_a_compiler_behind_dynamo_gets_it_low():
