@@ -39,14 +39,13 @@ class Messages:
         self._unsaid[mark] = user_line()
         return mark
 
-    def heard(self, message: Callable[[], Any] | None, is_asked: bool) -> Callable[[], Any] | None:
-        """The message of a check, whose marks are said now.
+    @property
+    def are_unsaid(self) -> bool:
+        """Whether there are marks that no check has said yet."""
+        return bool(self._unsaid)
 
-        Args:
-            is_asked: whether the answer hangs on a traced value, so that a graph may say it.
-        """
-        if message is None or not (is_asked or self._unsaid):
-            return message
+    def heard(self, message: Callable[[], Any]) -> Callable[[], Any]:
+        """The message of a check, whose marks are said now."""
         self._is_heard = True
         try:
             said = str(message())

@@ -165,9 +165,13 @@ def plain_answers(tracer: Any) -> Iterator[None]:
         return answer
 
     def check_with(error: type[Exception], answer: Any, message: Callable[[], Any] | None = None) -> None:
-        message = tracer.questions.messages.heard(message, issubclass(type(answer), fx.Proxy))
+        messages = tracer.questions.messages
         if issubclass(type(answer), fx.Proxy):
-            answer = tracer.questions.decide(answer, "_check", lambda: check_of_torch(error, message))
+            answer = tracer.questions.decide(
+                answer, "_check", lambda: check_of_torch(error, message and messages.heard(message))
+            )
+        if messages.are_unsaid and message is not None:
+            message = messages.heard(message)
         originals["_check_with"](error, answer, message)
 
     try:

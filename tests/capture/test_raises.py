@@ -4,6 +4,7 @@ The asserts of models here are to be as Python compiles them: PYTEST_DONT_REWRIT
 """
 
 import contextlib
+import types
 
 import pytest
 import torch
@@ -84,11 +85,14 @@ def compilable_check(answer, message):
         torch._check_with(ValueError, answer, said)
 
 
+CHECKS = types.SimpleNamespace(compilable=compilable_check)
+
+
 def tells_numbers(model, x, labels):
     most, size = labels.max(), x.shape[0]
-    compilable_check(
+    CHECKS.compilable(
         most < model.most,
-        f"labels up to {most} of {model.most}, for {size}: {labels.float().mean():.2f} {{}}",
+        f"labels up to {most} ({most:03d}) of {model.most}, for {size}: {labels.float().mean():.2f} {{}}",
     )
 
 
@@ -97,6 +101,8 @@ def tells_torch(model, x, labels):
 
 
 def tells_what_is_known(model, x, labels):
+    compilable_check(isinstance(labels, torch.Tensor), f"labels up to {labels.max()}")
+    torch._check(x.shape[-1] == 8, lambda: f"not {model.missing}")  # where it holds it is not said
     compilable_check(x.shape[-1] == 8, f"labels up to {labels.max()}")
     tells_numbers(model, x, labels)
 
@@ -112,7 +118,7 @@ def test_a_check_tells_the_numbers_of_the_call(check, opt_level):
         with pytest.raises(ValueError, match=rf"test_raises\.py:\d+: labels up to {worst}") as told:
             converted(x, torch.tensor([0, 1, worst]))
         if check is not tells_torch:
-            assert str(told.value).endswith(f" of 3, for 4: {(1 + worst) / 3:.2f} {{}}")
+            assert str(told.value).endswith(f" (00{worst}) of 3, for 4: {(1 + worst) / 3:.2f} {{}}")
 
 
 def chooses(model, x, labels):
