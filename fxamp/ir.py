@@ -384,7 +384,8 @@ def stays_float32(node: fx.Node) -> bool:
     parts = mark(node.args[0]).type
     if not isinstance(parts, tuple) or not -len(parts) <= node.args[1] < len(parts):
         return False
-    return any(found.stays for found in tensors_in(parts[node.args[1]]))
+    part = parts[node.args[1]]
+    return isinstance(part, TensorType) and part.stays
 
 
 # -------------------------------------------------------------------------------------------------- places

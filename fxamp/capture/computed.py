@@ -24,7 +24,7 @@ _READING = (
     "unsqueeze view"
 )
 _COMPUTED = frozenset(f"{_MAKING} {_READING}".split())
-_NUMBERS = (bool, int, float, torch.dtype, torch.device, torch.Size)
+_NUMBERS = (int, float, torch.dtype, torch.device, torch.Size)
 
 
 def numbers_behind(node: fx.Node) -> list[fx.Node] | None:

@@ -48,7 +48,7 @@ def whatever_is_drawn(node: fx.Node) -> bool | None:
     drawn = [given for given in node.all_input_nodes if given.target is draw]
     if not drawn:
         return None
-    if node.target in _CERTAIN and node.args[0] is drawn[0] and type(limit := node.args[1]) in (int, float):
+    if node.target in _CERTAIN and type(limit := node.args[1]) in (int, float):
         low, high = drawn[0].args[2:] or (0.0, 1.0)
         if limit <= low <= high:  # type: ignore[operator]
             return _CERTAIN[node.target]

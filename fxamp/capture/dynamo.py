@@ -233,7 +233,7 @@ def _arrivals(body: fx.Graph, op: fx.Node) -> dict[int, frozenset[tuple[int, str
     for number, given in enumerate(body.find_nodes(op="placeholder")):
         reached = {given}
         for node in body.nodes:
-            if node is not op and not reached.isdisjoint(node.all_input_nodes):
+            if not reached.isdisjoint(node.all_input_nodes):
                 reached.add(node)
         arrived = {(each.position, each.keyword) for each in ir.arguments(op) if each.value in reached}
         found[2 + number] = frozenset(arrived)

@@ -133,11 +133,9 @@ def _staying(kind: ValueType, low: ValueType) -> ValueType:
     """The type of a result, given its type where its op runs low."""
     if isinstance(kind, tuple) and isinstance(low, tuple):
         return tuple(map(_staying, kind, low))
-    return (
-        dataclasses.replace(kind, stays=isinstance(low, TensorType) and kind.dtype == low.dtype == torch.float32)
-        if isinstance(kind, TensorType)
-        else None
-    )
+    if isinstance(kind, TensorType) and isinstance(low, TensorType):
+        return dataclasses.replace(kind, stays=low.dtype == torch.float32)
+    return kind
 
 
 def _part_of(whole: ValueType, place: object, kind: ValueType) -> ValueType:
