@@ -19,6 +19,9 @@ DRAWS = {
 }
 
 
+ROWS = torch.ones(2, 8)
+
+
 class Dropping(nn.Module):
     """Layers that are left out in training, as Musicgen's and the adapter's of wav2vec 2."""
 
@@ -100,6 +103,18 @@ def test_what_forward_uses_is_left_to_dynamo(use):
     for seed in range(3):
         expected, result = seeded(model, x, seed), seeded(converted, x, seed)
         torch.testing.assert_close(result, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("drawn", [lambda: random.uniform(a=0, b=1), lambda: numpy.random.uniform(0, 1, 4)])
+def test_what_is_drawn_in_another_way_is_no_number_of_the_graph(drawn):
+    with pytest.raises(CaptureError, match="forward draws from"):
+        fxamp.convert(Using(lambda y: drawn() is y or y), torch.bfloat16, capture="symbolic", example_inputs=(ROWS,))
+
+
+def test_no_number_lies_below_what_is_drawn():
+    model = Using(lambda y: -y if random.uniform(-1, 1) < -1 else y if random.random() >= 0 else y * 2)
+    converted = fxamp.convert(model, torch.bfloat16, capture="symbolic", example_inputs=(ROWS,))
+    torch.testing.assert_close(converted(ROWS), model(ROWS), rtol=0.05, atol=0.05)
 
 
 def test_under_torch_compile_it_is_drawn_too():

@@ -109,7 +109,7 @@ def test_layers_share_a_kernel_and_lengths_do_not_use_it_up(quick):
     assert compiled[16] < compiled[32] == compiled[16 * 11]
 
 
-def test_kernels_are_of_what_a_score_becomes(quick):
+def test_kernels_are_of_what_is_done_to_scores_and_of_which_there_are(quick):
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -118,11 +118,24 @@ def test_kernels_are_of_what_a_score_becomes(quick):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.linear(x)
             one = flex_attention(x, x, x, score_mod=lambda score, *_: score * 2)
-            return one + flex_attention(x, x, x, score_mod=lambda score, *_: score * 3)
+            two = flex_attention(x, x, x, score_mod=lambda score, *_: score * 3)
+            return one + two + sum(flex_attention(x, x, x, block_mask=mask) for mask in masks)
 
+    parts = torch.arange(128) // 32
+    masks = [
+        create_block_mask(seen, None, None, 128, 128, device="cpu")
+        for seen in (lambda b, h, i, j: i >= j, lambda b, h, i, j: parts[i] == parts[j])
+    ]
     x, model = torch.randn(1, 2, 128, 16), Two()
     assert torch.allclose(fxamp.convert(model, torch.bfloat16)(x), model(x), atol=0.05)
-    assert len(flex._kernels) == 2
+    assert len(flex._kernels) == 4
+
+
+def test_a_compiler_behind_dynamo_makes_the_kernel_itself():
+    model, x = Attention().requires_grad_(False), torch.randn(1, 32, 32)
+    compiled = torch.compile(model, backend="fxamp", options={"dtype": torch.bfloat16, "inner": "aot_eager"})
+    assert (compiled(x) - model(x)).norm() < 0.02 * model(x).norm()
+    assert not flex._kernels
 
 
 def test_what_torch_makes_no_kernel_of_runs_dense_and_is_told_once(caplog):

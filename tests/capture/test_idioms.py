@@ -162,6 +162,17 @@ def test_no_gradient_goes_through_a_variable_to_what_it_is_made_of(needs_gradien
     assert type(Variable(x)) is torch.Tensor and "__call__" not in vars(type(Variable))
 
 
+def test_a_variable_may_need_a_gradient():
+    class Slope(nn.Linear):
+        def forward(self, x):
+            place = Variable(x, requires_grad=True)
+            return torch.autograd.grad(super().forward(place).square().sum(), place, create_graph=True)[0]
+
+    model, x = Slope(8, 8), torch.randn(4, 8)
+    converted = fxamp.convert(model, torch.bfloat16, capture="symbolic", example_inputs=(x,))
+    torch.testing.assert_close(converted(x), model(x), rtol=0.05, atol=0.05)
+
+
 def test_a_trace_inside_of_a_trace_leaves_variables_to_the_outer_one():
     proxy = fx.Proxy(fx.Graph().placeholder("x"))
     with variables_made():
