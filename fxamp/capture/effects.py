@@ -189,7 +189,7 @@ class Effects:
 
     def _written_arrays(self) -> list[str]:
         done = []
-        for array, saved, title in self._arrays.values():
+        for array, saved, title in reversed(self._arrays.values()):  # one may be a view of one that was read before
             if array.tobytes() != saved.tobytes():
                 array[...] = saved
                 done.append(f"writes into {title} ({type(array).__qualname__})")

@@ -141,10 +141,19 @@ def rolled_behind(m, x):
     return y
 
 
-@pytest.mark.parametrize("head", [rolled, rolled_behind])
+def written_below(m, x):
+    m.scale += 1
+    return x + torch.as_tensor(m.first)
+
+
+@pytest.mark.parametrize("head", [rolled, rolled_behind, written_below])
 def test_an_array_of_the_model_s_that_forward_writes_into_is_left_to_dynamo_as_it_was(head):
-    model, x = Model(head), torch.randn(3, 8)
-    ours = fxamp.convert(copy.deepcopy(model), LOW)
+    torch._dynamo.reset()
+    (model, same), x = (Model(head), Model(head)), torch.randn(3, 8)
+    for each in (model, same):
+        each.first = each.scale[:8]  # a view
+        each.load_state_dict(model.state_dict())
+    ours = fxamp.convert(same, LOW)
     for _ in range(3):
         torch.testing.assert_close(ours(x), model(x), rtol=0.05, atol=0.05)
     assert set(fxamp.report(ours).captures) == {"dynamo"}
