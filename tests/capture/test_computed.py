@@ -68,6 +68,7 @@ def test_what_constants_and_sizes_decide_on_is_known(head, options):
     assert set(fxamp.report(ours).captures) == {"symbolic"}
 
 
+READS = ("item", "tolist", "float")
 UNDECIDED = {
     **{name: OF_CONSTANTS[name] for name in ("dimensions", "item", "dtype")},
     "a size that Python does not decide on": lambda m, x: x.reshape(torch.tensor(x.shape).prod().item()),
@@ -82,6 +83,10 @@ def test_what_python_does_not_decide_on_binds_a_graph_to_nothing(head):
         x = torch.randn(rows, 8)
         torch.testing.assert_close(ours(x), model(x), rtol=0.05, atol=0.05)
     assert not [each for each in engine_of(ours).all_variants() if each.captured.decisions]
+    reads = [
+        node for each in engine_of(ours).all_variants() for node in each.captured.graph.nodes if node.target in READS
+    ]
+    assert len(reads) == (head not in OF_CONSTANTS)  # a number that is known is one of the graph
 
 
 def test_a_number_of_the_model_that_a_tensor_is_made_of_is_read_again():

@@ -1,6 +1,5 @@
 """Numbers and questions of other packages: numpy's scalars and functions, einops, torch._check, `callable`."""
 
-import copy
 import math
 import re
 
