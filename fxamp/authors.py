@@ -14,13 +14,19 @@ import torch
 from torch._library.custom_ops import CustomOpDef, _maybe_get_opdef
 from torch.utils import _pytree as pytree
 
+_OPS = CustomOpDef, torch._ops.OpOverload, torch._ops.OpOverloadPacket
 _decorated: Any = torch.amp.custom_fwd(lambda: None, device_type="cpu")
+
+
+def _function_of(target: Any) -> type[torch.autograd.Function] | None:
+    """The class whose `apply` is called."""
+    owner = getattr(target, "__self__", None)
+    return owner if inspect.isclass(owner) and issubclass(owner, torch.autograd.Function) else None
 
 
 def cast_by_autocast(function: Any, device: str) -> torch.dtype | None:
     """The dtype that a function or an op is to have its inputs in on a device, None where its author says nothing."""
-    owner = getattr(function, "__self__", None)
-    if inspect.isclass(owner) and issubclass(owner, torch.autograd.Function):
+    if (owner := _function_of(function)) is not None:
         return _cast_by_forward(owner.forward, device)
     if isinstance(function, torch._ops.OpOverloadPacket):
         function = getattr(function, "default", None)
@@ -48,6 +54,8 @@ def _cast_by_forward(forward: Any, device: str) -> torch.dtype | None:
 
 def run_as_cast(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function gives where float32 stands for what its author has the inputs cast to."""
+    if _function_of(function) is None and not isinstance(function, _OPS):
+        return function(*args, **kwargs)
     tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     dtype = cast_by_autocast(function, tensors[0].device.type) if tensors else None
     if dtype is None or all(value.dtype != torch.float32 for value in tensors):

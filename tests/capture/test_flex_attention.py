@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -44,6 +45,13 @@ class Attention(nn.Module):
 def no_kernels():
     torch._dynamo.reset()
     flex._kernels.clear()
+
+
+@pytest.fixture
+def inductor():
+    """torch's own compiler, without the threads that it would leave behind."""
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
 
 
 @pytest.fixture
@@ -89,7 +97,7 @@ def test_its_products_count(quick):
     assert row.batch * row.m * row.n * row.k == 2 * 2 * 128 * 128 * (16 + 16)
 
 
-def test_the_kernel_is_fused():
+def test_the_kernel_is_fused(inductor):
     converted, *_ = distances(False)
     with profile() as seen:
         converted(torch.randn(2, 128, 32))
@@ -138,7 +146,7 @@ def test_a_compiler_behind_dynamo_makes_the_kernel_itself():
     assert not flex._kernels
 
 
-def test_what_torch_makes_no_kernel_of_runs_dense_and_is_told_once(caplog):
+def test_what_torch_makes_no_kernel_of_runs_dense_and_is_told_once(caplog, inductor):
     with caplog.at_level(logging.WARNING, "fxamp"):
         converted, *_ = distances(True)
         converted(torch.randn(2, 128, 32))
