@@ -35,7 +35,7 @@ def cast_by_autocast(function: Any, device: str) -> torch.dtype | None:
     op: Any = _maybe_get_opdef(function)
     if op is None:
         return None
-    # a table by device since torch 2.12
+    # a table by device since torch 2.13
     given = (
         op._autocast_dtype.get(device) if hasattr(op, "_autocast_dtype") else vars(op).get(f"_autocast_{device}_dtype")
     )

@@ -1,6 +1,7 @@
 """`custom_fwd(cast_inputs=)` and `register_autocast`: what authors say about precision holds without autocast, too."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -64,7 +65,40 @@ low_product.register_autograd(
 )
 torch.library.register_autocast("fxamp_tests::low_product", "cpu", BF16)
 
+
+def contiguous(forward):
+    """What libraries put around a forward."""
+
+    @functools.wraps(forward)
+    def call(ctx, *given):
+        return forward(ctx, *(each.contiguous() for each in given))
+
+    return call
+
+
+class GuardedProduct(Product):
+    forward = staticmethod(contiguous(Product.forward))
+
+
+class WideBehindLow(torch.autograd.Function):
+    """Is to be given bfloat16, and gives float32."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=BF16)
+    def forward(ctx, x, w):
+        ctx.given = x.dtype
+        ctx.save_for_backward(x, w)
+        return x.float() @ w.float()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        return (gradient @ w.float().T).to(x.dtype), (x.float().T @ gradient).to(w.dtype)
+
+
 CALLS = {
+    "custom_fwd in another wrapper": GuardedProduct.apply,
     "custom_fwd": Product.apply,
     "custom op": low_product,
     "its packet": torch.ops.fxamp_tests.low_product,
@@ -104,6 +138,7 @@ def test_it_is_given_what_autocast_would_give_it(call, opt_level):
     (row,) = [row for row in fxamp.report(converted).rows if row.op.endswith(("Product", "low_product"))]
     assert (row.precision, row.dtype, row.reason_kind) == ("low", "bfloat16", "author")
     assert "has torch.autocast give it bfloat16" in str(fxamp.explain(converted, row.name))
+    assert fxamp.report(converted).coverage == 1, "what reads it runs low"
 
 
 def test_lists_are_stronger_and_so_is_another_low_dtype():
@@ -115,24 +150,39 @@ def test_lists_are_stronger_and_so_is_another_low_dtype():
         fxamp.convert(Net(Product.apply), torch.float16)(x)
 
 
+def test_for_another_low_dtype_it_is_given_float32():
+    converted = fxamp.convert(Net(WideBehindLow.apply), torch.float16, example_inputs=(torch.randn(4, 8),))
+    (row,) = [row for row in fxamp.report(converted).rows if row.op.endswith("WideBehindLow")]
+    assert (row.precision, row.reason_kind) == ("high", "unlisted")
+    assert "has torch.autocast give it bfloat16" in row.reason
+
+
 def test_what_is_said_for_another_device_does_not_hold():
     assert cast_by_autocast(Product.apply, "cpu") == cast_by_autocast(low_product, "cpu") == BF16
     assert cast_by_autocast(Product.apply, "cuda") is cast_by_autocast(low_product, "cuda") is None
     assert cast_by_autocast(WideProduct.apply, "cpu") is cast_by_autocast(torch.mm, "cpu") is None
 
 
+ALLOWED = {
+    "listed": (WideProduct, {"lists": fxamp.OpLists.default().override(allow=[WideProduct])}),
+    "overridden": (WideProduct, {"overrides": {"wide_product": "allow"}}),
+    "by its author": (WideBehindLow, {}),
+}
+
+
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
-def test_what_a_function_gives_in_float32_whatever_it_reads_stays_so(opt_level):
+@pytest.mark.parametrize("way", ALLOWED)
+def test_what_a_function_gives_in_float32_whatever_it_reads_stays_so(way, opt_level):
     torch.manual_seed(0)
-    model, x = Net(WideProduct.apply), torch.randn(4, 8)
-    lists = fxamp.OpLists.default().override(allow=[WideProduct])
-    converted = fxamp.convert(copy.deepcopy(model), BF16, opt_level=opt_level, lists=lists, example_inputs=(x,))
+    function, options = ALLOWED[way]
+    model, x = Net(function.apply), torch.randn(4, 8)
+    converted = fxamp.convert(copy.deepcopy(model), BF16, opt_level=opt_level, example_inputs=(x,), **options)
     exact, gradients = step(model, x)
     y, ours = step(converted, x)
     assert (y - exact).norm() < 0.02 * exact.norm()
     for gradient, expected in zip(ours, gradients, strict=True):
         assert (gradient - expected).norm() < 0.03 * expected.norm()
     report = fxamp.report(converted)
-    (row,) = [row for row in report.rows if row.op.endswith("WideProduct")]
+    (row,) = [row for row in report.rows if row.op.endswith(function.__name__)]
     assert (row.precision, row.dtype) == ("low", "float32")
     assert report.coverage == 1, "what reads it runs low, as under autocast"

@@ -271,7 +271,7 @@ def test_a_result_with_named_fields_keeps_their_order(is_nested):
         def forward(self, x):
             made = Fields(hidden=self.linear(x), states=(x, x + 1))
             made.pooled = made.hidden.mean(0)
-            return {"inner": [made], "x": x} if is_nested else made
+            return {"inner": [made], "sizes": x.shape} if is_nested else made
 
     model, x = SetsOneLater(), torch.randn(2, 4)
     converted = fxamp.convert(model, torch.bfloat16, capture="symbolic")
