@@ -150,6 +150,13 @@ def test_lists_are_stronger_and_so_is_another_low_dtype():
         fxamp.convert(Net(Product.apply), torch.float16)(x)
 
 
+def test_what_it_gives_is_an_output_as_any_other():
+    model, x = Net(Product.apply), torch.randn(4, 8)
+    model.last = nn.Identity()
+    assert fxamp.convert(model, BF16)(x).dtype == torch.float32
+    assert fxamp.convert(model, BF16, output_dtype=None)(x).dtype == BF16
+
+
 def test_for_another_low_dtype_it_is_given_float32():
     converted = fxamp.convert(Net(WideBehindLow.apply), torch.float16, example_inputs=(torch.randn(4, 8),))
     (row,) = [row for row in fxamp.report(converted).rows if row.op.endswith("WideBehindLow")]
