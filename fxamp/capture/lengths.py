@@ -11,6 +11,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.capture.guesses import known_or_guessed
+from fxamp.capture.ranks import LOOSE_RANK
 from fxamp.fakes import UNKNOWN
 from fxamp.opnames import canonical_name
 
@@ -31,9 +32,20 @@ def has_open_length(node: fx.Node) -> bool:
 def parts_of_guess(node: fx.Node) -> int | None:
     """Of a guessed value, how many parts it has in every call: `values, places = x[mask].max(1)`; None: not known."""
     value = node.meta.get(ir.GUESS)
-    if not isinstance(value, tuple) or isinstance(value, torch.Size) or node.target in _SEQUENCES:
+    if not isinstance(value, tuple):
         return None
-    return None if _gives_open_length(node, value) else len(value)
+    if isinstance(value, torch.Size):
+        return len(value) if _has_known_rank(node) else None
+    return None if node.target in _SEQUENCES or _gives_open_length(node, value) else len(value)
+
+
+def _has_known_rank(sizes: fx.Node) -> bool:
+    """Whether these are the sizes, or some of them, of a tensor whose rank no size decides."""
+    if sizes.target in (operator.getitem, operator.add):
+        parts = sizes.all_input_nodes
+        return all(isinstance(known_or_guessed(part), torch.Size) and _has_known_rank(part) for part in parts)
+    is_shape = sizes.args[1:] == ("shape",) or (sizes.target == "size" and len(sizes.args) == 1)
+    return is_shape and not sizes.meta.get(LOOSE_RANK)
 
 
 def _gives_open_length(node: fx.Node, value: tuple[Any, ...] | list[Any]) -> bool:

@@ -18,7 +18,8 @@ from fxamp.capture.lengths import has_open_length, parts_of_guess
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import unfollowable, user_line
 from fxamp.capture.messages import Messages
-from fxamp.capture.proxies import LOOSE_RANK, asks_of_autograd
+from fxamp.capture.proxies import asks_of_autograd
+from fxamp.capture.ranks import LOOSE_RANK
 from fxamp.capture.raises import Check, check_asked_for
 from fxamp.capture.sizes import Decision
 from fxamp.checks import require

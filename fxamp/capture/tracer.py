@@ -43,12 +43,11 @@ from fxamp.capture.proxies import (
     ValueProxy,
     WeightProxy,
     gives_parts,
-    is_static,
     kind_of_dictionary,
-    note_rank,
     opened,
 )
 from fxamp.capture.questions import Questions
+from fxamp.capture.ranks import is_static, note_rank
 from fxamp.capture.reads import Place, Reads
 from fxamp.capture.recompute import Region
 from fxamp.capture.settings import Settings

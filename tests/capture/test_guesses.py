@@ -32,6 +32,10 @@ QUESTIONS = {
     "hasattr": lambda y: hasattr(y, "shape") and not hasattr(y, "logits"),
     "what is made of it": lambda y: isinstance(y.relu() + 1, torch.Tensor),
     "parts": lambda y: isinstance(y.chunk(2, 1), tuple),
+    "sizes": lambda y: len(y.shape) == 2 and len(y.size()) == 2,
+    "sizes taken": lambda y: sum(1 for _ in y.shape) == 2,
+    "sizes in a tuple": lambda y: y.new_zeros((*y.shape[1:], 3)).dim() == 2,
+    "sizes added": lambda y: len(y.shape[1:] + (2, 2) + y.shape) == 5,
 }
 
 
@@ -78,8 +82,10 @@ def test_each_selection_is_known_by_its_type(selection):
         lambda y: y.shape[0] > 1,
         lambda y: y.shape[1] == 8,
         lambda y: isinstance(y.tolist(), list),
+        lambda y: len(y.squeeze(0).shape) == 2,
+        lambda y: len(y.shape[: y.shape[0] - 3]) == 1,
     ],
-    ids=["a size's type", "squeezed", "rows squeezed", "rows", "columns", "list"],
+    ids=["a size's type", "squeezed", "rows squeezed", "rows", "columns", "list", "sizes squeezed", "as many sizes"],
 )
 def test_what_hangs_on_the_size_is_left_to_dynamo(ask):
     _converted(SELECTIONS["x[mask]"], ask)
