@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fxamp.capture.guesses import guess
 from fxamp.capture.inputs import misfit
 from fxamp.capture.locations import user_line
+from fxamp.capture.open_sizes import OpenSizes
 from fxamp.capture.promotion import low_operands, widen
 from fxamp.draws import draw
 from fxamp.errors import CaptureError, FxampError
@@ -29,6 +31,7 @@ class FakeValues:
     def __init__(self, example: list[Any] | None, fakes: Fakes) -> None:
         self._example = example
         self._fakes = fakes
+        self._open: OpenSizes | None = None
         self._is_running = False
         self._thread = threading.get_ident()
 
@@ -59,10 +62,10 @@ class FakeValues:
         Raises:
             OptionError: the example's values do not fit the operation.
         """
-        if any("val" not in given.meta for given in node.all_input_nodes):
-            return UNKNOWN
         if (self._example is None and not node.meta["static"]) or node.target is draw:
             return UNKNOWN
+        if any("val" not in given.meta for given in node.all_input_nodes):
+            return UNKNOWN if self._example is None else self._of_open(node)
         try:
             return self.run(node)
         except FxampError:
@@ -71,9 +74,20 @@ class FakeValues:
             if operands := low_operands(node):  # an op that does not promote: torch.autocast takes the widest dtype
                 widen(node, operands, self.run)
                 return self.of(node)
+            if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
+                return self._of_open(node)
             if self._example is None or is_a_limit(error) or is_foreign(node.target):
                 return UNKNOWN
             raise misfit(user_line(), _target_name(node), error, self._example) from None
+
+    def _of_open(self, node: fx.Node) -> Any:
+        """What a node gives whose operands have sizes that the data decides, or that is the first to give such."""
+        if _writes_unseen(node):
+            return UNKNOWN
+        with self.aside():
+            if self._open is None:
+                self._open = OpenSizes(self._fakes)
+            return self._open.closed(self._open.of(node))
 
     def run(self, node: fx.Node) -> Any:
         """What the node gives for its operands' values; which of them it writes is marked."""
@@ -87,13 +101,18 @@ class FakeValues:
         Raises:
             CaptureError: whether it writes a list or dictionary cannot be seen.
         """
-        if node.op == "call_module" and holds_container((*node.args, *node.kwargs.values())):
+        if _writes_unseen(node):
             raise CaptureError(
                 f"{user_line()}: {node.target!r} stays whole (hooks on it, or boundaries=) and is given a list or "
                 "dictionary, and what it adds to or changes there cannot be seen where sizes depend on data"
             )
         with self.aside():
             return guess(node, self._fakes)
+
+
+def _writes_unseen(node: fx.Node) -> bool:
+    """Whether a module may write a list or dictionary that it is given."""
+    return node.op == "call_module" and holds_container((*node.args, *node.kwargs.values()))
 
 
 def _target_name(node: fx.Node) -> str:

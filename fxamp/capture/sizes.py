@@ -13,13 +13,15 @@ for torch.compile alone.
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fxamp import ir
 from fxamp.capture.unseen import outside_of_the_call
 from fxamp.fakes import Fakes
 
@@ -46,21 +48,20 @@ class Decision(NamedTuple):
     answer: Any = None
 
 
-class SizeQuestions:
-    """What a graph's model asked of sizes, to be asked again for other sizes.
+class Sizes:
+    """What a graph's nodes give that hangs on sizes, for other sizes.
 
     Args:
-        graph: as it was captured; what no answer hangs on is left out, and the rest copied: passes change the graph.
-        decisions: each with the node that gives the answer.
+        graph: as captured; what `nodes` do not hang on is left out, and the rest copied: passes change the graph.
+        nodes: what is looked at.
         fakes: of the model's tensors.
         attribute: what a `get_attr` node reads.
     """
 
     def __init__(
-        self, graph: fx.Graph, decisions: tuple[Decision, ...], fakes: Fakes, attribute: Callable[[fx.Node], Any]
+        self, graph: fx.Graph, nodes: Sequence[fx.Node], fakes: Fakes, attribute: Callable[[fx.Node], Any]
     ) -> None:
-        asked = {decision.node: decision.answer for decision in decisions if decision.node is not None}
-        needed = set(asked)
+        needed = set(nodes)
         for node in reversed(graph.nodes):
             if node in needed:
                 needed.update(node.all_input_nodes)
@@ -70,17 +71,23 @@ class SizeQuestions:
             if node.op == "placeholder" or node in needed:
                 copies[node] = self._graph.node_copy(node, copies.__getitem__)
                 copies[node].meta.clear()  # fakes would keep whole models alive
-        self._answers = {copies[node]: answer for node, answer in asked.items()}
+        self._places = {copies[node]: place for place, node in enumerate(nodes)}
+        self._has_open = any(ir.GUESS in node.meta for node in copies)
         self._fakes, self._attribute = fakes, attribute
 
-    def ask(self, mode: FakeTensorMode, inputs: list[Any]) -> None:
-        """Ask once more.
+    def on_fakes(self, inputs: list[Any]) -> tuple[FakeTensorMode, list[Any]]:
+        """Fake tensors of such sizes, and their mode, in which sizes stay open where the data decides on some."""
+        mode = FakeTensorMode(shape_env=ShapeEnv() if self._has_open else None, allow_non_fake_inputs=True)
+        with mode:
+            return mode, [_empty(value, value.shape) if _is_tensor(value) else value for value in inputs]
+
+    def of(self, mode: FakeTensorMode, inputs: list[Any]) -> Iterator[tuple[int, Any]]:
+        """(place among the nodes, what that gives), as soon as it is known.
 
         Args:
             mode: of the inputs' fake tensors.
 
         Raises:
-            RuntimeError: an answer is another one.
             Exception: what torch raises for such inputs.
         """
         fakes = self._fakes.in_mode(mode)
@@ -93,8 +100,38 @@ class SizeQuestions:
                 values[node] = fakes.of(self._attribute(node))
             else:
                 values[node] = fakes.run(node, values.__getitem__)
-            if node in self._answers and _answer(values[node]) != self._answers[node]:
-                raise RuntimeError(f"{node.name} is {values[node]}, and was {self._answers[node]}")
+            if node in self._places:
+                yield self._places[node], values[node]
+
+
+class SizeQuestions(Sizes):
+    """What a graph's model asked of sizes, to be asked again for other sizes.
+
+    Args:
+        decisions: each with the node that gives the answer.
+        graph, fakes, attribute: see `Sizes`.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, decisions: tuple[Decision, ...], fakes: Fakes, attribute: Callable[[fx.Node], Any]
+    ) -> None:
+        asked = {decision.node: decision.answer for decision in decisions if decision.node is not None}
+        super().__init__(graph, list(asked), fakes, attribute)
+        self._answers = list(asked.values())
+
+    def ask(self, mode: FakeTensorMode, inputs: list[Any]) -> None:
+        """Ask once more.
+
+        Args:
+            mode: of the inputs' fake tensors.
+
+        Raises:
+            RuntimeError: an answer is another one.
+            Exception: what torch raises for such inputs.
+        """
+        for place, value in self.of(mode, inputs):
+            if _answer(value) != self._answers[place]:
+                raise RuntimeError(f"a size is {value}, and was {self._answers[place]}")
 
 
 class SizeTrial:
@@ -121,12 +158,9 @@ class SizeTrial:
         return found
 
     def _try(self, inputs: list[Any]) -> bool:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
         with outside_of_the_call(), torch.no_grad():
             try:
-                with mode:
-                    fakes = [_empty(value, value.shape) if _is_tensor(value) else value for value in inputs]
-                self._questions.ask(mode, fakes)
+                self._questions.ask(*self._questions.on_fakes(inputs))
             except Exception as error:  # for such sizes forward may fail, and is to say so itself
                 log.debug("the graph does not hold for these sizes: %s: %s", type(error).__name__, error)
                 return False
@@ -170,7 +204,7 @@ def size_guard(questions: SizeQuestions, example: list[Any]) -> SizeGuard | None
     told."""
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo.source import LocalSource  # takes a second to import, as what is behind it does
-    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, ShapeEnv
+    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
     environment = ShapeEnv()
     try:

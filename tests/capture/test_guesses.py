@@ -10,6 +10,7 @@ import fxamp
 from fxamp.model.engine import engine_of
 
 X = torch.randn(6, 8)
+TWO = (2, 2)
 MASK = torch.tensor([True, False, True, True, False, True])
 
 SELECTIONS = {
@@ -35,7 +36,7 @@ QUESTIONS = {
     "sizes": lambda y: len(y.shape) == 2 and len(y.size()) == 2,
     "sizes taken": lambda y: sum(1 for _ in y.shape) == 2,
     "sizes in a tuple": lambda y: y.new_zeros((*y.shape[1:], 3)).dim() == 2,
-    "sizes added": lambda y: len(y.shape[1:] + (2, 2) + y.shape) == 5,
+    "sizes added": lambda y: len(y.shape[1:] + TWO + y.shape) == 5,
 }
 
 

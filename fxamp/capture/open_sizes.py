@@ -1,0 +1,80 @@
+"""Values whose sizes the data decides, as far as they are known: on fake tensors with sizes that stay open.
+
+    chosen = x[mask]              # (rows, 8): 8 is known
+    y = x.new_zeros(x.shape)
+    y[mask] = self.fc(chosen)     # as y was
+    loss = chosen.square().mean() # a scalar
+
+What does not hang on the data is as certain as where no data decides anything.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from fxamp.capture.ranks import LOOSE_RANK
+from fxamp.fakes import UNKNOWN, Fakes
+from fxamp.inplace import run_and_note_writes
+
+_OPEN = torch.SymInt, torch.SymFloat, torch.SymBool
+# Fakes of sizes that stay open are wrong: rows that are not counted, and batch sizes of floats.
+_WRONG = frozenset({torch._pack_padded_sequence})
+
+
+class OpenSizes:
+    """The open values of one trace.
+
+    Args:
+        fakes: of the model's tensors, with sizes that are numbers.
+    """
+
+    def __init__(self, fakes: Fakes) -> None:
+        self._environment = ShapeEnv()
+        self._closed = fakes
+        self._fakes = fakes.in_mode(FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True))
+        self._values: dict[fx.Node, Any] = {}
+
+    def of(self, node: fx.Node) -> Any:
+        """What a node gives, in a mode of its own; UNKNOWN where torch cannot tell. What it writes is marked on it."""
+        given = {operand: self._given(operand) for operand in node.all_input_nodes}
+        value = UNKNOWN
+        is_known = node.target not in _WRONG and not any(each is UNKNOWN for each in given.values())
+        if is_known and not node.meta.get(LOOSE_RANK):
+            try:
+                value = run_and_note_writes(node, given, self._fakes.run)
+            except Exception:  # torch has no answer for sizes that it does not know
+                value = UNKNOWN
+        if self._has_taken_a_number():
+            value = UNKNOWN
+        self._values[node] = value
+        return value
+
+    def closed(self, value: Any) -> Any:
+        """A value with sizes that are numbers; UNKNOWN where any is open."""
+        if value is UNKNOWN or any(map(_is_open, pytree.tree_leaves(value))):
+            return UNKNOWN
+        return _in_place_of_tensors(self._closed.of, value)
+
+    def _given(self, node: fx.Node) -> Any:
+        if "val" in node.meta:
+            return _in_place_of_tensors(self._fakes.of, node.meta["val"])
+        return self._values.get(node, UNKNOWN)
+
+    def _has_taken_a_number(self) -> bool:
+        """Whether torch took an open size for the number that `x[mask] + y` asks for: it may be 1 as well."""
+        return any(taken.is_number for taken in self._environment.replacements.values())
+
+
+def _is_open(part: Any) -> bool:
+    if isinstance(part, torch.Tensor):
+        return any(isinstance(extent, _OPEN) for extent in (*part.shape, *part.stride()))
+    return isinstance(part, _OPEN)
+
+
+def _in_place_of_tensors(put: Callable[[Any], Any], value: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, put, value, is_leaf=lambda part: isinstance(part, torch.Size))
