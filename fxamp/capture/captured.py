@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxamp import ir
 from fxamp.canonical import canonical_text
+from fxamp.capture.data import DataTrial
 from fxamp.capture.inputs import CallSpec
 from fxamp.capture.outputs import OutputForm
 from fxamp.capture.reads import Place
@@ -34,6 +35,7 @@ class Captured:
         decisions: what Python asked of traced sizes; the graph is then valid for the example's sizes, and for those
             that `sizes` allows.
         sizes: the sizes for which the decisions are the same; None where it was not asked, or cannot be told.
+        data: asks what Python asked of the inputs' data once more; None where it asked nothing.
         varying: the sizes of inputs (see `varying_sizes`) of which a condition was asked for; None where it was not.
         constants: tensors that belong to no module, by the name that `get_attr` nodes use.
         example: the inputs the graph was captured with, None when it was captured without.
@@ -52,6 +54,7 @@ class Captured:
     training: tuple[tuple[str, bool], ...] = ()
     decisions: tuple[Decision, ...] = ()
     sizes: SizeGuard | SizeTrial | None = None
+    data: DataTrial | None = None
     varying: frozenset[tuple[int, int]] | None = None
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
     example: list[Any] | None = None
@@ -82,10 +85,11 @@ class Captured:
         """
         self.varying = varying_sizes(self.example or []) if as_condition else None
         if self.decisions and self.example is not None and all(decision.node for decision in self.decisions):
-            questions = SizeQuestions(self.graph, self.decisions, fakes.in_mode(FakeTensorMode()), self._read)
+            questions = SizeQuestions(self.graph, self.decisions, fakes.in_mode(FakeTensorMode()), self.read)
             self.sizes = (size_guard if as_condition else size_trial)(questions, self.example)
 
-    def _read(self, node: fx.Node) -> Any:
+    def read(self, node: fx.Node) -> Any:
+        """What a `get_attr` node stands for."""
         return self.constants.get(str(node.target), ir.attribute(self.root, node.target))
 
     @property
@@ -95,6 +99,8 @@ class Captured:
 
     def is_for_dynamo(self, inputs: list[Any], sizes_vary: bool) -> bool:
         """Whether Dynamo finds, by tracing alone, that it holds for inputs for which it does: it tries no sizes."""
+        if self.data is not None:
+            return False
         if not self.decisions:
             return True
         if sizes_vary:
@@ -106,6 +112,11 @@ class Captured:
 
     def holds_for(self, inputs: list[Any]) -> bool:
         """Whether Python would decide as it did for these inputs. Dynamo and torch.jit.trace come through here."""
+        if not self._holds_for_sizes(inputs):
+            return False
+        return self.data is None or (not torch.compiler.is_compiling() and self.data(inputs))
+
+    def _holds_for_sizes(self, inputs: list[Any]) -> bool:
         if not self.decisions or self.example is None:
             return True
         is_compiling = torch.compiler.is_compiling()

@@ -1,7 +1,8 @@
-"""Tensors that forward makes of constants and sizes alone.
+"""Tensors that forward makes of constants and sizes alone, or of these and its inputs.
 
     dims = torch.arange(1, x.dim()).tolist()
     steps = int(torch.ceil(torch.tensor(x.shape[1] / 4)))
+    if mask.all(): ...
 
 What they hold is known while forward is traced, so that Python may decide on it.
 """
@@ -27,12 +28,16 @@ _COMPUTED = frozenset(f"{_MAKING} {_READING}".split())
 _NUMBERS = (int, float, torch.dtype, torch.device, torch.Size)
 
 
-def numbers_behind(node: fx.Node) -> list[fx.Node] | None:
-    """The sizes and dtypes that a tensor is computed of; None where anything else decides on what it holds."""
+def sources(node: fx.Node, from_inputs: bool = False) -> list[fx.Node] | None:
+    """The sizes and dtypes that a tensor is computed of; None where anything else decides on what it holds.
+
+    Args:
+        from_inputs: inputs may, too, and are among them.
+    """
     found, seen, waiting = [], {node}, [node]
     while waiting:
         given = waiting.pop()
-        if isinstance(given.meta.get("val", UNKNOWN), _NUMBERS):
+        if _is_number(given) or (from_inputs and given.op == "placeholder"):
             found.append(given)
             continue
         if given.op not in ("call_function", "call_method") or canonical_name(given.target) not in _COMPUTED:
@@ -40,7 +45,11 @@ def numbers_behind(node: fx.Node) -> list[fx.Node] | None:
         new = [each for each in given.all_input_nodes if each not in seen]
         seen.update(new)
         waiting += new
-    return None if _is_written(seen.difference(found)) else found
+    return None if _is_written({each for each in seen if not _is_number(each)}) else found
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val", UNKNOWN), _NUMBERS)
 
 
 def _is_written(nodes: set[fx.Node]) -> bool:

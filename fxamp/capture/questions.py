@@ -1,7 +1,8 @@
 """What Python asks of traced values while forward runs, and what is answered: a graph holds while the answers do.
 
 What follows from shapes is answered, and the source line is recorded; what follows from dtypes, devices and numbers of
-dimensions is the same at every call of the graph; values that depend on data are never guessed.
+dimensions is the same at every call of the graph; values that depend on data are never guessed: what hangs on inputs
+alone is asked of each call's data.
 """
 
 import operator
@@ -12,15 +13,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxamp.capture.computed import computed, numbers_behind
+from fxamp.capture.computed import computed, sources
+from fxamp.capture.data import DataQuestions
 from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.lengths import has_open_length, parts_of_guess
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import unfollowable, user_line
 from fxamp.capture.messages import Messages
 from fxamp.capture.proxies import asks_of_autograd
-from fxamp.capture.ranks import LOOSE_RANK
 from fxamp.capture.raises import Check, check_asked_for
+from fxamp.capture.ranks import LOOSE_RANK
 from fxamp.capture.sizes import Decision
 from fxamp.checks import require
 from fxamp.errors import CaptureError
@@ -33,7 +35,7 @@ class Questions:
     Args:
         numbers: attributes that are read at each call, unless Python decides on one.
         call: makes a node of a function.
-        has_example: whether values are known by their types and sizes.
+        example: the inputs of one call, by which values are known by their types and sizes; None: they are not.
         aside: a context in which torch runs, and is not traced.
     """
 
@@ -41,14 +43,15 @@ class Questions:
         self,
         numbers: LiveNumbers,
         call: Callable[..., fx.Proxy],
-        has_example: bool,
+        example: list[Any] | None,
         aside: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.decisions: list[Decision] = []
         self.messages = Messages()
         self._numbers = numbers
         self._call = call
-        self._has_example = has_example
+        self._has_example = example is not None
+        self.of_data = DataQuestions(example)
         self._aside = aside
         self._counts: list[tuple[fx.Node, fx.Node | None]] = []  # check of how many items there are, last item
 
@@ -76,6 +79,8 @@ class Questions:
             return check.way_on
         if (held := self.computed(node)) is not UNKNOWN:
             return held
+        if question == "bool" and (held := self._answered_by_data(node)) is not UNKNOWN:
+            return held
         raise self.unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))
 
     def computed(self, node: fx.Node, method: str = "item", may_decide: bool = True) -> Any:
@@ -85,7 +90,7 @@ class Questions:
             method: how a tensor is read.
             may_decide: whether the graph may be for these sizes alone; else they make it UNKNOWN, too.
         """
-        numbers = numbers_behind(node)
+        numbers = sources(node)
         if numbers is None or any(map(asks_of_autograd, numbers)):
             return UNKNOWN
         sizes = [each for each in numbers if not each.meta.get("static")]
@@ -96,6 +101,18 @@ class Questions:
         with self._aside():
             made = computed(node, {each: each.meta["val"] for each in numbers})
             return getattr(made, method)() if isinstance(made, torch.Tensor) else made
+
+    def _answered_by_data(self, node: fx.Node) -> Any:
+        found = sources(node, from_inputs=True)
+        if found is None or any(map(asks_of_autograd, found)):
+            return UNKNOWN
+        with self._aside():
+            held = self.of_data.answer(node, found)
+        if held is not UNKNOWN:
+            for each in found:
+                if each.op != "placeholder":
+                    self._numbers.decide_on(each)
+        return held
 
     def text(self, proxy: fx.Proxy, how: str) -> str:
         """What an f-string makes of a value."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxamp.capture.captured import Captured, settled
 from fxamp.capture.counters import check_repeatable, numbers_before, sets_numbers
@@ -86,7 +87,7 @@ def _trace_once(
         raise
     except Exception as error:
         raise with_state(explained(error, root, example is not None), tracer.state_so_far()) from error
-    return Captured(
+    captured = Captured(
         root=root,
         graph=graph,
         spec=spec,
@@ -100,3 +101,5 @@ def _trace_once(
         grad_mode=tracer.grad_mode,
         settings=tracer.settings,
     )
+    captured.data = tracer.questions.of_data.trial(fakes.in_mode(FakeTensorMode()), captured.read)
+    return captured

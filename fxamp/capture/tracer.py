@@ -90,7 +90,7 @@ class SymbolicTracer(fx.Tracer):
         self.grad_mode: bool | None = None
         self.gradients_outside = True
         self._numbers = LiveNumbers(live, self._attribute)
-        self.questions = Questions(self._numbers, self._function, example is not None, self.values.aside)
+        self.questions = Questions(self._numbers, self._function, example, self.values.aside)
         self._tensor_paths: dict[int, str] = {}
         self._weights: dict[str, WeightProxy] = {}
         self._arrays = Arrays()

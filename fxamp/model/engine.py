@@ -245,7 +245,7 @@ class Engine:
             other = "capture='dynamo'" if self.options.opt_level == "O1" else "opt_level='O1', which Dynamo can follow"
             raise CaptureError(
                 f"{type(module).__qualname__} asked for more than {self.max_variants} graphs: its forward decides on "
-                f"sizes or arguments that differ at every call. Pad the inputs to a few sizes, or use {other}."
+                f"sizes, data or arguments that differ at every call. Pad the inputs to a few sizes, or use {other}."
             )
         spec, inputs = flatten_call(args, kwargs)
         if sizes_vary is None:
@@ -256,7 +256,7 @@ class Engine:
             with outside_of_the_call():
                 variant = self._build(module, spec, inputs, sizes)
         except CaptureError as error:
-            if self._may_use_dynamo:
+            if self._may_use_dynamo and sizes_vary is None:  # torch.compile has no data that might have answered
                 self.refusals.add(key, module, error)  # Dynamo takes such calls; where it does not, try again
             raise
         if (settings := variant.captured.settings) is not None:

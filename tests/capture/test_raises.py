@@ -12,6 +12,8 @@ from torch import nn
 
 import fxamp
 
+LABELS = torch.tensor([0, 1, 2])
+
 
 class Checking(nn.Module):
     def __init__(self, check) -> None:
@@ -197,6 +199,24 @@ OTHERS = (goes_on_either_way, raises_what_is_no_builtin, asks_on, is_caught, is_
 
 @pytest.mark.parametrize("check", OTHERS)
 def test_what_may_go_on_either_way_is_no_check(check):
-    given = torch.randn(4, 8), torch.tensor([0, 1, 2])
+    """Labels that are computed in the model are not asked: it would run twice."""
+    model, labels = Checking(lambda model, x, labels: check(model, x, labels + model.fc.weight[0, 0].long())), LABELS
     with pytest.raises(fxamp.CaptureError, match="depends on data"):
-        fxamp.convert(Checking(check), dtype="bfloat16", capture="symbolic", example_inputs=given)
+        fxamp.convert(model, dtype="bfloat16", capture="symbolic", example_inputs=(torch.randn(4, 8), labels))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("check", OTHERS)
+def test_it_goes_the_way_that_labels_of_the_call_say(check):
+    model, x = Checking(check), torch.randn(4, 8)
+    converted = fxamp.convert(Checking(check), dtype="bfloat16", example_inputs=(x, LABELS))
+    assert {row.op for row in fxamp.report(converted).rows} >= {"linear"}
+    for labels in (LABELS, LABELS + 5, LABELS):
+        try:
+            expected = type(model(x, labels))
+        except (ValueError, Refused) as error:
+            with pytest.raises(type(error)):
+                converted(x, labels)
+        else:
+            assert isinstance(converted(x, labels), expected)
+        assert getattr(converted, "checked", None) == getattr(model, "checked", None)

@@ -229,7 +229,7 @@ def inferred(self, x):
 @pytest.mark.parametrize(
     ("body", "culprit"),
     [
-        (lambda self, x: self.fc(x) if x.mean() > 0 else x, "bool"),
+        (lambda self, x: self.fc(x) if self.fc(x).mean() > 0 else x, "bool"),
         (lambda self, x: self.fc(x)[int(x.argmax())], "int"),
         (lambda self, x: self.fc(x) * x.sum().item().__float__(), "float"),
         (lambda self, x: (self.fc.eval(), self.fc(x))[1], "sets attribute 'fc.training'"),
