@@ -5,6 +5,7 @@ A graph makes no such writes, and a trace would leave its own values in the user
 
 import collections
 import functools
+import gc
 import operator
 import random
 import types
@@ -279,3 +280,23 @@ def _restore(container: Any, saved: Any) -> None:
     kind = base_of(container)
     kind.clear(container)
     (kind.extend if kind in (list, collections.deque) else kind.update)(container, saved)
+
+
+def clear_caches_of(tracer: fx.Tracer) -> None:
+    """Clear every cached function that has kept values of a trace, wherever forward found it.
+
+    A later call with such sizes would find them by their hash, and ask them whether they are equal.
+    """
+    for cached in gc.get_objects():
+        if type(cached) is functools._lru_cache_wrapper and cached.cache_info().currsize:
+            if any(_holds_values_of(tracer, kept) for kept in gc.get_referents(cached)):
+                cached.cache_clear()
+
+
+def _holds_values_of(tracer: fx.Tracer, kept: Any, depth: int = 4) -> bool:
+    """Whether a cache's entry, or its table of keys, holds a proxy."""
+    if issubclass(type(kept), fx.Proxy):
+        return kept.tracer is tracer
+    if (depth and type(kept) in (tuple, list, dict, frozenset)) or type(kept).__name__ == "_lru_list_elem":
+        return any(_holds_values_of(tracer, part, depth - 1) for part in gc.get_referents(kept))
+    return False

@@ -185,6 +185,7 @@ class ValueProxy(fx.Proxy):
         """That of a number, a dtype or a device, so that sets and dictionaries know it; else the proxy's own."""
         value = self.node.meta.get("val", UNKNOWN)
         if isinstance(value, _HASHED):
+            questions_of(self).has_hashed = True
             return hash(questions_of(self).decide(self, "hash"))
         return id(self)
 

@@ -52,6 +52,7 @@ class Questions:
         self._call = call
         self._has_example = example is not None
         self.of_data = DataQuestions(example)
+        self.has_hashed = False  # a number: something may have kept it, to find it by its hash
         self._aside = aside
         self._counts: list[tuple[fx.Node, fx.Node | None]] = []  # check of how many items there are, last item
 

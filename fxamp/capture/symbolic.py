@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxamp.capture.captured import Captured, settled
 from fxamp.capture.counters import check_repeatable, numbers_before, sets_numbers
+from fxamp.capture.effects import clear_caches_of
 from fxamp.capture.inputs import CallSpec
 from fxamp.capture.locations import explained
 from fxamp.capture.reads import Place
@@ -87,6 +88,9 @@ def _trace_once(
         raise
     except Exception as error:
         raise with_state(explained(error, root, example is not None), tracer.state_so_far()) from error
+    finally:
+        if tracer.questions.has_hashed:
+            clear_caches_of(tracer)
     captured = Captured(
         root=root,
         graph=graph,

@@ -1,5 +1,6 @@
 """Numbers and questions of other packages: numpy's scalars and functions, einops, torch._check, `callable`."""
 
+import importlib
 import math
 import re
 
@@ -252,3 +253,22 @@ def test_numbers_of_a_tensor_that_go_to_numpy_are_left_to_dynamo(with_example):
     with pytest.raises(CaptureError, match=r"\.numpy\(\)"):
         fxamp.convert(model, LOW, (x,), capture="symbolic")
     torch._dynamo.reset()
+
+
+def test_einops_keeps_nothing_of_a_trace():
+    """Its cache of shapes finds numbers by their hash, and asks whether they are equal: not those of a trace."""
+
+    class Finding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(7, 7)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = importlib.import_module("einops").rearrange(x, "(b s) d -> b s d", b=x.shape[0] // 5)
+            return self.linear(found)
+
+    model, x = Finding(), torch.randn(35, 7)
+    converted = fxamp.convert(model, torch.bfloat16, capture="symbolic", example_inputs=(x,))
+    for given in (x, torch.randn(35, 7), torch.randn(70, 7)):
+        assert rearrange(given, "(b s) d -> b s d", b=given.shape[0] // 5).shape == model(given).shape
+        assert (converted(given) - model(given)).norm() < 0.02 * model(given).norm()
