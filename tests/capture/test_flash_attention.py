@@ -148,6 +148,62 @@ def test_what_refuses_float32_is_on_the_allow_list():
     assert {OpLists.default().colour(op) for op in TRAITS["low_only"]} == {"allow"}
 
 
+class IndexPutFirstAxis(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, indices, rows):
+        ctx.save_for_backward(indices)
+        output = torch.zeros(rows, *values.shape[1:], dtype=values.dtype)
+        output[indices] = values
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient[ctx.saved_tensors[0]], None, None
+
+
+class Unpadding(Attention):
+    """As models of transformers run it: no mask where nothing is hidden, else rows are taken out and put back."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, attend=FlashAttnFunc.apply, put=IndexPutFirstAxis.apply):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(2)
+        batch, length = mask.shape
+        if mask.all():
+            return self.out(attend(q, k, v, False, None, False).flatten(2))
+        rows = torch.nonzero(mask.flatten(), as_tuple=False).flatten()
+        q, k, v = (part.flatten(0, 1)[rows][None] for part in (q, k, v))
+        y = put(attend(q, k, v, False, None, False)[0], rows, batch * length)
+        return self.out(y.view(batch, length, *y.shape[1:]).flatten(2))
+
+
+def attend_exactly(q, k, v, *_):
+    return torch.einsum("bhij,bjhd->bihd", scores(q, k, None).softmax(-1), v)
+
+
+def put_exactly(values, indices, rows):
+    return values.new_zeros(rows, *values.shape[1:]).index_copy(0, indices, values)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_batches_with_padding_and_without_run_low(level, monkeypatch):
+    monkeypatch.setattr(IndexPutFirstAxis, "__module__", "flash_attn.bert_padding")
+    torch.manual_seed(0)
+    model, x = Unpadding(), torch.randn(2, 8, 32)
+    padded = torch.arange(8) < torch.tensor([[5], [8]])
+    exact = {mask: model(x, mask, attend_exactly, put_exactly) for mask in (padded, padded | True)}
+    wanted = {mask: torch.autograd.grad(y.pow(2).sum(), list(model.parameters())) for mask, y in exact.items()}
+    converted = fxamp.convert(model, torch.bfloat16, opt_level=level, example_inputs=(x, padded), capture="symbolic")
+    for mask in (*exact, padded):
+        converted.zero_grad()
+        y = converted(x, mask)
+        y.pow(2).sum().backward()
+        assert (y - exact[mask]).norm() < 0.02 * exact[mask].norm()
+        for weight, gradient in zip(converted.parameters(), wanted[mask], strict=True):
+            assert (weight.grad - gradient).norm() < 0.03 * gradient.norm()
+    report = fxamp.report(converted)
+    assert len({row.graph for row in report.rows}) == 2
+    assert {row.precision for row in report.rows if "flash_attn" in row.op} == {"low"}
+
+
 def test_padding_is_taken_out_as_transformers_does():
     """What `.item()` gives is an integer, whatever it is: the kernel's longest length."""
 
