@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxamp.capture.computed import computed
 from fxamp.capture.sizes import MOST_SIZES, VARYING, Sizes
@@ -39,22 +39,32 @@ class DataQuestions:
         is_sample = any(hasattr(value, VARYING) for value in example or ())  # its data is made up
         self._example = None if is_sample else example
         self._asked: dict[str, _Question] = {}
+        self._forms: dict[fx.Node, str] = {}
+        self._numbers: dict[str, str] = {}
 
     def answer(self, node: fx.Node, sources: list[fx.Node]) -> Any:
         """True or False for the call that is captured; UNKNOWN where its data does not tell."""
         if self._example is None:
             return UNKNOWN
-        text = _text(node)
-        if text not in self._asked:
+        form = self._form(node)
+        if form not in self._asked:
             if len(self._asked) >= MOST_QUESTIONS:
                 return UNKNOWN
             given = dict(zip(node.graph.find_nodes(op="placeholder"), self._example, strict=True))
+            known = {each: given[each] if each in given else each.meta["val"] for each in sources}
             try:
-                held = _ask(node, {each: given.get(each, each.meta["val"]) for each in sources})
-            except Exception:  # of fake tensors, and inside of vmap
+                held = _ask(node, known)
+            except Exception:  # it has no data; inside of vmap
                 return UNKNOWN
-            self._asked[text] = _Question(node, sources, held)
-        return self._asked[text].answer
+            self._asked[form] = _Question(node, sources, held)
+        return self._asked[form].answer
+
+    def _form(self, node: fx.Node) -> str:
+        """The same for nodes that compute the same: each layer may ask anew."""
+        if node not in self._forms:
+            text = f"{node.op}:{node.target}{fx.node.map_arg((node.args, node.kwargs), self._form)!r}"
+            self._forms[node] = self._numbers.setdefault(text, f"%{len(self._numbers)}")
+        return self._forms[node]
 
     def trial(self, fakes: Fakes, attribute: Callable[[fx.Node], Any]) -> "DataTrial | None":
         """What asks once more; None where nothing was asked.
@@ -94,7 +104,7 @@ class DataTrial:
         try:
             known = {**self._constants, **self._sizes_for(inputs), **dict(zip(self._inputs, inputs, strict=True))}
             return all(_ask(node, known) is answer for node, answer in self._answers)
-        except Exception:  # no data, or forward fails on it and is to say so itself
+        except Exception:  # it has no data, or forward fails on it and is to say so itself
             return False
 
     def _sizes_for(self, inputs: list[Any]) -> dict[fx.Node, Any]:
@@ -114,6 +124,9 @@ class DataTrial:
 
 
 def _ask(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
+    for value in known.values():
+        if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter):
+            raise TypeError(f"a {type(value).__qualname__} is not asked")  # torch.export would note that it was
     with outside_of_the_call(), torch.no_grad():
         return bool(computed(node, known))
 
@@ -122,7 +135,3 @@ def _copied(node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> f
     if node not in copies:
         copies[node] = graph.node_copy(node, lambda given: _copied(given, graph, copies))
     return copies[node]
-
-
-def _text(node: fx.Node) -> str:
-    return f"{node.op}:{node.target}{fx.node.map_arg((node.args, node.kwargs), _text)!r}"

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import fxamp
 from fxamp.model.engine import engine_of
@@ -167,6 +168,17 @@ def test_a_call_without_data_says_nothing_of_those_with_data():
         torch.func.vmap(converted, in_dims=(None, 0))(X, torch.stack([SOME, ALL]))
     for mask in (SOME, ALL):
         _agree(model, converted, X, mask)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("is_known", [False, True])
+def test_torch_export_says_that_it_cannot_ask(is_known):
+    _, converted = _converted(QUESTIONS["all"])
+    if is_known:
+        converted(X, SOME)
+    with pytest.raises(GuardOnDataDependentSymNode):
+        torch.export.export(converted, (X, SOME), strict=False)
+    assert converted(X, ALL).shape == X.shape
 
 
 @pytest.mark.parametrize(
