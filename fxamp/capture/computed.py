@@ -16,13 +16,18 @@ from fxamp.fakes import UNKNOWN
 from fxamp.inplace import mutated
 from fxamp.opnames import canonical_name
 
-_MAKING = "arange as_tensor eye full linspace logspace ones tensor zeros"
+_MAKING = (
+    "arange as_tensor eye full full_like linspace logspace new_full new_ones new_zeros ones ones_like tensor zeros "
+    "zeros_like"
+)
 _READING = (
-    "abs add all amax amin any argmax argmin bitwise_and bitwise_not bitwise_or bool cat ceil clamp clone "
-    "contiguous cpu cumsum detach diff div double eq exp expand flatten flip float floor floor_divide ge getitem "
-    "gt int item le log log2 logical_and logical_not logical_or long lt max mean min mul ne neg permute pow prod "
-    "remainder repeat reshape roll round sort sqrt squeeze stack sub sum t to tolist transpose trunc type "
-    "unsqueeze view"
+    "abs add all amax amin any argmax argmin argsort bitwise_and bitwise_not bitwise_or bitwise_xor bool cat ceil "
+    "chunk clamp clamp_max clamp_min clone contiguous count_nonzero cpu cumsum detach diagonal diff div double eq "
+    "equal exp expand expand_as flatten flip float floor floor_divide fmod gather ge getitem gt index_select int "
+    "isfinite isin isinf isnan item le log log2 logical_and logical_not logical_or logical_xor long lt masked_fill "
+    "masked_select max maximum mean min minimum mul nan_to_num narrow ne neg nonzero numel one_hot pad permute pow "
+    "prod remainder repeat reshape roll round select sign size sort split sqrt square squeeze stack sub sum t to "
+    "tolist topk transpose tril triu trunc type unbind unique unsqueeze view where"
 )
 _COMPUTED = frozenset(f"{_MAKING} {_READING}".split())
 _NUMBERS = (int, float, torch.dtype, torch.device, torch.Size)
@@ -53,10 +58,11 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _is_written(nodes: set[fx.Node]) -> bool:
-    """Whether anything writes into one of these nodes, or into what is made of them: that may be a view."""
-    made, waiting = set(nodes), list(nodes)
+    """Whether anything that comes before the last of these nodes writes into one of them, or into what is made of them:
+    that may be a view."""
+    last, made, waiting = max(nodes), set(nodes), list(nodes)
     while waiting:
-        new = [user for user in waiting.pop().users if user not in made]
+        new = [user for user in waiting.pop().users if user < last and user not in made]
         made.update(new)
         waiting += new
     return any(made.intersection(mutated(node)) for node in made)

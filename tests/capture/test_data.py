@@ -37,6 +37,14 @@ def embedded(model, _, mask):
     return bool(mask[:, -model.embed(mask.long()).shape[1] + 1 :].all())
 
 
+def _asked_before(mask):
+    """What is written after the question was computed says nothing of it."""
+    mask = mask.clone()
+    found = mask.all().item()
+    mask[0] = False
+    return found
+
+
 QUESTIONS = {
     "all": lambda _, __, mask: mask.all(),
     "sum": lambda _, __, mask: mask.long().sum(1).max() > 5,
@@ -49,6 +57,8 @@ QUESTIONS = {
     "an attribute's": lambda model, _, mask: mask.sum(1).min() > model.most,
     "a layer's size": embedded,
     "twice": lambda _, __, mask: all(mask.all() for _ in range(9)),
+    "written afterwards": lambda _, __, mask: _asked_before(mask),
+    "in place of": lambda _, x, mask: torch.where(mask, x.sum(-1), 0.0).isfinite().all() and mask.nonzero().numel() > 9,
     "two": lambda _, __, mask: bool(mask[0].all()) != bool(mask[1].all()),
 }
 
