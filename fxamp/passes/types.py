@@ -298,8 +298,10 @@ def _attribute_type(node: fx.Node) -> ValueType:
 def _item_type(node: fx.Node) -> ValueType:
     owner = ir.mark(node.args[0]).type if isinstance(node.args[0], fx.Node) else None
     index = node.args[1]
+    if owner is None:
+        return None
     if not isinstance(owner, tuple):
-        return owner
+        return _first_argument_type(node)
     return owner[index] if isinstance(index, int) and -len(owner) <= index < len(owner) else UNKNOWN_TENSOR
 
 

@@ -227,3 +227,24 @@ def test_a_kernels_whole_result_is_given_back_as_it_was():
     for ours, exact in zip(fxamp.convert(model, torch.bfloat16)(x), model(x), strict=True):
         assert ours.dtype == exact.dtype
         assert torch.allclose(ours, exact, atol=0.05)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_rows_that_dynamo_takes_without_an_example_have_no_shape(monkeypatch):
+    """`bounds.tolist()` is read row by row, number by number, where Dynamo captures numbers of tensors."""
+
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x, bounds):
+            return torch.cat([self.fc(x[:, start:end]) for start, end in bounds.tolist()], 1)
+
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+    model, x = Parts(), torch.randn(2, 10, 8)
+    converted = fxamp.convert(model, dtype=torch.bfloat16, capture="dynamo")
+    for bounds in ([[0, 4], [4, 10]], [[0, 2], [1, 7]]):
+        expected = model(x, torch.tensor(bounds))
+        assert (converted(x, torch.tensor(bounds)) - expected).norm() < expected.norm() * 2**-6
+    assert not fxamp.report(converted).outside
