@@ -96,7 +96,8 @@ class Assignments:
         Raises:
             CaptureError: a module that is called as a whole may read one of them, before the graph has set any.
         """
-        changes = self._among(self.before.changes())
+        once = self.before.set_once()
+        changes = self._among(change for change in self.before.changes() if change not in once)
         for node in graph.find_nodes(op="call_module") if changes else ():
             module = self._root.get_submodule(str(node.target))
             if has_hooks(module) or not is_library(type(module)):

@@ -184,7 +184,7 @@ def settled(first: Captured, again: Callable[[], Captured]) -> Captured:
     settings = first.settings
     if settings is None:
         return first
-    with contextlib.suppress(CaptureError), settings.made():
+    with contextlib.suppress(CaptureError), settings.made(first.root):
         second = again()
         if second.settings is None and _are_equal(first, second):
             second.settings = settings

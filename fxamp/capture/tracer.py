@@ -50,7 +50,7 @@ from fxamp.capture.questions import Questions
 from fxamp.capture.ranks import is_static, note_rank
 from fxamp.capture.reads import Place, Reads
 from fxamp.capture.recompute import Region
-from fxamp.capture.settings import Settings
+from fxamp.capture.settings import Settings, all_of
 from fxamp.capture.state import Cell, flag_cell, switch_cells
 from fxamp.capture.surroundings import (
     asked_by_torch_check,
@@ -143,7 +143,7 @@ class SymbolicTracer(fx.Tracer):
         if self.output_form is not None and self.output_form.inside_objects:
             graph.output_node().meta[ir.INSIDE_OBJECTS] = self.output_form.inside_objects
         self.state = (*self._reads.cells(self._numbers.decided), *self._cells_of_whole_parts(graph))
-        self.settings = self._reads.settings
+        self.settings = all_of(self._reads.settings, self._assignments.before.settings)
         return graph
 
     def _cells_of_whole_parts(self, graph: fx.Graph) -> Iterator[Cell]:

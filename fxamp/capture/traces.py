@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxamp.capture.leaves import TABLES, recomputed_weights
+from fxamp.capture.leaves import HOOKS, TABLES, is_traced_hook, recomputed_weights
 from fxamp.capture.objects import MISSING
+from fxamp.capture.settings import Settings, Table
 from fxamp.errors import CaptureError
 from fxamp.inplace import mutated
 from fxamp.ir import ENGINE, module_at
@@ -86,12 +87,23 @@ class Change:
             return Attribute(self.path, self.name)
         return None
 
+    @property
+    def is_traced_hook(self) -> bool:
+        """Whether forward has set a hook that is a part of it."""
+        return self.table in HOOKS and self.old is MISSING and is_traced_hook(self.new)
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether forward has noted something as done, such as that its hooks are there."""
+        return self.attribute is not None and self.new is True and (self.old is MISSING or self.old is False)
+
 
 class State:
     """What the modules of a model hold, as it was before forward ran.
 
     Attributes:
         taken: the attributes that the graph sets as forward does.
+        settings: the hooks that are parts of forward, and what it has set with them: perhaps in its first call alone.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -99,12 +111,24 @@ class State:
         own = [(path, part) for path, part in root.named_modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._before = {id(module): (path, module, snapshot(module)) for path, module in own}
         self.taken: frozenset[Attribute] = frozenset()
+        self.settings: Settings | None = None
 
     def changes(self, within: nn.Module | None = None) -> Iterator[Change]:
         """What forward has set, changed or removed: in the whole model, or within a part of it."""
         parts = self._before if within is None else filter(self._before.__contains__, map(id, within.modules()))
         for path, module, saved in map(self._before.__getitem__, parts):
             yield from _changes(path, module, saved)
+
+    def set_once(self) -> list[Change]:
+        """Hooks that are parts of forward, if it has set any, and the flags that it has set with them."""
+        changes = list(self.changes())
+        has_hooks = any(change.is_traced_hook for change in changes)
+        return [change for change in changes if change.is_traced_hook or change.is_flag] if has_hooks else []
+
+    def settings_of(self, changes: list[Change]) -> Settings | None:
+        """How these changes are made again."""
+        parts = [(Table(change.path, change.table), change.name, change.old, change.new) for change in changes]
+        return Settings(tuple(parts), _refusal(changes[0])) if changes else None
 
     def held(self) -> Iterator[Any]:
         """What the modules' attributes held."""
@@ -120,20 +144,28 @@ class State:
 def untouched(state: State) -> Iterator[None]:
     """Restore every attribute of every module on leaving; one that forward has set, and no graph would, is an error.
 
+    What it may have set for its first call alone is noted in the state.
+
     Raises:
         CaptureError: forward set, changed or removed an attribute; the model is as before.
     """
-    changed: list[str] = []
+    changed: list[Change] = []
     try:
         yield
-        changed = [change.title for change in state.changes() if change.attribute not in state.taken]
+        once = state.set_once()
+        state.settings = state.settings_of(once)
+        changed = [change for change in state.changes() if change.attribute not in state.taken and change not in once]
     finally:
         state.restore()
     if changed:
-        raise CaptureError(
-            f"forward sets attribute {changed[0]!r}, and a graph holds no such writes. Return the value instead, "
-            "write a buffer in place (self.buffer.copy_(value)), or convert the submodules that do the work."
-        )
+        raise CaptureError(_refusal(changed[0]))
+
+
+def _refusal(change: Change) -> str:
+    return (
+        f"forward sets attribute {change.title!r}, and a graph holds no such writes. Return the value instead, "
+        "write a buffer in place (self.buffer.copy_(value)), or convert the submodules that do the work."
+    )
 
 
 def snapshot(module: nn.Module) -> dict[str, dict[str, Any]]:

@@ -260,10 +260,10 @@ class Engine:
                 self.refusals.add(key, module, error)  # Dynamo takes such calls; where it does not, try again
             raise
         if (settings := variant.captured.settings) is not None:
-            settings.make()
+            settings.make(module)
             same = next((other for other in known if other.holds(module, inputs)), None)
             if is_example:
-                settings.undo()
+                settings.undo(module)
             if same is not None:
                 return same  # from before they were taken back
         if self.is_frozen:

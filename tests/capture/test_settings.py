@@ -101,14 +101,35 @@ def is_set_then_read_elsewhere(m, x, labels):
     return m.inner(x)
 
 
-ONCE = [problem_type, is_set_then_read_elsewhere]
+def moved(module, args, output):
+    return output + 1
+
+
+moved.__module__ = "transformers.utils.output_capturing"  # it is told from the user's own by where it is from
+
+
+def hooks(m, x, labels):
+    """As transformers' base models set those that collect hidden states."""
+    if not getattr(m, "has_hooks", False):
+        m.inner.linear.register_forward_hook(moved)
+        m.inner.has_hooks = m.has_hooks = True
+    return m.inner(x)
+
+
+def hooks_at_every_call(m, x, labels):
+    m.inner.linear.register_forward_hook(moved)
+    return m.inner(x)
+
+
+ONCE = [problem_type, is_set_then_read_elsewhere, hooks]
 REFUSED = [counter, first_is_another, other_constant, other_table, turns, no_plain_value, a_key_less]
-EVERY = [*ONCE, *REFUSED, length, length_in_a_dictionary]
+EVERY = [*ONCE, *REFUSED, length, length_in_a_dictionary, hooks_at_every_call]
 X, LABELS = torch.randn(4, 8), torch.tensor([0, 1, 2, 3])
 
 
 def state(model):
-    return {**vars(model.config), "seen": dict(model.config.seen), "cache": dict(model.cache)}
+    hooked = len(model.inner.linear._forward_hooks), vars(model).get("has_hooks"), vars(model.inner).get("has_hooks")
+    return {**vars(model.config), "seen": dict(model.config.seen), "cache": dict(model.cache), "hooked": hooked}
 
 
 def make(function):
@@ -150,12 +171,16 @@ def test_what_is_set_once_is_captured_symbolically_in_one_graph(function):
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
-def test_converting_for_an_example_sets_nothing(opt_level):
-    converted = fxamp.convert(make(problem_type), LOW, (X, LABELS), opt_level=opt_level)
-    assert converted.config.kind is None
-    assert fxamp.find_nan(converted, (X, LABELS)) is None and converted.config.kind is None
-    converted(X, LABELS).backward()
-    assert converted.config.kind == "classes" and fxamp.report(converted).captures == ("symbolic",)
+@pytest.mark.parametrize("function", ONCE)
+def test_converting_for_an_example_sets_nothing(function, opt_level):
+    plain, converted = make(function), fxamp.convert(make(function), LOW, (X, LABELS), opt_level=opt_level)
+    assert state(converted) == state(plain)
+    assert fxamp.find_nan(converted, (X, LABELS)) is None and state(converted) == state(plain)
+    for _ in range(2):
+        plain(X, LABELS)
+        converted(X, LABELS).sum().backward()
+        assert state(converted) == state(plain) != state(make(function))
+    assert fxamp.report(converted).captures == ("symbolic",)
 
 
 @pytest.mark.parametrize("function", REFUSED)
@@ -167,6 +192,13 @@ def test_what_a_graph_cannot_repeat_is_refused_and_undone(function):
     assert state(model) == before
 
 
+def test_hooks_that_are_set_at_every_call_are_refused_and_undone():
+    model = make(hooks_at_every_call)
+    with pytest.raises(CaptureError, match=r"forward sets attribute 'inner\.linear\._forward_hooks'"):
+        fxamp.convert(model, LOW, (X, LABELS), capture="symbolic")
+    assert state(model) == state(make(hooks_at_every_call))
+
+
 def test_a_copy_sets_its_own():
     converted = fxamp.convert(make(problem_type), LOW, (X, LABELS))
     other = copy.deepcopy(converted)
@@ -174,3 +206,10 @@ def test_a_copy_sets_its_own():
     assert other.config.kind == "classes" and converted.config.kind is None
     converted(X, torch.randn(4, 8))
     assert other.config.kind == "classes" and converted.config.kind == "numbers"
+
+
+def test_a_copy_sets_its_own_hooks():
+    converted = fxamp.convert(make(hooks), LOW, (X, LABELS))
+    other = copy.deepcopy(converted)
+    assert torch.equal(other(X), other(X)) and not converted.inner.linear._forward_hooks
+    assert torch.equal(converted(X), other(X)) and len(converted.inner.linear._forward_hooks) == 1

@@ -1,5 +1,6 @@
 """Architectures of transformers against torch.autocast, as the hand-written models."""
 
+import copy
 import os
 
 import pytest
@@ -83,6 +84,22 @@ def test_modules_with_the_hooks_of_transformers_run_low():
     report = fxamp.report(converted)
     assert report.captures == ("symbolic",)
     assert {row.precision for row in report.rows if row.op == "linear"} == {"low"}
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_the_hooks_of_transformers_that_a_first_call_sets_leave_one_graph(opt_level):
+    import fxamp
+
+    torch.manual_seed(0)
+    model = hugging_face.make("bert").eval()
+    args, kwargs = hugging_face.call("bert")
+    model.config.output_hidden_states = True
+    expected = copy.deepcopy(model)(*args, **kwargs).hidden_states
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=(args, kwargs), opt_level=opt_level)
+    for _ in range(3):
+        for mine, theirs in zip(converted(*args, **kwargs).hidden_states, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0.05, atol=0.05)
+    assert fxamp.report(converted).captures == ("symbolic",)
 
 
 def test_generate_and_save_pretrained(tmp_path):
