@@ -4,11 +4,13 @@ A graph makes no such writes, and a trace would leave its own values in the user
 """
 
 import collections
+import dataclasses
 import functools
 import gc
 import operator
 import random
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +35,16 @@ from fxamp.errors import CaptureError, FxampError, OptionError
 
 _THE_MODULES: Any = random.random.__self__  # type: ignore[attr-defined]
 _MOST_BYTES = 2**26  # of an array of numpy that is looked at: a larger one may be a file
+
+
+@dataclasses.dataclass(frozen=True)
+class _Computed:
+    """Stands for a cached property: computed at each read where the object has kept no value, and kept nowhere."""
+
+    function: Callable[[Any], Any]
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return self if owner is None else self.function(owner)
 
 
 class Effects:
@@ -93,6 +105,9 @@ class Effects:
         if isinstance(cached, functools._lru_cache_wrapper):
             self._opened[id(owner), name] = (owner, name, value)
             _put(owner, name, cached.__wrapped__ if cached is value else type(value)(cached.__wrapped__))
+        elif isinstance(value, functools.cached_property):
+            self._opened[id(owner), name] = (owner, name, value)
+            _put(owner, name, _Computed(value.func))
 
     def before(self, owner: Any, name: str, value: Any) -> Any:
         """What stood in a place where `value` stands during the trace."""

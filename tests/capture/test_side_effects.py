@@ -55,6 +55,10 @@ class Tables:
     def triangle(self, size):
         return triangle(size)
 
+    @functools.cached_property
+    def places(self):
+        return [1, 3]
+
     def count(self):
         global COUNT
         COUNT += 1
@@ -95,6 +99,14 @@ class Net(nn.Module):
     @functools.lru_cache(None)
     def named(cls, size):
         return torch.ones(size) * len(cls.__name__)
+
+    @functools.cached_property
+    def factor(self):
+        return 2.5
+
+    @functools.cached_property
+    def steps(self):
+        return torch.arange(16.0) * self.factor
 
     def forward(self, x, *more):
         return self.body(self, x, *more)
@@ -331,6 +343,30 @@ def test_a_cache_holds_no_traced_value(name):
         same(converted(inputs(0)), plain(inputs(0)))
     if not is_refused:
         assert len(engine_of(converted).all_variants()) == 1
+
+
+PROPERTIES = {
+    "number": lambda net, x: net.q(x) * net.factor,
+    "tensor": lambda net, x: net.q(x) * net.steps,
+    "of an object": lambda net, x: net.q(x)[:, net.tables.places] * 2,
+}
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["not read yet", "read before"])
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_a_cached_property_holds_no_traced_value(name, opt_level, is_known):
+    plain, model = pairs(PROPERTIES[name])
+    if is_known:
+        model.factor, model.steps, model.tables.places  # noqa: B018
+    converted = fxamp.convert(model, LOW, example_inputs=(inputs(0),), capture="symbolic", opt_level=opt_level)
+    for _ in range(2):
+        same(converted(inputs(0)), plain(inputs(0)))
+    assert len(engine_of(converted).all_variants()) == 1
+    for kind, kept in ((Net, ("factor", "steps")), (Tables, ("places",))):
+        assert all(type(vars(kind)[each]) is functools.cached_property for each in kept)
+    for net in (model, converted):
+        assert net.factor == 2.5 and net.tables.places == [1, 3] and type(net.steps) is torch.Tensor
 
 
 def python_state(net):
