@@ -118,7 +118,7 @@ class Questions:
     def text(self, proxy: fx.Proxy, how: str) -> str:
         """What an f-string makes of a value."""
         if (
-            isinstance(proxy.node.meta.get("val"), torch.Tensor)
+            isinstance(known_or_guessed(proxy.node), torch.Tensor)
             and (mark := self.messages.mark(proxy, how)) is not None
         ):
             return mark

@@ -37,6 +37,7 @@ QUESTIONS = {
     "sizes taken": lambda y: sum(1 for _ in y.shape) == 2,
     "sizes in a tuple": lambda y: y.new_zeros((*y.shape[1:], 3)).dim() == 2,
     "sizes added": lambda y: len(y.shape[1:] + TWO + y.shape) == 5,
+    "shown in a message": lambda y: torch._check_tensor_all(y < 99, lambda: f"too large: {y}") is None,
 }
 
 
