@@ -38,7 +38,7 @@ class Ruling:
         born: nodes whose value is low-born: rounding it once more loses nothing that matters.
         tainted: nodes whose value holds numbers beyond the low range.
         integers: nodes whose float32 value is made of exact integers.
-        rounded: nodes that low numbers of a GEMM, or of a bounded op, are a part of.
+        rounded: nodes that low numbers of a GEMM or of a bounded op, or rows of a table, are a part of.
         participants: nodes that handle float32 values.
     """
 

@@ -23,12 +23,15 @@ def mark_integers(ruling: Ruling) -> None:
     """Float values made of integers stay exact until a GEMM, a deny or a bounded op, or a product with a rounded value.
 
     (A hidden state times a mask of integers is no integer: what a GEMM or a norm made was rounded before. A sum of the
-    two stays exact, as a grid moved by an offset does, and a GEMM that reads it rounds it as it rounds the offset.)
+    two stays exact, as a grid moved by an offset does, and a GEMM that reads it rounds it as it rounds the offset. So
+    it does with what is made of the rows of a table, which nothing has rounded yet.)
     """
-    rounded = ruling.rounded
+    rounded: set[fx.Node] = set()
     for node in ruling.graph.nodes:
         if is_bounded(node) or ruling.colours.get(node) == "allow" or ruling.first_source(node, rounded) is not None:
             rounded.add(node)
+        if node in rounded or _gives_rows(node) or ruling.first_source(node, ruling.rounded) is not None:
+            ruling.rounded.add(node)
         if ir.mark(node).op in _PRODUCTS and ruling.first_source(node, rounded) is not None:
             continue
         if not node.op.startswith("call") or not (ir.holds_float32(node) or mutated(node)):
@@ -38,6 +41,11 @@ def mark_integers(ruling: Ruling) -> None:
         elif ruling.colours[node] in ("infer", "clear") and not is_bounded(node):
             if ruling.first_source(node, ruling.integers) is not None:
                 ruling.integers.add(node)
+
+
+def _gives_rows(node: fx.Node) -> bool:
+    """Whether it looks up rows of a weight."""
+    return ir.mark(node).op in ("embedding", "embedding_bag") and any(map(ir.is_weight, node.all_input_nodes))
 
 
 def _makes_floats_of_integers(ruling: Ruling, node: fx.Node) -> bool:

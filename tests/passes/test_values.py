@@ -261,6 +261,24 @@ def test_a_hidden_state_times_a_mask_of_integers_is_no_integer():
     assert_precision(setting, {"linear": "low", "mul": "high not low-born", "matmul": "low"})
 
 
+@pytest.mark.parametrize("bag", [False, True])
+def test_a_gemm_reads_rows_of_a_table_times_a_mask_of_integers_low(bag):
+    """DeBERTa: embeddings, normed by hand, are masked and go into the first layer."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.fc = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+        def forward(self, ids, mask):
+            rows = F.embedding_bag(ids, self.table.weight) if bag else self.table(ids)
+            return self.fc((rows - 0.5) * mask.unsqueeze(-1).to(rows.dtype))
+
+    ids = torch.arange(16).view(2, 8) % 8
+    setting = decided(lambda m, *given: m(*given), ids, ids[:, 0] if bag else ids % 2, module=Masked())
+    assert_precision(setting, {"mul": "high integers", "linear": "low"})
+
+
 @pytest.mark.parametrize(
     "read, wanted",
     [
