@@ -158,3 +158,50 @@ def test_a_number_that_torch_takes_for_an_open_size_ends_it():
     assert sizes.closed(sizes.of(after)).shape == ()
     sizes.of(added)
     assert sizes.closed(sizes.of(added)) is UNKNOWN and sizes.of(after) is UNKNOWN
+
+
+ROWS, MASK = torch.randn(6, 8), torch.tensor([True, False, True, True, False, True])
+WRITTEN_BACK = {
+    "masked_scatter": lambda x, mask, y: x.masked_scatter(mask[:, None], y),
+    "masked_scatter by names": lambda x, mask, y: torch.masked_scatter(x, mask=mask[:, None], source=y),
+    "index_add": lambda x, mask, y: x.index_add(0, torch.where(mask)[0], y),
+    "index_copy": lambda x, mask, y: x.index_copy(0, torch.where(mask)[0], y),
+    "index_put": lambda x, mask, y: x.index_put((mask,), y),
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN_BACK)
+def test_what_chosen_rows_are_written_into_has_known_sizes(written):
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x, mask):
+            y = WRITTEN_BACK[written](x, mask, self.fc(x[mask]))
+            return self.fc(y * 64 if y.shape == x.shape and y.shape[1] == 8 else y)
+
+    model = Written()
+    converted = fxamp.convert(model, dtype=torch.bfloat16)
+    for x, mask in ((ROWS, MASK), (ROWS, torch.arange(6) == 1), (torch.cat([ROWS, ROWS]), torch.cat([MASK, ~MASK]))):
+        expected = model(x, mask)
+        assert (converted(x, mask) - expected).norm() < expected.norm() * 2**-6
+    assert {variant.captured.method for variant in engine_of(converted).all_variants()} == {"symbolic"}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_mask_of_unknown_size_says_how_large_the_result_is():
+    class Broadcast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x, mask):
+            y = x[:1].masked_scatter(x[mask] > 0, self.fc(x))
+            return self.fc(y * 64 if y.shape[0] == 1 else y)
+
+    model = Broadcast()
+    converted = fxamp.convert(model, dtype=torch.bfloat16)
+    for mask in (MASK, torch.arange(6) == 1):
+        expected = model(ROWS, mask)
+        assert (converted(ROWS, mask) - expected).norm() < expected.norm() * 2**-6
