@@ -42,7 +42,7 @@ _listening = threading.local()
 def compile_apart(function: Any, backend: str | Callable[..., Any], fullgraph: bool = False) -> Any:
     """`torch.compile` of a function, with captures of its own: those of others with the same code do not count."""
     options: dict[str, Any] = {"isolate_recompiles": True} if _IS_APART else {}
-    return torch.compile(_own_code(as_written(function)), backend=backend, fullgraph=fullgraph, **options)
+    return torch.compile(own_code(as_written(function)), backend=backend, fullgraph=fullgraph, **options)
 
 
 def as_written(function: Any) -> Any:
@@ -162,7 +162,12 @@ def _in_words(error: Exception) -> str:
     return f"Dynamo fails{at} with {type(error).__name__}: {text}. {_REWRITE}"
 
 
-def _own_code(function: Any) -> Any:
+def leave_out(function: Any) -> None:
+    """Let Dynamo begin with what a function calls: its own frame runs as it is, where nothing around it is captured."""
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+
+
+def own_code(function: Any) -> Any:
     """A copy of a function with a code object of its own: Dynamo's caches and limits belong to a code object."""
     while hasattr(function, "__wrapped__") and not hasattr(function, "__code__"):
         function = function.__wrapped__

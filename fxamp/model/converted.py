@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.capture.frames import as_written
+from fxamp.capture.frames import as_written, leave_out, own_code
 from fxamp.errors import OptionError
 from fxamp.ir import ENGINE
 from fxamp.model.compiling import graph_made_ready, make_ready, watch
@@ -42,6 +42,7 @@ def _with_state(sibling: nn.Module, plain: nn.Module, engine: Engine | None) -> 
     take_state(plain, sibling)
     if engine is not None:
         sibling.__dict__[ENGINE] = engine
+        engine.run = engine.run or own_code(_run)
     return sibling
 
 
@@ -57,22 +58,12 @@ def _sibling_class(base: type) -> type:
 def _make_class(base: Any) -> type:
     @functools.wraps(as_written(base.forward))
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        number = None
-        if torch.compiler.is_compiling():
-            from torch._dynamo.comptime import comptime  # takes seconds to import, and is there by then
-
-            comptime(make_ready)
-            watch(self)
-            number = graph_made_ready()
         engine = self.__dict__.get(ENGINE)
         if engine is None:  # made by self.__class__(...), as slices of a Sequential are
             return base.forward(self, *args, **kwargs)
-        if not torch.compiler.is_dynamo_compiling():
-            engine.is_trained |= torch.is_grad_enabled()
-        if not torch.compiler.is_compiling():
-            take_over_writes()
-        return engine(self, args, kwargs, number)
+        return engine.run(self, args, kwargs)
 
+    leave_out(forward)
     _keep_unwrapped(forward, base.forward)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
@@ -113,6 +104,23 @@ def _make_class(base: Any) -> type:
         "_fxamp_base": base,
     }
     return _subclass(base, names)
+
+
+def _run(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward of converted models, of which each engine has a copy: a model is compiled apart from others."""
+    number = None
+    if torch.compiler.is_compiling():
+        from torch._dynamo.comptime import comptime  # takes seconds to import, and is there by then
+
+        comptime(make_ready)
+        watch(self)
+        number = graph_made_ready()
+    engine = self.__dict__[ENGINE]
+    if not torch.compiler.is_dynamo_compiling():
+        engine.is_trained |= torch.is_grad_enabled()
+    if not torch.compiler.is_compiling():
+        take_over_writes()
+    return engine(self, args, kwargs, number)
 
 
 def _subclass(base: Any, names: dict[str, Any]) -> type:

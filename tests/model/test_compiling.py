@@ -79,6 +79,35 @@ def test_a_graph_that_is_made_later_leaves_what_is_compiled():
     assert count == 2
 
 
+def _compiled_in_place(converted, **options):
+    converted.compile(**options)
+    return converted
+
+
+def _compiled_forward(converted, **options):
+    return torch.compile(converted.forward, **options)
+
+
+@pytest.mark.parametrize("compile", [torch.compile, _compiled_in_place, _compiled_forward])
+def test_what_is_compiled_of_one_model_does_not_count_for_another(compile):
+    """Dynamo allows a piece of code some captures: folds of a model, and models of other classes, have theirs each."""
+    count = 0
+
+    def compiler(module, inputs):
+        nonlocal count
+        count += 1
+        return module.forward
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for net in (Net, Net, lambda: nn.Sequential(nn.Dropout(), nn.Linear(8, 4)), Net):
+            converted = fxamp.convert(net(), torch.bfloat16)
+            compiled = compile(converted, backend=compiler)
+            for training in (True, False, True):
+                converted.train(training)
+                compiled(X)
+    assert count == 2 * 4
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_sizes_that_vary(dynamic):
     converted = fxamp.convert(Net().eval(), torch.bfloat16)
