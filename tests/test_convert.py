@@ -214,6 +214,18 @@ def test_converting_again_with_other_options_starts_from_the_plain_model(options
     assert torch.equal(first(x), fxamp.convert(model, dtype="fp16")(x))
 
 
+@pytest.mark.parametrize("options", [{"dtype": "fp16"}, {"opt_level": "O0"}, {"dtype": "bf16", "boundaries": "body"}])
+def test_a_model_that_is_compiled_in_place_is_converted_again_from_the_plain_model(options):
+    """`model.compile()` leaves a compiled call on the instance, which is that of the model as it was converted first."""
+    model, x = Net(), torch.randn(3, 4)
+    first = fxamp.convert(model, dtype="bf16")
+    first.compile(backend="eager")
+    expected = first(x)
+    assert torch.equal(fxamp.convert(first, **options)(x), fxamp.convert(model, **options)(x))
+    assert torch.equal(first(x), expected)
+    torch._dynamo.reset()
+
+
 def test_converting_again_at_o0_gives_the_plain_model():
     model, x = Net(), torch.randn(3, 4)
     plain = fxamp.convert(fxamp.convert(model), opt_level="O0")

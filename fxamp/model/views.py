@@ -18,7 +18,8 @@ def plain_view(model: nn.Module) -> nn.Module:
     plain = object.__new__(base)
     take_state(model, plain, functions=False)
     if plain.__dict__.pop(ENGINE, None) is not None:
-        plain.__dict__.pop("forward", None)  # set since (Accelerate does): it wraps the converted forward
+        for wraps_converted in ("forward", "_compiled_call_impl"):  # set since, by Accelerate and `model.compile()`
+            plain.__dict__.pop(wraps_converted, None)
     return plain  # type: ignore[no-any-return]
 
 
