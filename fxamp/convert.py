@@ -110,9 +110,13 @@ def convert(
     example = normalise_example(example_inputs)
     known = engine_of(model)
     if known is not None:
-        changed = differing(model, known.options, options, names_dtype=dtype is not None)
-        check_blocks(model, known, check_boundaries(model, boundaries, options), changed)
-        if not changed:
+        paths = check_boundaries(model, boundaries, options)
+        adds = bool(paths) and not known.blocks
+        changed = differing(model, known.options, options, names_dtype=dtype is not None, stays=not adds)
+        check_blocks(model, known, paths, changed)
+        if not changed and adds:
+            options = known.options
+        elif not changed:
             if example is not None:
                 _first_graph(model, known, _forward_example(model, example))
             return model

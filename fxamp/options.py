@@ -188,13 +188,14 @@ def check_options(
     )
 
 
-def differing(model: nn.Module, known: Options, asked: Options, names_dtype: bool) -> tuple[str, ...]:
+def differing(model: nn.Module, known: Options, asked: Options, names_dtype: bool, stays: bool) -> tuple[str, ...]:
     """The options in which a converted model differs from what convert() is asked for now.
 
     None of them where all that is asked for is the defaults: `convert(model)` of a converted model means that model.
 
     Args:
         names_dtype: whether the dtype was asked for; else it is the device's default.
+        stays: whether the model stays as it is where none differs, which is told then.
 
     Raises:
         OptionError: they differ, and the model's parameters are low already (O2, O3).
@@ -206,7 +207,8 @@ def differing(model: nn.Module, known: Options, asked: Options, names_dtype: boo
     defaults = check_options(device_of(model))
     if not names_dtype and all(_same(field.name, asked, defaults) for field in dataclasses.fields(Options)):
         kept = ", ".join(f"{_ARGUMENTS.get(field, field)}={_shown(known, field)}" for field in names)
-        log.info("%s is converted already, with %s, and stays as it is", name, kept)
+        if stays:
+            log.info("%s is converted already, with %s, and stays as it is", name, kept)
         return ()
     changes = ", ".join(
         f"{_ARGUMENTS.get(field, field)}={_shown(asked, field)} instead of {_shown(known, field)}" for field in names
@@ -228,12 +230,11 @@ def check_blocks(model: nn.Module, known: Engine, asked: tuple[str, ...], change
         asked: paths that `boundaries=` names now.
         changed: the options that differ.
     """
-    if (changed and known.blocks) or (asked and set(asked) != set(known.blocks)):
-        had = f"boundaries={list(known.blocks)}" if known.blocks else "no boundaries"
+    if known.blocks and (changed or (asked and set(asked) != set(known.blocks))):
         different = ", ".join(_ARGUMENTS.get(field, field) for field in changed) or f"boundaries={list(asked)}"
         raise OptionError(
-            f"{type(model).__qualname__} is converted already, with {had}, and cannot be converted again with another "
-            f"{different}. Convert the original model."
+            f"{type(model).__qualname__} is converted already, with boundaries={list(known.blocks)}, and cannot be "
+            f"converted again with another {different}. Convert the original model."
         )
 
 

@@ -92,8 +92,9 @@ def kept_whole(engine: Engine, model: nn.Module) -> tuple[float, str]:
     share = sum(sizes[name] for name in inside) / max(1, sum(sizes.values()))
     return (
         share,
-        f"{share:.0%} of the weights are in modules with hooks, which run whole, in float32 ({listed(paths, _NAMED)}). "
-        "fxamp.convert(model, boundaries=[...]) converts those by themselves, and their hooks run.",
+        f"{share:.0%} of the weights are in modules with hooks, which run whole, in float32, while they have them "
+        f"({listed(paths, _NAMED)}). fxamp.convert(model, boundaries=[...]) converts those by themselves, and their "
+        "hooks run.",
     )
 
 

@@ -277,7 +277,7 @@ def test_most_weights_in_modules_with_hooks_are_a_warning_said_once(count, text,
     assert len(messages) == bool(text)
     if text:
         assert messages[0].startswith(
-            f"{text} of the weights are in modules with hooks, which run whole, in float32 (0"
+            f"{text} of the weights are in modules with hooks, which run whole, in float32, while they have them (0"
         )
         assert "boundaries=[...]" in messages[0]
 
