@@ -50,6 +50,8 @@ BLOCK_PATH = "fxamp_block_path"
 KERNEL = "fxamp_kernel"
 # The attribute under which a converted model keeps what runs its forward.
 ENGINE = "_fxamp_engine"
+# And what asks that: a function with code of the model's own, as Dynamo's caches and limits belong to code.
+RUN = "_fxamp_run"
 
 Colour = Literal["allow", "infer", "deny", "clear", "unlisted"]
 Precision = Literal["low", "high", "none"]

@@ -32,10 +32,10 @@ from fxamp.capture.selves import check_agrees
 from fxamp.capture.settings import Settings
 from fxamp.capture.state import LIFTED, Cell, paths_of, read
 from fxamp.errors import CaptureError, FxampError, OptionError
-from fxamp.ir import ENGINE
+from fxamp.ir import ENGINE, RUN
 
 # What nn.Module itself keeps in an instance; Structure looks after parameters, modules and hooks.
-_OWN = frozenset({*nn.Module().__dict__, "__dict__", "__class__", ENGINE})
+_OWN = frozenset({*nn.Module().__dict__, "__dict__", "__class__", ENGINE, RUN})
 _INHERITED = frozenset(dir(nn.Module)) - {"forward"}
 # Methods that are called without being named.
 _PROTOCOL = frozenset(

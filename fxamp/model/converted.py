@@ -18,7 +18,7 @@ from torch import nn
 
 from fxamp.capture.frames import as_written, leave_out, own_code
 from fxamp.errors import OptionError
-from fxamp.ir import ENGINE
+from fxamp.ir import ENGINE, RUN
 from fxamp.model.compiling import graph_made_ready, make_ready, watch
 from fxamp.model.engine import Engine
 from fxamp.model.storage import Marks, apply_exactly, load_exactly, mark, marks_of, take_over_writes
@@ -42,7 +42,7 @@ def _with_state(sibling: nn.Module, plain: nn.Module, engine: Engine | None) -> 
     take_state(plain, sibling)
     if engine is not None:
         sibling.__dict__[ENGINE] = engine
-        engine.run = engine.run or own_code(_run)
+        sibling.__dict__[RUN] = own_code(_run)
     return sibling
 
 
@@ -58,10 +58,9 @@ def _sibling_class(base: type) -> type:
 def _make_class(base: Any) -> type:
     @functools.wraps(as_written(base.forward))
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = self.__dict__.get(ENGINE)
-        if engine is None:  # made by self.__class__(...), as slices of a Sequential are
+        if self.__dict__.get(ENGINE) is None:  # made by self.__class__(...), as slices of a Sequential are
             return base.forward(self, *args, **kwargs)
-        return engine.run(self, args, kwargs)
+        return self.__dict__[RUN](self, args, kwargs)
 
     leave_out(forward)
     _keep_unwrapped(forward, base.forward)
@@ -107,7 +106,7 @@ def _make_class(base: Any) -> type:
 
 
 def _run(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward of converted models, of which each engine has a copy: a model is compiled apart from others."""
+    """The forward of converted models, of which each has a copy: it is compiled apart from others."""
     number = None
     if torch.compiler.is_compiling():
         from torch._dynamo.comptime import comptime  # takes seconds to import, and is there by then

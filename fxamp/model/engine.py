@@ -72,7 +72,6 @@ class Engine:
         self.structures: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDictionary()
         self.fingerprint: Any = None
         self.successor: Engine | None = None
-        self.run: Any = None  # the forward of its models, with code of its own
 
     def __reduce__(self) -> Any:
         boundaries = {"blocks": self.blocks, "is_boundary": self.is_boundary, "paths": self.paths}
@@ -139,7 +138,6 @@ class Engine:
             self.successor = Engine(self.options, self.workshop, copy.deepcopy(self.dynamo), self.is_frozen)
             self.successor.is_boundary, self.successor.paths = self.is_boundary, self.paths
             self.successor.fingerprint, self.successor.blocks = fingerprint, _blocks_of(module, self.blocks)
-            self.successor.run = self.run
         self.successor.is_trained |= self.is_trained
         return self.successor
 

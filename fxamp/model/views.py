@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fxamp.capture.leaves import TABLES, is_boundary
-from fxamp.ir import ENGINE
+from fxamp.ir import ENGINE, RUN
 from fxamp.references import copy_slots, repointed
 
 
@@ -17,6 +17,7 @@ def plain_view(model: nn.Module) -> nn.Module:
     base = getattr(type(model), "_fxamp_base", type(model))
     plain = object.__new__(base)
     take_state(model, plain, functions=False)
+    plain.__dict__.pop(RUN, None)
     if plain.__dict__.pop(ENGINE, None) is not None:
         for wraps_converted in ("forward", "_compiled_call_impl"):  # set since, by Accelerate and `model.compile()`
             plain.__dict__.pop(wraps_converted, None)

@@ -108,6 +108,24 @@ def test_what_is_compiled_of_one_model_does_not_count_for_another(compile):
     assert count == 2 * 4
 
 
+def test_blocks_are_compiled_one_by_one_however_many_there_are():
+    count = 0
+
+    def compiler(module, inputs):
+        nonlocal count
+        count += 1
+        return module.forward
+
+    converted = fxamp.convert(nn.Sequential(*[nn.Sequential(nn.Linear(8, 8)) for _ in range(4)]), boundaries="blocks")
+    expected = converted(X)
+    for model in (converted, copy.deepcopy(converted)):
+        for block in model:
+            block.compile(backend=compiler)
+        with torch._dynamo.config.patch(recompile_limit=1):
+            assert torch.equal(model(X), expected)
+    assert count == 2 * 4
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_sizes_that_vary(dynamic):
     converted = fxamp.convert(Net().eval(), torch.bfloat16)
