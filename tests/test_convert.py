@@ -217,7 +217,7 @@ def test_converting_again_with_other_options_starts_from_the_plain_model(options
 
 @pytest.mark.parametrize("options", [{"dtype": "fp16"}, {"opt_level": "O0"}, {"dtype": "bf16", "boundaries": "body"}])
 def test_a_model_that_is_compiled_in_place_is_converted_again_from_the_plain_model(options):
-    """`model.compile()` leaves a compiled call on the instance, which is that of the model as it was converted first."""
+    """`model.compile()` leaves a compiled call on the instance: that of the model as it was converted first."""
     model, x = Net(), torch.randn(3, 4)
     first = fxamp.convert(model, dtype="bf16")
     first.compile(backend="eager")

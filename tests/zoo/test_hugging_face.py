@@ -102,6 +102,29 @@ def test_the_hooks_of_transformers_that_a_first_call_sets_leave_one_graph(opt_le
     assert fxamp.report(converted).captures == ("symbolic",)
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_hooks_that_the_first_call_sets_are_set_once(name, opt_level):
+    """What asks for hidden states for the first time (Segformer always does) has transformers set its hooks."""
+    import fxamp
+
+    torch.manual_seed(0)
+    model = hugging_face.make(name).eval()
+    args, kwargs = hugging_face.call(name)
+    expected = copy.deepcopy(model)(*args, **kwargs, output_hidden_states=True).hidden_states
+    options = {"capture": "symbolic", "example_inputs": (args, {**kwargs, "output_hidden_states": True})}
+    converted = fxamp.convert(model, torch.bfloat16, opt_level=opt_level, **options)
+    assert not any(module._forward_hooks for module in model.modules()), "an example is no call"
+    counts = []
+    for asked in (True, False, True):
+        hidden = converted(*args, **kwargs, output_hidden_states=asked).hidden_states
+        counts.append(sum(len(module._forward_hooks) for module in converted.modules()))
+        assert hidden is None or len(hidden) == len(expected)
+    torch.testing.assert_close(hidden, expected, rtol=0.05, atol=0.05)
+    assert counts[0] > 0 and len(set(counts)) == 1
+    assert fxamp.report(converted).captures[:1] == ("symbolic",)
+
+
 def test_generate_and_save_pretrained(tmp_path):
     import fxamp
 
