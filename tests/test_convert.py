@@ -31,7 +31,7 @@ class Branching(nn.Module):
         self.fc = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.sum() > 0:
+        if self.fc(x).sum() > 0:
             return self.fc(x)
         return x
 

@@ -36,7 +36,7 @@ class Tagger(nn.Module):
         return self.scored(self.head(x), lengths)
 
     def scored(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        if not (lengths > 0).all():  # a sentence without words
+        if scores.isnan().all():  # no word is known
             return scores.amax(-1)
         return scores.logsumexp(-1)
 

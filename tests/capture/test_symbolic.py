@@ -268,7 +268,7 @@ def test_what_cannot_be_followed_is_tried_once(monkeypatch):
     traces = []
     trace = SymbolicTracer.trace
     monkeypatch.setattr(SymbolicTracer, "trace", lambda *given: (traces.append(1), trace(*given))[1])
-    converted = fxamp.convert(Model(lambda self, x: self.fc(x) if x.mean() > 0 else x))
+    converted = fxamp.convert(Model(lambda self, x: self.fc(x) if self.fc(x).mean() > 0 else x))
     converted(EXACT)
     before = len(traces)
     converted(EXACT)
