@@ -41,9 +41,8 @@ class Deciding(Outer):
     """Only Dynamo can follow this one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.sum() > 1e9:
-            return x
-        return super().forward(x)
+        y = super().forward(x)
+        return x if y.sum() > 1e9 else y
 
 
 @pytest.fixture

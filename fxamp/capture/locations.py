@@ -88,7 +88,9 @@ def unfollowable(what: str, has_example: bool, data: bool) -> CaptureError:
         data: whether the answer depends on data, not on sizes.
     """
     if not has_example:
-        way_out = "Pass example_inputs to fxamp.convert: decisions on shapes, or on the data of inputs, are then made from them."
+        way_out = (
+            "Pass example_inputs to fxamp.convert: decisions on sizes, and on inputs' data, are then made from them."
+        )
     elif data:
         way_out = (
             "The decision depends on data. Write it with torch.where, move it out of forward, or convert the "

@@ -230,7 +230,7 @@ def test_a_kernels_whole_result_is_given_back_as_it_was():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_rows_that_dynamo_takes_without_an_example_have_no_shape(monkeypatch):
+def test_rows_that_dynamo_takes_without_an_example_have_no_shape():
     """`bounds.tolist()` is read row by row, number by number, where Dynamo captures numbers of tensors."""
 
     class Parts(nn.Module):
@@ -241,10 +241,10 @@ def test_rows_that_dynamo_takes_without_an_example_have_no_shape(monkeypatch):
         def forward(self, x, bounds):
             return torch.cat([self.fc(x[:, start:end]) for start, end in bounds.tolist()], 1)
 
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
-    model, x = Parts(), torch.randn(2, 10, 8)
-    converted = fxamp.convert(model, dtype=torch.bfloat16, capture="dynamo")
-    for bounds in ([[0, 4], [4, 10]], [[0, 2], [1, 7]]):
-        expected = model(x, torch.tensor(bounds))
-        assert (converted(x, torch.tensor(bounds)) - expected).norm() < expected.norm() * 2**-6
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        model, x = Parts(), torch.randn(2, 10, 8)
+        converted = fxamp.convert(model, dtype=torch.bfloat16, capture="dynamo")
+        for bounds in ([[0, 4], [4, 10]], [[0, 2], [1, 7]]):
+            expected = model(x, torch.tensor(bounds))
+            assert (converted(x, torch.tensor(bounds)) - expected).norm() < expected.norm() * 2**-6
     assert not fxamp.report(converted).outside
