@@ -165,6 +165,8 @@ def test_what_is_not_asked_of_data_is_left_to_dynamo(ask):
 def test_torch_compile_asks_too():
     model, converted = _converted(QUESTIONS["all"])
     compiled = torch.compile(converted, backend="eager")
+    _agree(model, compiled, X, ALL)
+    assert len(_methods(converted)) == 1, "what torch.compile is shown has no data"
     for mask in (SOME, ALL, SOME):
         _agree(model, compiled, X, mask)
     _agree(model, converted, X, ALL)
