@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxamp.fakes import UNKNOWN
+from fxamp.fakes import UNKNOWN, memory_of
 from fxamp.inplace import mutated
 from fxamp.opnames import canonical_name
 
@@ -29,6 +29,8 @@ _READING = (
     "prod remainder repeat reshape roll round select sign size sort split sqrt square squeeze stack sub sum t to "
     "tolist topk transpose tril triu trunc type unbind unique unsqueeze view where"
 )
+# They write into their statistics, which no input is.
+_STATISTICS = frozenset({"batch_norm", "instance_norm"})
 _COMPUTED = frozenset(f"{_MAKING} {_READING}".split())
 _NUMBERS = (int, float, torch.dtype, torch.device, torch.Size)
 
@@ -50,7 +52,11 @@ def sources(node: fx.Node, from_inputs: bool = False) -> list[fx.Node] | None:
         new = [each for each in given.all_input_nodes if each not in seen]
         seen.update(new)
         waiting += new
-    return None if _is_written({each for each in seen if not _is_number(each)}) else found
+    tensors = {each for each in seen if not _is_number(each)}
+    if not tensors:
+        return found
+    is_written = _is_written(tensors) or (from_inputs and _writes_into_what_is_given(max(tensors)))
+    return None if is_written else found
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -66,6 +72,29 @@ def _is_written(nodes: set[fx.Node]) -> bool:
         made.update(new)
         waiting += new
     return any(made.intersection(mutated(node)) for node in made)
+
+
+def _writes_into_what_is_given(last: fx.Node) -> bool:
+    """Whether anything before a node writes into an input or a weight, or into what may be a view of one.
+
+    The inputs of another call may lie in one memory.
+    """
+    made_by: dict[object, fx.Node] = {}
+    for node in last.graph.nodes:
+        if not node < last:
+            break
+        if "val" in node.meta:
+            made_by.setdefault(memory_of(node.meta["val"]), node)
+        for written in mutated(node) if canonical_name(node.target) not in _STATISTICS else ():
+            maker = made_by[memory_of(written.meta["val"])] if "val" in written.meta else None
+            if maker is None or maker.op in ("placeholder", "get_attr") or not _is_known(maker):
+                return True
+    return False
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether a value has been made of known ones: a view of an input lies in its memory then."""
+    return all("val" in given.meta for given in node.all_input_nodes)
 
 
 def computed(node: fx.Node, known: dict[fx.Node, Any]) -> Any:

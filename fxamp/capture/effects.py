@@ -312,6 +312,6 @@ def _holds_values_of(tracer: fx.Tracer, kept: Any, depth: int = 4) -> bool:
     """Whether a cache's entry, or its table of keys, holds a proxy."""
     if issubclass(type(kept), fx.Proxy):
         return kept.tracer is tracer
-    if (depth and type(kept) in (tuple, list, dict, frozenset)) or type(kept).__name__ == "_lru_list_elem":
+    if depth and type(kept) in (tuple, list, dict, frozenset):
         return any(_holds_values_of(tracer, part, depth - 1) for part in gc.get_referents(kept))
     return False

@@ -63,6 +63,9 @@ QUESTIONS = {
 }
 
 
+EXAMPLE = {"example_inputs": (X, SOME)}
+
+
 def _converted(ask, level="O1", **options):
     torch.manual_seed(0)
     model = Asking(ask)
@@ -170,6 +173,53 @@ def test_torch_compile_asks_too():
     for mask in (SOME, ALL, SOME):
         _agree(model, compiled, X, mask)
     _agree(model, converted, X, ALL)
+    assert {*_methods(converted)} == {"symbolic"}
+
+
+class Clearing(nn.Module):
+    """Writes into one input before it asks another, which may lie in the same memory."""
+
+    def __init__(self, write) -> None:
+        super().__init__()
+        self.fc, self.write = nn.Linear(8, 8), write
+
+    def forward(self, x, mask, other):
+        h = self.fc(x).relu_()
+        self.write(other, (x > 1e9).sum().item())
+        return h if mask.all() else -h
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("is_shared_first", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda other, zero: other.zero_(),
+        lambda other, zero: other[:1].logical_not_(),
+        lambda other, zero: other.narrow(0, zero, 1).view(-1).zero_(),
+        lambda other, zero: other[:, : zero + 3].logical_not_(),
+        lambda other, zero: other.select(0, zero).zero_(),
+    ],
+    ids=["whole", "view", "view at a place that data decides", "view of a size that data decides", "row"],
+)
+def test_inputs_that_share_memory_are_asked_as_eager_asks_them(write, is_shared_first):
+    torch.manual_seed(0)
+    model = Clearing(write)
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16)
+    for is_shared in (is_shared_first, not is_shared_first, is_shared_first):
+        ours, theirs = ALL.clone(), ALL.clone()
+        found = converted(X, ours, ours[:1] if is_shared else ALL[:1].clone())
+        expected = model(X, theirs, theirs[:1] if is_shared else ALL[:1].clone())
+        assert torch.equal(ours, theirs)
+        assert (found - expected).norm() < expected.norm() * 2**-5
+
+
+def test_what_is_written_into_memory_of_the_model_s_own_is_no_input():
+    model, converted = _converted(
+        lambda self, x, mask: bool(self.fc(x).relu_().shape[0]) and mask.all(), "O2", **EXAMPLE
+    )
+    for mask in (SOME, ALL):
+        _agree(model, converted, X, mask)
     assert {*_methods(converted)} == {"symbolic"}
 
 
