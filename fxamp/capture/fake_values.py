@@ -87,7 +87,7 @@ class FakeValues:
         with self.aside():
             if self._open is None:
                 self._open = OpenSizes(self._fakes)
-            return self._open.closed(self._open.of(node))
+            return self._open.closed(node)
 
     def run(self, node: fx.Node) -> Any:
         """What the node gives for its operands' values; which of them it writes is marked."""

@@ -8,6 +8,7 @@
 What does not hang on the data is as certain as where no data decides anything.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.ranks import LOOSE_RANK
-from fxamp.fakes import UNKNOWN, Fakes
+from fxamp.fakes import UNKNOWN, Fakes, memory_of
 from fxamp.inplace import run_and_note_writes
 
 _OPEN = torch.SymInt, torch.SymFloat, torch.SymBool
@@ -39,26 +40,31 @@ class OpenSizes:
         self._fakes = fakes.in_mode(FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True))
         self._values: dict[fx.Node, Any] = {}
 
-    def of(self, node: fx.Node) -> Any:
-        """What a node gives, in a mode of its own; UNKNOWN where torch cannot tell. What it writes is marked on it."""
-        given = {operand: self._given(operand) for operand in node.all_input_nodes}
-        value = UNKNOWN
-        is_known = node.target not in _WRONG and not any(each is UNKNOWN for each in given.values())
-        if is_known and not node.meta.get(LOOSE_RANK):
-            try:
-                value = run_and_note_writes(node, given, self._fakes.run)
-            except Exception:  # torch has no answer for sizes that it does not know
-                value = UNKNOWN
-        if self._has_taken_a_number():
-            value = UNKNOWN
-        self._values[node] = value
-        return value
+    def closed(self, node: fx.Node) -> Any:
+        """What a node gives, with sizes that are numbers; UNKNOWN where torch cannot tell, one is open, and for views.
 
-    def closed(self, value: Any) -> Any:
-        """A value with sizes that are numbers; UNKNOWN where any is open."""
+        (Who looks for memory in common must not take a view for memory of its own.) What it writes is marked on it.
+        """
+        given = {operand: self._given(operand) for operand in node.all_input_nodes}
+        value = self._values[node] = self._run(node, given)
         if value is UNKNOWN or any(map(_is_open, pytree.tree_leaves(value))):
             return UNKNOWN
-        return _in_place_of_tensors(self._closed.of, value)
+        known = {id(given[operand]): operand.meta["val"] for operand in given if "val" in operand.meta}
+        memory = set(map(memory_of, _tensors(list(given.values()))))
+        if any(memory_of(part) in memory and id(part) not in known for part in _tensors(value)):
+            return UNKNOWN
+        return _in_place_of_tensors(
+            lambda part: known[id(part)] if id(part) in known else self._closed.of(part),
+            value,
+        )
+
+    def _run(self, node: fx.Node, given: dict[fx.Node, Any]) -> Any:
+        is_known = node.target not in _WRONG and not any(each is UNKNOWN for each in given.values())
+        value = UNKNOWN
+        if is_known and not node.meta.get(LOOSE_RANK):
+            with contextlib.suppress(Exception):  # torch has no answer for sizes that it does not know
+                value = run_and_note_writes(node, given, self._fakes.run)
+        return UNKNOWN if self._has_taken_a_number() else value
 
     def _given(self, node: fx.Node) -> Any:
         if "val" in node.meta:
@@ -68,6 +74,10 @@ class OpenSizes:
     def _has_taken_a_number(self) -> bool:
         """Whether torch took an open size for the number that `x[mask] + y` asks for: it may be 1 as well."""
         return any(taken.is_number for taken in self._environment.replacements.values())
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [part for part in pytree.tree_leaves(value) if isinstance(part, torch.Tensor)]
 
 
 def _is_open(part: Any) -> bool:
