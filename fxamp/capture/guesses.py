@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.capture.splits import parts_of, sizes_of_parts
 from fxamp.errors import CaptureError, uncaught_captures
 from fxamp.fakes import UNKNOWN, Fakes
 from fxamp.recurrent_fakes import SEQUENCES, like_recurrent
@@ -47,8 +48,11 @@ def guess(node: fx.Node, fakes: Fakes) -> Any:
         }
         if any(value is UNKNOWN for value in values.values()):
             return UNKNOWN
-        if node.op == "call_method" and node.target == "item":
-            return _number_in(values[node.all_input_nodes[0]])
+        if node.op == "call_method" and node.target in ("item", "tolist"):
+            return _numbers_in(values[node.all_input_nodes[0]], node.target)
+        if (sizes := sizes_of_parts(node)) is not None and (many := len(fx.node.map_arg(sizes, values.__getitem__))):
+            whole, dim = values[node.all_input_nodes[0]], ir.argument_of(node, 2, "dim", 0)
+            return parts_of(whole, [whole.shape[dim] // many] * many, dim)
         try:
             with uncaught_captures():  # so that it is caught here
                 return fakes.run(node, values.__getitem__)
@@ -87,9 +91,9 @@ def _most(extent: int | torch.SymInt, longest: int) -> int:
     return int(most) if most.is_Integer and most < sys.maxsize - 1 else longest
 
 
-def _number_in(value: torch.Tensor) -> bool | int | float | complex:
-    """A number of the class that `.item()` gives."""
-    return torch.ones((), dtype=value.dtype).item()
+def _numbers_in(value: torch.Tensor, method: str) -> Any:
+    """Numbers of the class that `.item()` gives; for `.tolist()` as many as there are."""
+    return getattr(torch.ones(value.shape if method == "tolist" else (), dtype=value.dtype), method)()
 
 
 def _has_numbers(value: Any) -> bool:

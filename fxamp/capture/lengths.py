@@ -12,6 +12,7 @@ from torch import fx
 from fxamp import ir
 from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.ranks import LOOSE_RANK
+from fxamp.capture.splits import sizes_of_parts
 from fxamp.fakes import UNKNOWN
 from fxamp.opnames import canonical_name
 
@@ -37,6 +38,21 @@ def parts_of_guess(node: fx.Node) -> int | None:
     if isinstance(value, torch.Size):
         return len(value) if _has_known_rank(node) else None
     return None if node.target in _SEQUENCES or _gives_open_length(node, value) else len(value)
+
+
+def counted_by(node: fx.Node) -> tuple[fx.Node, int] | int | None:
+    """What tells how many items a list has whose numbers the data decides, None for what is no such list:
+    (tensor, dimension) for `counts.tolist()` and the parts of `x.split(counts.tolist())`, or a number of items.
+    """
+    depth, listed = 0, node
+    while listed.target is operator.getitem and isinstance(listed.args[1], int) and isinstance(listed.args[0], fx.Node):
+        depth, listed = depth + 1, listed.args[0]
+    if listed.op == "call_method" and listed.target == "tolist":
+        tensor = listed.all_input_nodes[0]
+        rank = getattr(known_or_guessed(tensor), "ndim", 0)
+        return (tensor, depth) if depth < rank and not tensor.meta.get(LOOSE_RANK) else None
+    sizes = sizes_of_parts(node)
+    return counted_by(sizes) if isinstance(sizes, fx.Node) else None if sizes is None else len(sizes)
 
 
 def _has_known_rank(sizes: fx.Node) -> bool:

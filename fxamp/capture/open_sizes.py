@@ -18,13 +18,32 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from fxamp import ir
 from fxamp.capture.ranks import LOOSE_RANK
+from fxamp.capture.splits import parts_of, sizes_of_parts
 from fxamp.fakes import UNKNOWN, Fakes, memory_of
 from fxamp.inplace import run_and_note_writes
+from fxamp.opnames import canonical_name
 
 _OPEN = torch.SymInt, torch.SymFloat, torch.SymBool
 # Fakes of sizes that stay open are wrong: rows that are not counted, and batch sizes of floats.
 _WRONG = frozenset({torch._pack_padded_sequence})
+
+
+def run_open(node: fx.Node, values: Callable[[fx.Node], Any], fakes: Fakes) -> Any:
+    """`fakes.run`, where sizes may be open that its operands have.
+
+    1. Of the sizes that `x.split(sizes)` asks for, the last is what the others leave: all parts are x again.
+    2. Attention asks of each size whether it is 0, which changes nothing about what it gives.
+    """
+    sizes = sizes_of_parts(node)
+    if sizes is not None and len(asked := fx.node.map_arg(sizes, values)) and any(map(_is_open, asked)):
+        return parts_of(values(node.all_input_nodes[0]), asked, ir.argument_of(node, 2, "dim", 0))
+    if canonical_name(node.target) == "scaled_dot_product_attention":
+        query, value = fx.node.map_arg([ir.argument_of(node, 0, "query"), ir.argument_of(node, 2, "value")], values)
+        if any(map(_is_open, (query, value))):
+            return query.sum(-1, keepdim=True) * value.new_empty(value.shape[-1:])
+    return fakes.run(node, values)
 
 
 class OpenSizes:
@@ -63,7 +82,7 @@ class OpenSizes:
         value = UNKNOWN
         if is_known and not node.meta.get(LOOSE_RANK):
             with contextlib.suppress(Exception):  # torch has no answer for sizes that it does not know
-                value = run_and_note_writes(node, given, self._fakes.run)
+                value = run_and_note_writes(node, given, lambda node, values: run_open(node, values, self._fakes))
         return UNKNOWN if self._has_taken_a_number() else value
 
     def _given(self, node: fx.Node) -> Any:

@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.identity import is_asked_for_its_class, is_compared_by_identity
-from fxamp.capture.lengths import parts_of_guess
 from fxamp.capture.locations import user_line
 from fxamp.capture.numbers import operator_of, plain_number
 from fxamp.capture.ranks import LOOSE_RANK
@@ -172,9 +171,8 @@ class ValueProxy(fx.Proxy):
             questions_of(self).count_items(self.node)
             return len(value)
         if isinstance(value, torch.Tensor):
-            questions_of(self).note()
-            return int(value.shape[0])
-        if (many := parts_of_guess(self.node)) is not None:
+            return questions_of(self).size(self, 0)
+        if (many := questions_of(self).many_of(self)) is not None:
             return many
         raise questions_of(self).unfollowable("len() of a traced value")
 

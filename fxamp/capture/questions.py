@@ -16,7 +16,7 @@ from torch import fx
 from fxamp.capture.computed import computed, sources
 from fxamp.capture.data import DataQuestions
 from fxamp.capture.guesses import known_or_guessed
-from fxamp.capture.lengths import has_open_length, parts_of_guess
+from fxamp.capture.lengths import counted_by, has_open_length, parts_of_guess
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import unfollowable, user_line
 from fxamp.capture.messages import Messages
@@ -136,16 +136,29 @@ class Questions:
         """What Python goes through: the rows of a tensor, or the items of a tuple."""
         value = obj.node.meta.get("val", UNKNOWN)
         if isinstance(value, torch.Tensor):
-            self.note()
-            return [obj[i] for i in range(value.shape[0])]  # type: ignore[index]
+            return [obj[i] for i in range(self.size(obj, 0))]  # type: ignore[index]
         if isinstance(value, (tuple, list, torch.Size)):
             self.count_items(obj.node)
             return [obj[i] for i in range(len(value))]  # type: ignore[index]
-        if (many := parts_of_guess(obj.node)) is not None:
+        if (many := self.many_of(obj)) is not None:
             return [obj[i] for i in range(many)]  # type: ignore[index]
         if isinstance(held := self.computed(obj.node), list):
             return held
         raise self.unfollowable("iteration over a traced value")
+
+    def many_of(self, obj: fx.Proxy) -> int | None:
+        """How many items a value has that the data decides; None where that is not known. A size may decide on it."""
+        if (many := parts_of_guess(obj.node)) is not None:
+            return many
+        counted = counted_by(obj.node)
+        if not isinstance(counted, tuple):
+            return counted
+        tensor, dim = counted
+        return None if "val" not in tensor.meta else self.size(obj.tracer.proxy(tensor), dim)
+
+    def size(self, tensor: fx.Proxy, dim: int) -> int:
+        """A size of a tensor, on which Python decides."""
+        return int(self.decide(self._call(torch.Tensor.size, (tensor, dim), {}), "len"))
 
     def count_items(self, node: fx.Node) -> None:
         """Record that Python has counted the items of a tuple."""

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxamp import ir
+from fxamp.capture.open_sizes import run_open
 from fxamp.capture.unseen import outside_of_the_call
 from fxamp.fakes import Fakes
 
@@ -99,7 +100,7 @@ class Sizes:
             elif node.op == "get_attr":
                 values[node] = fakes.of(self._attribute(node))
             else:
-                values[node] = fakes.run(node, values.__getitem__)
+                values[node] = run_open(node, values.__getitem__, fakes)
             if node in self._places:
                 yield self._places[node], values[node]
 
