@@ -7,6 +7,7 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.capture.captured import Captured
+from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, LeftOut
 from fxamp.capture.inputs import CallSpec, unknown_call
 from fxamp.capture.leaves import has_hooks, is_boundary
 from fxamp.capture.reads import Place
@@ -52,6 +53,8 @@ def build_variant(
     options: Options,
     live: frozenset[Place] = frozenset(),
     sizes: Literal["one", "tried", "condition"] = "one",
+    again: Answers | None = None,
+    left_out: LeftOut = NOTHING_LEFT_OUT,
 ) -> Variant:
     """Capture a model for one call and rewrite its graph.
 
@@ -62,13 +65,17 @@ def build_variant(
         live: numbers of modules that the graph reads at each call.
         sizes: where forward decides on sizes, whether the graph holds for those of the call, for all that turn out to
             be decided alike when they are met, or for those of a condition, which Dynamo can trace.
+        again: what the data of the call said, where it was captured before.
+        left_out: what of forward is known by now to run before the graph.
     """
     check_stored(plain, options.low)
     if spec is None:
         spec = unknown_call(plain)
     fakes = Fakes(plain, logical_dtype)
     with casts_into(options.low):
-        captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in options.lists, live)
+        captured = capture_symbolic(
+            plain, spec, inputs, fakes, lambda name: name in options.lists, live, again, left_out
+        )
         if sizes != "one":
             captured.generalise(fakes, as_condition=sizes == "condition")
     before = captured.text()

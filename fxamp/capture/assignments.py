@@ -73,6 +73,11 @@ class Assignments:
         else:
             self._outside.setdefault(id(module), (module, snapshot(module), name))
 
+    @property
+    def are_any(self) -> bool:
+        """Whether forward has set an attribute by now."""
+        return bool(self._values or self._outside)
+
     def has(self, module: nn.Module, name: str) -> bool:
         """Whether forward has set an attribute, or replaced a buffer, by now."""
         return (id(module), name) in self._values

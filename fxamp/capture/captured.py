@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxamp import ir
 from fxamp.canonical import canonical_text
-from fxamp.capture.data import DataTrial
+from fxamp.capture.beforehand import FurtherInputs
+from fxamp.capture.data import Answers, DataTrial
 from fxamp.capture.inputs import CallSpec
 from fxamp.capture.outputs import OutputForm
 from fxamp.capture.reads import Place
@@ -35,6 +36,8 @@ class Captured:
         decisions: what Python asked of traced sizes; the graph is then valid for the example's sizes, and for those
             that `sizes` allows.
         sizes: the sizes for which the decisions are the same; None where it was not asked, or cannot be told.
+        further: gives the inputs behind those of the call; None where there are none.
+        answers: what the data of the example said.
         data: asks what Python asked of the inputs' data once more; None where it asked nothing.
         varying: the sizes of inputs (see `varying_sizes`) of which a condition was asked for; None where it was not.
         constants: tensors that belong to no module, by the name that `get_attr` nodes use.
@@ -54,6 +57,8 @@ class Captured:
     training: tuple[tuple[str, bool], ...] = ()
     decisions: tuple[Decision, ...] = ()
     sizes: SizeGuard | SizeTrial | None = None
+    further: FurtherInputs | None = None
+    answers: Answers = dataclasses.field(default_factory=Answers)
     data: DataTrial | None = None
     varying: frozenset[tuple[int, int]] | None = None
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -99,7 +104,7 @@ class Captured:
 
     def is_for_dynamo(self, inputs: list[Any], sizes_vary: bool) -> bool:
         """Whether Dynamo finds, by tracing alone, that it holds for inputs for which it does: it tries no sizes."""
-        if self.data is not None:
+        if self.data is not None or self.further is not None:
             return False
         if not self.decisions:
             return True
@@ -109,6 +114,14 @@ class Captured:
 
     def _has_sizes_of(self, inputs: list[Any]) -> bool:
         return self.example is not None and list(map(_shape, inputs)) == list(map(_shape, self.example))
+
+    def inputs_for(self, module: nn.Module, inputs: list[Any]) -> list[Any] | None:
+        """The inputs of the graph for those of a call; None where it does not hold."""
+        if self.further is None:
+            return inputs
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return None
+        return self.further.of(module, inputs)
 
     def holds_for(self, inputs: list[Any]) -> bool:
         """Whether Python would decide as it did for these inputs. Dynamo and torch.jit.trace come through here."""

@@ -21,13 +21,14 @@ _MAKING = (
     "zeros_like"
 )
 _READING = (
-    "abs add all amax amin any argmax argmin argsort bitwise_and bitwise_not bitwise_or bitwise_xor bool cat ceil "
-    "chunk clamp clamp_max clamp_min clone contiguous count_nonzero cpu cumsum detach diagonal diff div double eq "
-    "equal exp expand expand_as flatten flip float floor floor_divide fmod gather ge getitem gt index_select int "
-    "isfinite isin isinf isnan item le log log2 logical_and logical_not logical_or logical_xor long lt masked_fill "
-    "masked_select max maximum mean min minimum mul nan_to_num narrow ne neg nonzero numel one_hot pad permute pow "
-    "prod remainder repeat reshape roll round select sign size sort split sqrt square squeeze stack sub sum t to "
-    "tolist topk transpose tril triu trunc type unbind unique unsqueeze view where"
+    "abs add all amax amin any argmax argmin argsort bincount bitwise_and bitwise_not bitwise_or bitwise_xor bool "
+    "bucketize cartesian_prod cat ceil chunk clamp clamp_max clamp_min clone contiguous cos count_nonzero cpu cumprod "
+    "cumsum detach diagonal diff div double eq equal exp expand expand_as flatten flip float floor floor_divide fmod "
+    "gather ge getitem gt hstack index_select int isfinite isin isinf isnan item le log log2 logical_and logical_not "
+    "logical_or logical_xor long lt masked_fill masked_select max maximum mean meshgrid min minimum movedim mul "
+    "nan_to_num narrow ne neg nonzero numel one_hot outer pad permute pow prod remainder repeat repeat_interleave "
+    "reshape roll round scatter searchsorted select sign sin size sort split sqrt square squeeze stack sub sum t tile "
+    "to tolist topk transpose tril triu trunc type unbind unique unique_consecutive unsqueeze view vstack where"
 )
 # They write into their statistics, which no input is.
 _STATISTICS = frozenset({"batch_norm", "instance_norm"})
@@ -47,7 +48,7 @@ def sources(node: fx.Node, from_inputs: bool = False) -> list[fx.Node] | None:
         if _is_number(given) or (from_inputs and given.op == "placeholder"):
             found.append(given)
             continue
-        if given.op not in ("call_function", "call_method") or canonical_name(given.target) not in _COMPUTED:
+        if given.target not in _OURS and not _is_computed(given):
             return None
         new = [each for each in given.all_input_nodes if each not in seen]
         seen.update(new)
@@ -57,6 +58,25 @@ def sources(node: fx.Node, from_inputs: bool = False) -> list[fx.Node] | None:
         return found
     is_written = _is_written(tensors) or (from_inputs and _writes_into_what_is_given(max(tensors)))
     return None if is_written else found
+
+
+def together(*values: Any) -> tuple[Any, ...]:
+    """These values: of which a node asks whether all hang on inputs alone."""
+    return values
+
+
+def item_at(listed: Any, places: tuple[int, ...]) -> Any:
+    """An item of a list of lists."""
+    for place in places:
+        listed = listed[place]
+    return listed
+
+
+_OURS = frozenset({together, item_at})
+
+
+def _is_computed(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method") and canonical_name(node.target) in _COMPUTED
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -89,6 +89,15 @@ class FakeValues:
                 self._open = OpenSizes(self._fakes)
             return self._open.closed(node)
 
+    @property
+    def has_open(self) -> bool:
+        """Whether there are any whose sizes the data decides."""
+        return self._open is not None
+
+    def of_data(self, node: fx.Node) -> fx.Node:
+        """A node that gives the same, of the numbers that sizes are which the data decides; the node itself if none."""
+        return node if self._open is None else self._open.of_data(node)
+
     def run(self, node: fx.Node) -> Any:
         """What the node gives for its operands' values; which of them it writes is marked."""
         values = {given: given.meta["val"] for given in node.all_input_nodes}

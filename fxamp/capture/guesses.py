@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
-from fxamp.capture.splits import parts_of, sizes_of_parts
+from fxamp.capture.splits import sizes_of_parts
 from fxamp.errors import CaptureError, uncaught_captures
 from fxamp.fakes import UNKNOWN, Fakes
 from fxamp.recurrent_fakes import SEQUENCES, like_recurrent
@@ -52,7 +52,8 @@ def guess(node: fx.Node, fakes: Fakes) -> Any:
             return _numbers_in(values[node.all_input_nodes[0]], node.target)
         if (sizes := sizes_of_parts(node)) is not None and (many := len(fx.node.map_arg(sizes, values.__getitem__))):
             whole, dim = values[node.all_input_nodes[0]], ir.argument_of(node, 2, "dim", 0)
-            return parts_of(whole, [whole.shape[dim] // many] * many, dim)
+            most = whole.shape[dim] // many
+            return whole.split([most] * (many - 1) + [whole.shape[dim] - most * (many - 1)], dim)
         try:
             with uncaught_captures():  # so that it is caught here
                 return fakes.run(node, values.__getitem__)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.locations import user_frames, user_line
 from fxamp.errors import CaptureError
 
@@ -58,12 +59,20 @@ class Messages:
         """The values that a text shows, each with its format, by what stands for them."""
         return {mark: shown for mark, shown in self._marks.items() if mark in said}
 
-    def require_all_said(self) -> None:
-        """Raise for a text that was not the message of a check."""
-        for line in self._unsaid.values():
-            raise CaptureError(
-                f"{line}: forward makes a text of a traced value, which a graph holds in the message of a check alone"
-            )
+    def unsaid(self) -> list[fx.Proxy]:
+        """The numbers that texts show which were not the message of a check.
+
+        Raises:
+            CaptureError: such a text shows a tensor.
+        """
+        shown = [self._marks[mark][0] for mark in self._unsaid]
+        for proxy, line in zip(shown, self._unsaid.values(), strict=True):
+            if isinstance(known_or_guessed(proxy.node), torch.Tensor):
+                raise CaptureError(
+                    f"{line}: forward makes a text of a traced value, which a graph holds in the message of a check "
+                    "alone"
+                )
+        return shown
 
 
 def _is_for_a_check(frame: types.FrameType) -> bool:

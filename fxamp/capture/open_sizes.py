@@ -9,9 +9,10 @@ What does not hang on the data is as certain as where no data decides anything.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,8 +20,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.capture.computed import item_at
 from fxamp.capture.ranks import LOOSE_RANK
-from fxamp.capture.splits import parts_of, sizes_of_parts
+from fxamp.capture.splits import sizes_of_parts
 from fxamp.fakes import UNKNOWN, Fakes, memory_of
 from fxamp.inplace import run_and_note_writes
 from fxamp.opnames import canonical_name
@@ -30,20 +32,74 @@ _OPEN = torch.SymInt, torch.SymFloat, torch.SymBool
 _WRONG = frozenset({torch._pack_padded_sequence})
 
 
-def run_open(node: fx.Node, values: Callable[[fx.Node], Any], fakes: Fakes) -> Any:
-    """`fakes.run`, where sizes may be open that its operands have.
+class OpenRun:
+    """Runs nodes where sizes may be open.
 
-    1. Of the sizes that `x.split(sizes)` asks for, the last is what the others leave: all parts are x again.
-    2. Attention asks of each size whether it is 0, which changes nothing about what it gives.
+    1. `counts.tolist()` and `count.item()` give open numbers: which node gives which is noted.
+    2. The sizes that `x.split(sizes)` asks for are x's together: so the parts that are put together again are as long.
+    3. Attention asks of each size whether it is 0, which changes nothing about what it gives.
+
+    Args:
+        fakes: of the model's tensors.
+        mode: their mode, which knows open sizes.
     """
-    sizes = sizes_of_parts(node)
-    if sizes is not None and len(asked := fx.node.map_arg(sizes, values)) and any(map(_is_open, asked)):
-        return parts_of(values(node.all_input_nodes[0]), asked, ir.argument_of(node, 2, "dim", 0))
-    if canonical_name(node.target) == "scaled_dot_product_attention":
-        query, value = fx.node.map_arg([ir.argument_of(node, 0, "query"), ir.argument_of(node, 2, "value")], values)
-        if any(map(_is_open, (query, value))):
-            return query.sum(-1, keepdim=True) * value.new_empty(value.shape[-1:])
-    return fakes.run(node, values)
+
+    def __init__(self, fakes: Fakes, mode: FakeTensorMode) -> None:
+        self._fakes = fakes.in_mode(mode)
+        self.of = self._fakes.of
+        self._origins: dict[Any, tuple[fx.Node, tuple[int, ...]]] = {}  # of the symbol that stands for a number
+        self._rest: dict[Any, Any] = {}  # of the symbol for the last of a split's sizes: what the others leave
+
+    def run(self, node: fx.Node, values: Callable[[fx.Node], Any]) -> Any:
+        """What a node gives."""
+        sizes = sizes_of_parts(node)
+        if sizes is not None and len(asked := fx.node.map_arg(sizes, values)) and any(map(_is_open, asked)):
+            return self._split(values(node.all_input_nodes[0]), asked, ir.argument_of(node, 2, "dim", 0))
+        if canonical_name(node.target) == "scaled_dot_product_attention":
+            query, value = fx.node.map_arg([ir.argument_of(node, 0, "query"), ir.argument_of(node, 2, "value")], values)
+            if any(map(_is_open, (query, value))):
+                return self._known_again(query.sum(-1, keepdim=True) * value.new_empty(value.shape[-1:]))
+        given = self._fakes.run(node, values)
+        if node.op == "call_method" and node.target in ("tolist", "item"):
+            self._note_origins(node, given, ())
+        return self._known_again(given) if self._rest else given
+
+    def origin(self, value: Any) -> tuple[fx.Node, tuple[int, ...]] | None:
+        """The list, and the places in it, that an open number comes from; None for any other value."""
+        return self._origins.get(value.node.expr) if isinstance(value, torch.SymInt) else None
+
+    def _note_origins(self, node: fx.Node, given: Any, places: tuple[int, ...]) -> None:
+        if isinstance(given, list):
+            for place, part in enumerate(given):
+                self._note_origins(node, part, (*places, place))
+        elif isinstance(given, torch.SymInt) and given.node.expr.is_symbol:
+            self._origins.setdefault(given.node.expr, (node, places))
+
+    def _split(self, whole: torch.Tensor, sizes: Sequence[Any], dim: int) -> tuple[torch.Tensor, ...]:
+        last = sizes[-1]
+        if isinstance(last, torch.SymInt) and last.node.expr.is_symbol:
+            self._rest[last.node.expr] = _expression(whole.shape[dim]) - sum(map(_expression, sizes[:-1]))
+        row = whole.select(dim, 0).unsqueeze(dim)
+        return tuple(row.expand(*row.shape[:dim], size, *row.shape[dim:][1:]).clone() for size in sizes)
+
+    def _known_again(self, value: Any) -> Any:
+        """A tensor whose sizes, open as they look, are known: in memory of its own."""
+        if not isinstance(value, torch.Tensor) or not _is_open(value):
+            return value
+        shape = [_number(_expression(extent).xreplace(self._rest)) for extent in value.shape]
+        known = [extent for extent in shape if extent is not None]
+        if len(known) < len(shape) or _is_view(value):
+            return value
+        return value.new_empty(known).requires_grad_(value.requires_grad)
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def _number(expression: Any) -> int | None:
+    known = sympy.expand(expression)
+    return int(known) if known.is_Integer else None
 
 
 class OpenSizes:
@@ -56,7 +112,7 @@ class OpenSizes:
     def __init__(self, fakes: Fakes) -> None:
         self._environment = ShapeEnv()
         self._closed = fakes
-        self._fakes = fakes.in_mode(FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True))
+        self._open = OpenRun(fakes, FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True))
         self._values: dict[fx.Node, Any] = {}
 
     def closed(self, node: fx.Node) -> Any:
@@ -77,17 +133,28 @@ class OpenSizes:
             value,
         )
 
+    def of_data(self, node: fx.Node) -> fx.Node:
+        """The same number or answer, computed of the numbers that the open sizes are which it hangs on."""
+        if not isinstance(self._values.get(node), (*_OPEN, tuple)):
+            return node
+        if (origin := self._open.origin(self._values[node])) is not None:
+            return node.graph.call_function(item_at, origin)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.of_data)
+        if (args, kwargs) == (node.args, node.kwargs):
+            return node
+        return node.graph.create_node(node.op, node.target, args, kwargs)
+
     def _run(self, node: fx.Node, given: dict[fx.Node, Any]) -> Any:
         is_known = node.target not in _WRONG and not any(each is UNKNOWN for each in given.values())
         value = UNKNOWN
         if is_known and not node.meta.get(LOOSE_RANK):
             with contextlib.suppress(Exception):  # torch has no answer for sizes that it does not know
-                value = run_and_note_writes(node, given, lambda node, values: run_open(node, values, self._fakes))
+                value = run_and_note_writes(node, given, self._open.run)
         return UNKNOWN if self._has_taken_a_number() else value
 
     def _given(self, node: fx.Node) -> Any:
         if "val" in node.meta:
-            return _in_place_of_tensors(self._fakes.of, node.meta["val"])
+            return _in_place_of_tensors(self._open.of, node.meta["val"])
         return self._values.get(node, UNKNOWN)
 
     def _has_taken_a_number(self) -> bool:
@@ -103,6 +170,10 @@ def _is_open(part: Any) -> bool:
     if isinstance(part, torch.Tensor):
         return any(isinstance(extent, _OPEN) for extent in (*part.shape, *part.stride()))
     return isinstance(part, _OPEN)
+
+
+def _is_view(value: torch.Tensor) -> bool:
+    return value._is_view()
 
 
 def _in_place_of_tensors(put: Callable[[Any], Any], value: Any) -> Any:

@@ -5,20 +5,24 @@ dimensions is the same at every call of the graph; values that depend on data ar
 alone is asked of each call's data.
 """
 
+import contextlib
 import operator
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxamp.capture.beforehand import CannotRunBefore
 from fxamp.capture.computed import computed, sources
 from fxamp.capture.data import DataQuestions
+from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.guesses import known_or_guessed
+from fxamp.capture.left_out import function_to_leave_out
 from fxamp.capture.lengths import counted_by, has_open_length, parts_of_guess
 from fxamp.capture.live import LiveNumbers
-from fxamp.capture.locations import unfollowable, user_line
+from fxamp.capture.locations import unfollowable, user_frames, user_line
 from fxamp.capture.messages import Messages
 from fxamp.capture.proxies import asks_of_autograd
 from fxamp.capture.raises import Check, check_asked_for
@@ -36,7 +40,10 @@ class Questions:
         numbers: attributes that are read at each call, unless Python decides on one.
         call: makes a node of a function.
         example: the inputs of one call, by which values are known by their types and sizes; None: they are not.
-        aside: a context in which torch runs, and is not traced.
+        values: of the nodes; they are known aside from what is traced.
+        of_data: those about the data of inputs.
+        run_before: gives what a function gives that runs before the graph.
+        functions: the functions of the model that do, or may not.
     """
 
     def __init__(
@@ -44,16 +51,22 @@ class Questions:
         numbers: LiveNumbers,
         call: Callable[..., fx.Proxy],
         example: list[Any] | None,
-        aside: Callable[[], AbstractContextManager[None]],
+        values: FakeValues,
+        of_data: DataQuestions,
+        run_before: Callable[..., Any],
+        functions: Sequence[FunctionType],
     ) -> None:
         self.decisions: list[Decision] = []
         self.messages = Messages()
         self._numbers = numbers
         self._call = call
         self._has_example = example is not None
-        self.of_data = DataQuestions(example)
+        self.of_data = of_data
+        self._run_before, self._functions = run_before, functions
+        self._closed: dict[str, fx.Proxy | None] = {}
         self.has_hashed = False  # a number: something may have kept it, to find it by its hash
-        self._aside = aside
+        self._values = values
+        self._aside = values.aside
         self._counts: list[tuple[fx.Node, fx.Node | None]] = []  # check of how many items there are, last item
 
     def decide(self, proxy: fx.Proxy, question: str, of_torch: Callable[[], Check | None] | None = None) -> Any:
@@ -104,6 +117,10 @@ class Questions:
             return getattr(made, method)() if isinstance(made, torch.Tensor) else made
 
     def _answered_by_data(self, node: fx.Node) -> Any:
+        of_numbers = self._values.of_data(node)
+        if of_numbers is not node and function_to_leave_out(user_frames(), self._functions) is not None:
+            return UNKNOWN  # with that before the graph, there need not be one for each answer
+        node = of_numbers
         found = sources(node, from_inputs=True)
         if found is None or any(map(asks_of_autograd, found)):
             return UNKNOWN
@@ -117,12 +134,20 @@ class Questions:
 
     def text(self, proxy: fx.Proxy, how: str) -> str:
         """What an f-string makes of a value."""
-        if (
-            isinstance(known_or_guessed(proxy.node), torch.Tensor)
-            and (mark := self.messages.mark(proxy, how)) is not None
-        ):
+        value = known_or_guessed(proxy.node)
+        may_vary = isinstance(value, torch.Tensor) or (type(value) is int and not proxy.node.meta.get("static"))
+        if may_vary and (mark := self.messages.mark(proxy, how)) is not None:
             return mark
         return format(self.decide(proxy, "format"), how)
+
+    def check_messages(self) -> None:
+        """Of the texts that no check has said, those that show numbers decide on them.
+
+        Raises:
+            CaptureError: one shows a tensor.
+        """
+        for proxy in self.messages.unsaid():
+            self.decide(proxy, "format")
 
     def note(self) -> None:
         """Record a decision whose answer is not one value of the graph."""
@@ -154,7 +179,30 @@ class Questions:
         if not isinstance(counted, tuple):
             return counted
         tensor, dim = counted
-        return None if "val" not in tensor.meta else self.size(obj.tracer.proxy(tensor), dim)
+        return self.size(obj.tracer.proxy(tensor), dim) if "val" in tensor.meta else None
+
+    def close_operands(self, proxy: fx.Proxy) -> None:
+        """Let a new node read as further inputs what hangs on inputs alone and has sizes that the data decides, where
+        it does not hang on inputs alone itself, or counts items: by their sizes graphs are told apart then."""
+        node = proxy.node
+        opened = [given for given in node.all_input_nodes if "val" not in given.meta]
+        if not opened or (node.target not in _COUNTING and sources(node, from_inputs=True) is not None):
+            return
+        for given in opened:
+            if (
+                sources(given, from_inputs=True) is not None
+                and (closed := self._closed_form(proxy.tracer.proxy(given))) is not None
+            ):
+                node.replace_input_with(given, closed.node)
+
+    def _closed_form(self, opened: fx.Proxy) -> fx.Proxy | None:
+        """A tensor as a further input, None for what is none, or may not be computed before the graph."""
+        form = self.of_data.form(opened.node)
+        if form not in self._closed:
+            self._closed[form] = None
+            with contextlib.suppress(CannotRunBefore):
+                self._closed[form] = self._run_before(torch.clone, (opened,), {})
+        return self._closed[form]
 
     def size(self, tensor: fx.Proxy, dim: int) -> int:
         """A size of a tensor, on which Python decides."""
@@ -199,6 +247,9 @@ class Questions:
     def unfollowable(self, what: str, data: bool = False) -> CaptureError:
         """The error for a question that has no answer."""
         return unfollowable(what, self._has_example, data)
+
+
+_COUNTING = frozenset({"tolist", "size", "numel", len, torch.Tensor.size})
 
 
 def _has_an_item_for_each_dimension(node: fx.Node) -> bool:

@@ -14,13 +14,19 @@ from torch.nn.utils import parametrize
 from fxamp.capture.state import Cell, StateCheck
 from fxamp.errors import CaptureError, FxampError
 
-_STATE = "read_before"
+_STATE, _OPEN = "read_before", "has_open_sizes"
 
 
-def with_state(error: FxampError, cells: tuple[Cell, ...]) -> FxampError:
-    """The error, which now tells what the trace had read when it was raised."""
+def with_state(error: FxampError, cells: tuple[Cell, ...], has_open: bool) -> FxampError:
+    """The error, which now tells what the trace had read when it was raised, and of sizes that the data decides."""
     setattr(error, _STATE, cells)
+    setattr(error, _OPEN, has_open)
     return error
+
+
+def has_open_sizes(error: FxampError) -> bool:
+    """Whether the trace that ended so had met sizes that the data decides."""
+    return bool(getattr(error, _OPEN, False))
 
 
 @dataclasses.dataclass

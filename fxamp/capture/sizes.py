@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxamp import ir
-from fxamp.capture.open_sizes import run_open
+from fxamp.capture.open_sizes import OpenRun
 from fxamp.capture.unseen import outside_of_the_call
 from fxamp.fakes import Fakes
 
@@ -73,6 +73,8 @@ class Sizes:
                 copies[node] = self._graph.node_copy(node, copies.__getitem__)
                 copies[node].meta.clear()  # fakes would keep whole models alive
         self._places = {copies[node]: place for place, node in enumerate(nodes)}
+        inputs = graph.find_nodes(op="placeholder")
+        self.read = [place for place, node in enumerate(inputs) if node in needed]
         self._has_open = any(ir.GUESS in node.meta for node in copies)
         self._fakes, self._attribute = fakes, attribute
 
@@ -91,7 +93,7 @@ class Sizes:
         Raises:
             Exception: what torch raises for such inputs.
         """
-        fakes = self._fakes.in_mode(mode)
+        fakes = OpenRun(self._fakes, mode)
         given = iter(inputs)
         values: dict[fx.Node, Any] = {}
         for node in self._graph.nodes:
@@ -100,7 +102,7 @@ class Sizes:
             elif node.op == "get_attr":
                 values[node] = fakes.of(self._attribute(node))
             else:
-                values[node] = run_open(node, values.__getitem__, fakes)
+                values[node] = fakes.run(node, values.__getitem__)
             if node in self._places:
                 yield self._places[node], values[node]
 
@@ -136,26 +138,26 @@ class SizeQuestions(Sizes):
 
 
 class SizeTrial:
-    """Whether a graph holds for the sizes of a call's tensors, and for its numbers, which must be equal.
+    """Whether a graph holds for the sizes of a call's tensors, and for those of its numbers that a question hangs on.
 
     Sizes that were not met before are tried: it takes the time of the shape propagation of what decides.
     """
 
     def __init__(self, questions: SizeQuestions, example: list[Any]) -> None:
-        self._questions, self._numbers = questions, _numbers(example)
-        self._known: dict[tuple[tuple[int, ...], ...], bool] = {}
+        self._questions = questions
+        self._numbers = [place for place in questions.read if not _is_tensor(example[place])]
+        self._known: dict[Any, bool] = {}
 
     def __call__(self, inputs: list[Any]) -> bool:
-        if any(inputs[position] != value for position, value in self._numbers):
-            return False
         sizes = tuple(tuple(value.shape) for value in inputs if _is_tensor(value))
         if not all(type(size) is int for shape in sizes for size in shape):  # a jagged tensor's
             return False
-        found = self._known.get(sizes)
+        key = sizes, *((type(inputs[place]), inputs[place]) for place in self._numbers)
+        found = self._known.get(key)
         if found is None:
             if len(self._known) >= MOST_SIZES:
                 self._known.clear()
-            found = self._known[sizes] = self._try(inputs)
+            found = self._known[key] = self._try(inputs)
         return found
 
     def _try(self, inputs: list[Any]) -> bool:

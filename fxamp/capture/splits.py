@@ -20,8 +20,3 @@ def sizes_of_parts(node: fx.Node) -> Any:
     if isinstance(sizes, fx.Node):
         return None if isinstance(sizes.meta.get("val", sizes.meta.get(ir.GUESS)), int) else sizes
     return sizes if isinstance(sizes, (list, tuple)) else None
-
-
-def parts_of(whole: Any, sizes: Any, dim: int) -> Any:
-    """`whole.split(sizes, dim)`, the last part being what the others leave: all parts are the whole again."""
-    return whole.split([*sizes[:-1], whole.shape[dim] - sum(sizes[:-1])], dim)

@@ -25,7 +25,9 @@ from fxamp import ir
 from fxamp.capture import attention, recurrent
 from fxamp.capture.arrays import Arrays
 from fxamp.capture.assignments import Assignments
-from fxamp.capture.creations import Creations, traced_sizes, variables_made
+from fxamp.capture.beforehand import Beforehand, CannotRunBefore
+from fxamp.capture.creations import Creations, holds_proxy, traced_sizes, variables_made
+from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, DataQuestions, LeftOut
 from fxamp.capture.drawn import drawn_at_each_call, frozen, whatever_is_drawn
 from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.functions import whole_functions
@@ -76,11 +78,19 @@ class SymbolicTracer(fx.Tracer):
     """The tracer behind `capture_symbolic`; one instance traces once."""
 
     def __init__(
-        self, spec: CallSpec, example: list[Any] | None, fakes: Fakes, live: frozenset[Place] = frozenset()
+        self,
+        root: nn.Module,
+        spec: CallSpec,
+        example: list[Any] | None,
+        fakes: Fakes,
+        live: frozenset[Place] = frozenset(),
+        again: Answers | None = None,
+        left_out: LeftOut = NOTHING_LEFT_OUT,
     ) -> None:
         super().__init__(param_shapes_constant=True)
         self.spec = spec
-        self.example = example
+        many, made = sum(kind != "constant" for kind, _ in spec.leaves), example or ()
+        self.example = example = None if example is None else list(example[:many])  # further inputs are added
         self.values = FakeValues(example, fakes)
         self.training: dict[str, bool] = {}
         self.constants: dict[str, torch.Tensor] = {}
@@ -89,8 +99,13 @@ class SymbolicTracer(fx.Tracer):
         self.settings: Settings | None = None
         self.grad_mode: bool | None = None
         self.gradients_outside = True
+        self._closes = left_out.closes
         self._numbers = LiveNumbers(live, self._attribute)
-        self.questions = Questions(self._numbers, self._function, example, self.values.aside)
+        self.beforehand = Beforehand(root, example, again and again.results, made[many:], fakes, self.held_at)
+        data = DataQuestions(example, again and again.questions)
+        self.questions = Questions(
+            self._numbers, self._function, example, self.values, data, self.run_before, left_out.functions
+        )
         self._tensor_paths: dict[int, str] = {}
         self._weights: dict[str, WeightProxy] = {}
         self._arrays = Arrays()
@@ -136,7 +151,7 @@ class SymbolicTracer(fx.Tracer):
             graph = super().trace(root)
         self._arrays.check()
         self.questions.forget_needless_counts()
-        self.questions.messages.require_all_said()
+        self.questions.check_messages()
         for node in graph.output_node().all_input_nodes:
             if node.target is draw:
                 raise frozen(node)
@@ -290,6 +305,40 @@ class SymbolicTracer(fx.Tracer):
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         return iter(self.questions.items(obj))
 
+    def leave_out(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a function of the model gives: run before the graph where it may, else traced."""
+        with contextlib.suppress(CannotRunBefore):
+            return self.run_before(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def run_before(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a function gives that runs before the graph.
+
+        Raises:
+            CannotRunBefore: it may not, or something has been set by now that it might read.
+        """
+        assert self._assignments is not None
+        if not self.is_recording or not holds_proxy((args, kwargs)):
+            raise CannotRunBefore(f"{function} is given nothing that is traced")
+        if self._assignments.are_any:
+            raise CannotRunBefore("forward sets an attribute before it, which it might read")
+        with self.values.aside():
+            return self.beforehand.call(function, args, kwargs, self._further_input, self.graph)
+
+    def _further_input(self, value: Any) -> fx.Proxy:
+        inputs = self.graph.find_nodes(op="placeholder")
+        assert self.example is not None
+        self.example.append(value)
+        with self.graph.inserting_after(inputs[-1]):
+            node = self.create_node("placeholder", f"input_{len(inputs)}", (), {})
+        node.meta["val"] = self.values.fake(value)
+        self._promotion.after(node)
+        return self.proxy(node)
+
+    def held_at(self, node: fx.Node) -> Any:
+        """What a `get_attr` node stands for."""
+        return self.constants.get(str(node.target), ir.attribute(self.root, node.target))
+
     def _function(self, target: Callable[..., Any], args: Any, kwargs: Any) -> fx.Proxy:
         return self.create_proxy("call_function", target, args, kwargs)
 
@@ -319,6 +368,8 @@ class SymbolicTracer(fx.Tracer):
             self.graph.erase_node(node)
             return certain  # type: ignore[return-value]
         node.meta["source"] = user_line()
+        if self._closes:
+            self.questions.close_operands(proxy)
         called = self.root.get_submodule(str(target)) if kind == "call_module" else None
         note_rank(node, called)
         node.meta["static"] = is_static(node)

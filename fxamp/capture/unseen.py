@@ -35,7 +35,7 @@ def unseen(model: nn.Module) -> Iterator[None]:
     numpy_state = numpy.random.get_state() if numpy is not None else None
     namespaces = [vars(module) for module in _user_modules(model)]
     scalars = [{name: value for name, value in space.items() if type(value) in _SCALARS} for space in namespaces]
-    containers = _containers(namespaces)
+    containers = containers_in(namespaces)
     try:
         with torch.random.fork_rng(devices=[]):
             yield
@@ -46,7 +46,7 @@ def unseen(model: nn.Module) -> Iterator[None]:
         for space, before in zip(namespaces, scalars, strict=True):
             space.update({name: value for name, value in before.items() if space.get(name, space) is not value})
         for container, elements in containers:
-            _refill(container, elements)
+            refill(container, elements)
 
 
 @contextlib.contextmanager
@@ -97,7 +97,8 @@ def _user_modules(model: nn.Module) -> list[Any]:
     return [sys.modules[name] for name in sorted(names) if not name.startswith("torch.") and name in sys.modules]
 
 
-def _containers(namespaces: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+def containers_in(namespaces: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    """The containers that namespaces name, each with a copy of it."""
     found = {
         id(value): (value, value.copy())
         for space in namespaces
@@ -107,15 +108,17 @@ def _containers(namespaces: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
     return list(found.values())
 
 
-def _refill(container: Any, elements: Any) -> None:
+def refill(container: Any, elements: Any) -> bool:
+    """Let a container hold these elements; whether it held others."""
     before, now = _flat(elements), _flat(container)
     if len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True)):
-        return
+        return False
     container.clear()
     if isinstance(container, (dict, set)):
         container.update(elements)
     else:
         container.extend(elements)
+    return True
 
 
 def _flat(container: Any) -> list[Any]:

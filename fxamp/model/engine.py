@@ -17,6 +17,7 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.proxy import TraceError
 
+from fxamp.capture.data import NOTHING_LEFT_OUT
 from fxamp.capture.inputs import CallSpec, call_key, flatten_call, has_only_defaults
 from fxamp.capture.refusals import Refusals
 from fxamp.capture.selves import OtherSelves
@@ -66,6 +67,7 @@ class Engine:
         self.others = OtherSelves()
         self.is_frozen = is_frozen
         self.changes = Changes()
+        self.left_out = NOTHING_LEFT_OUT  # of its graphs
         self.variants: dict[Any, list[Variant]] = {}
         self.numbered: dict[str, Variant] = {}
         self.previews: list[Variant] = []
@@ -98,11 +100,14 @@ class Engine:
             key, inputs = call_key(args, kwargs)
             chosen = None if number is None else self.numbered.get(number)
             for variant in self.variants.get(key, ()) if chosen is None else (chosen,):
-                if variant.holds(module, inputs):
+                if (given := variant.inputs_for(module, inputs)) is not None:
                     break
             else:
                 variant = self.capture(module, args, kwargs)
+                given = variant.captured.inputs_for(module, inputs)
                 self.announce_new(module)
+            if given is None:
+                raise CaptureError("a function that runs before the graph gives values of other types at each call")
         except CaptureError as error:
             self.fall_back(module, error)
             if self.options.opt_level != "O1":
@@ -114,7 +119,7 @@ class Engine:
                 "its own. Trace the model first (as create_feature_extractor and torch.fx passes do), then convert the "
                 "GraphModule that comes of it."
             ) from error
-        result = outside_autocast(variant.compiled.run, module, *inputs)
+        result = outside_autocast(variant.compiled.run, module, *given)
         if self.blocks:
             self.announce_new(module)  # of graphs that the blocks have made
         return result
@@ -273,6 +278,7 @@ class Engine:
         if variant.weights is not None:
             variant.weights.note(module)
         self.changes.note(variant)
+        self.left_out = variant.captured.answers.left_out
         known.append(variant)
         self.variants[key] = known
         self.numbered[variant.number] = variant
@@ -292,7 +298,8 @@ class Engine:
             options = dataclasses.replace(options, lists=options.lists.override(deny=["batch_norm"]))
         try:
             with temporarily_clear_interpreter_stack():
-                variant = self.workshop.build(plain_tree(module), spec, inputs, options, self.changes.live, sizes)
+                plain, live = plain_tree(module), self.changes.live
+                variant = self.workshop.build(plain, spec, inputs, options, live, sizes, left_out=self.left_out)
         except InvariantError as error:
             if not self._may_use_dynamo:
                 raise

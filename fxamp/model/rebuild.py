@@ -32,7 +32,7 @@ def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **ch
     inputs = None if variant.is_preview else [with_data(value, plain) for value in captured.example or []]
     with modes_of(variant, plain):
         spec = None if variant.is_preview else captured.spec
-        return engine.workshop.build(plain, spec, inputs, options, captured.live)
+        return engine.workshop.build(plain, spec, inputs, options, captured.live, again=captured.answers)
 
 
 def reference(converted: nn.Module, engine: Engine, variant: Variant) -> Variant:

@@ -97,9 +97,20 @@ class Variant:
         return self.captured.graph
 
     def holds(self, module: nn.Module, inputs: list[Any]) -> bool:
-        """Whether the graph is what the model's forward would do now. Dynamo and torch.jit.trace come through here."""
+        """Whether the graph is what the model's forward would do now."""
+        return self.inputs_for(module, inputs) is not None
+
+    def inputs_for(self, module: nn.Module, inputs: list[Any]) -> list[Any] | None:
+        """The inputs of the graph for those of a call, where it is what the model's forward would do now.
+
+        Dynamo and torch.jit.trace come through here.
+        """
+        given = self.captured.inputs_for(module, inputs)
+        return given if given is not None and self._holds(module, given) else None
+
+    def _holds(self, module: nn.Module, inputs: list[Any]) -> bool:
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            is_as_before = self.fits(module, inputs) and self._is_plain_state(module)
+            is_as_before = self._fits(module, inputs) and self._is_plain_state(module)
             is_as_before = is_as_before and (not torch.compiler.is_compiling() or self._has_its_weights(module))
             return is_as_before and (self.numbers is None or self.numbers.holds(module, inputs))
         if not self._is_for(inputs) or not self._state(module).holds():
@@ -146,6 +157,10 @@ class Variant:
 
     def fits(self, module: nn.Module, inputs: list[Any]) -> bool:
         """Whether it was made for such inputs and these modes, whatever other Python state the model has."""
+        given = self.captured.inputs_for(module, inputs)
+        return given is not None and self._fits(module, given)
+
+    def _fits(self, module: nn.Module, inputs: list[Any]) -> bool:
         return self._is_for(inputs) and all(
             bool(ir.module_at(module, path).training) is flag for path, flag in self.captured.training
         )

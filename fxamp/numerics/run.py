@@ -94,7 +94,8 @@ def call_of(converted: nn.Module, inputs: Any) -> Call:
         return Call(converted, engine, args, kwargs, converted, dynamo=looking_dynamo(engine))
     flat = pytree.tree_leaves((args, kwargs), is_leaf=lambda value: value is None)
     taken = [value for value, (kind, _) in zip(flat, variant.captured.spec.leaves, strict=True) if kind != "constant"]
-    return Call(converted, engine, args, kwargs, converted, variant, tuple(taken))
+    given = variant.captured.inputs_for(converted, taken)
+    return Call(converted, engine, args, kwargs, converted, variant, tuple(taken if given is None else given))
 
 
 def check_module(given: Any, name: str) -> None:

@@ -148,7 +148,9 @@ def _watched_by(watch: NanWatch, engine: Engine) -> Iterator[None]:
 
     for variant in engine.all_variants():
         watched(variant)
-    engine.workshop = dataclasses.replace(workshop, build=lambda *given: watched(workshop.build(*given)))
+    engine.workshop = dataclasses.replace(
+        workshop, build=lambda *given, **more: watched(workshop.build(*given, **more))
+    )
     if dynamo is not None:
         engine.dynamo = _WatchedDynamo(watch, engine, dynamo)
     try:

@@ -89,8 +89,10 @@ def _of_block(engine: Engine, path: str) -> list[Variant]:
 
 def _fits(variant: Variant, block: nn.Module, inputs: list[Any] | None) -> bool:
     """Whether a graph is for a block as it is, but for its mode."""
-    if inputs is not None and not variant.captured.holds_for(inputs):
-        return False
+    if inputs is not None:
+        given = variant.captured.inputs_for(block, inputs)
+        if given is None or not variant.captured.holds_for(given):
+            return False
     if any(cell.name != "training" for cell in variant.changed_state(block)):
         return False
     return variant.weights is None or variant.weights(block)

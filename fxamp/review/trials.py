@@ -118,7 +118,7 @@ def _capture(plain: nn.Module, variant: Variant, lists: OpLists, low: torch.dtyp
     spec = unknown_call(plain) if variant.is_preview else before.spec
     inputs = None if variant.is_preview else [with_data(value, plain) for value in before.example or []]
     with casts_into(low):
-        captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in lists, before.live)
+        captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in lists, before.live, before.answers)
     fakes.is_on = not fakes.is_reshaped
     return _Capture(captured, fakes)
 

@@ -145,7 +145,8 @@ def of_what_is_drawn(model, x, _):
     return x.sum() > torch.randn(()) * 100
 
 
-def of_many(model, _, mask):
+def of_many(model, x, mask):
+    model.fc(x)  # so that it may not run before the graph
     return sum(bool(row[place].all()) for row in mask for place in range(3)) > 3
 
 
@@ -255,3 +256,14 @@ def test_copies_and_calls_under_modes_ask_for_themselves(context):
                 found = other(X, mask)
             expected = model(X, mask)
             assert (found - expected).norm() < expected.norm() * 2**-5
+
+
+@pytest.mark.parametrize("mask", [SOME, ALL])
+def test_whoever_captures_it_again_goes_the_same_way(mask):
+    """Nothing but types is kept of the inputs."""
+    model, converted = _converted(QUESTIONS["all"])
+    converted(X, mask)
+    way = "fc" if mask is ALL else "other"
+    denied = fxamp.what_if(converted, deny=["linear"])
+    assert [(row.module, row.precision) for row in denied.rows if row.op == "linear"] == [(way, "high")]
+    assert fxamp.compare(model, converted, (X, mask)).output < 2**-5

@@ -1,0 +1,111 @@
+"""Which functions of the model's a trace leaves out, and how they are called in it."""
+
+import contextlib
+import dis
+import gc
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxamp.capture.computed import sources
+from fxamp.capture.locations import is_library_file
+
+MOST_FUNCTIONS = 8
+"""So many functions a trace leaves out at the most: each costs a trace to find."""
+
+_SETS = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "YIELD_VALUE"})
+
+
+def function_to_leave_out(
+    frames: Iterable[types.FrameType], known: Sequence[types.FunctionType]
+) -> types.FunctionType | None:
+    """The first function among these frames that looks into inputs alone; None where there is none.
+
+    Args:
+        frames: of a trace, innermost first.
+        known: those that were found before.
+    """
+    for frame in frames:
+        code = frame.f_code
+        if is_library_file(code.co_filename) or _is_of_layers(frame) or not _looks_at_inputs_alone(frame):
+            continue
+        found = _function_of(code)
+        if found is not None and found not in known:
+            return found
+    return None
+
+
+def frames_of(error: BaseException) -> list[types.FrameType]:
+    """Those in which an error was raised, or the one that caused it, innermost first."""
+    frames = []
+    trace = (error.__cause__ or error).__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    return frames[::-1]
+
+
+def _looks_at_inputs_alone(frame: types.FrameType) -> bool:
+    """Whether what a function was called with, as far as it still holds that, hangs on inputs alone."""
+    code, held = frame.f_code, frame.f_locals
+    if code.co_freevars or any(step.opname in _SETS for step in dis.get_instructions(code)):
+        return False
+    many = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
+    given = pytree.tree_leaves([held.get(name) for name in code.co_varnames[:many]])
+    nodes = [leaf.node for leaf in given if issubclass(type(leaf), fx.Proxy)]
+    return bool(nodes) and all(sources(node, from_inputs=True) is not None for node in nodes)
+
+
+def _function_of(code: types.CodeType) -> types.FunctionType | None:
+    found = (each for each in gc.get_referrers(code) if isinstance(each, types.FunctionType))
+    return next((each for each in found if each.__code__ is code), None)
+
+
+def _is_of_layers(frame: types.FrameType) -> bool:
+    """Whether it is the forward of a module that has parameters."""
+    owner = frame.f_locals.get("self")
+    if frame.f_code.co_name != "forward" or not isinstance(owner, nn.Module):
+        return False
+    return any(True for _ in owner.parameters())
+
+
+@contextlib.contextmanager
+def called_through(
+    functions: Sequence[types.FunctionType], call: Callable[[Callable[..., Any], Any, Any], Any]
+) -> Iterator[None]:
+    """Calls of these functions go to `call`, with the function as it was, in this thread.
+
+    By whatever name it is called, a function has one code, which is exchanged.
+    """
+    saved = [(each, each.__code__, each.__kwdefaults__) for each in functions]
+    try:
+        for function, code, defaults in saved:
+            original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+            original.__kwdefaults__, original.__qualname__ = defaults, function.__qualname__
+            function.__kwdefaults__ = {**(defaults or {}), "_fxamp_call": _in_this_thread(original, call)}
+            function.__code__ = _instead.__code__
+        yield
+    finally:
+        for function, code, defaults in saved:
+            function.__code__, function.__kwdefaults__ = code, defaults
+
+
+def _instead(*args: Any, _fxamp_call: Any, **kwargs: Any) -> Any:
+    return _fxamp_call(args, kwargs)
+
+
+def _in_this_thread(
+    original: types.FunctionType, call: Callable[[Callable[..., Any], Any, Any], Any]
+) -> Callable[..., Any]:
+    thread = threading.get_ident()
+
+    def run(args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(*args, **kwargs)
+        return call(original, args, kwargs)
+
+    return run
