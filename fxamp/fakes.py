@@ -1,11 +1,9 @@
 """Run single graph nodes on fake tensors: types and shapes without data, time or side effects."""
 
 import contextlib
-import copy
 import logging
 import random
 import warnings
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,31 +11,21 @@ import torch
 from torch import fx, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
 from fxamp.authors import run_as_cast
 from fxamp.draws import draw
-from fxamp.errors import CaptureError, FxampError
+from fxamp.errors import FxampError
+from fxamp.fake_limits import is_a_limit
 from fxamp.grouped import GROUPED, like_grouped
-from fxamp.ir import ENGINE
-from fxamp.recurrent_fakes import asks_cudnn, like_recurrent, without_cudnn
-from fxamp.references import copy_slots, repointed
+from fxamp.leaf_fakes import call_leaf
+from fxamp.recurrent_fakes import asks_cudnn, like_recurrent
 
 UNKNOWN = object()
 
 # Note on inputs and weights of a graph, or on fakes of them that do not share memory as the real tensors do: equal for
 # those that lie in the same memory.
 MEMORY = "fxamp_memory"
-
-# Attribute of a copy that runs in a module's place: the module.
-TWIN_OF = "_fxamp_twin_of"
-
-# What torch keeps in each module: tensors, parts and hooks, each with a rule of its own.
-_OF_TORCH = frozenset(vars(nn.Module()))
-
-# Modules that may write into their input and say so: `inplace=True`.
-_WRITERS = (nn.modules.dropout._DropoutNd,)
 
 # Takes a uint8 condition, as torch still does, and fake tensors do not -> which of its arguments that is.
 _WHERE: dict[Any, int] = {torch.where: 0, "where": 1, torch.Tensor.where: 1}
@@ -174,139 +162,7 @@ class Fakes:
                 return run_as_cast(node.target, args, kwargs)  # type: ignore[arg-type]
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            return self._call_module(str(node.target), args, kwargs)
-
-    def _call_module(self, path: str, args: Any, kwargs: Any) -> Any:
-        """Call a leaf module's plain forward (no hooks) on a copy of it whose state is fake.
-
-        Raises:
-            CaptureError: it writes into an argument, or fails without its hooks.
-        """
-        module = self.root.get_submodule(path)
-        containers: dict[int, Any] = {}
-        args, kwargs = _own_containers((args, kwargs), containers)  # those of a graph's node refuse to be written
-        twin = _without_counting(twin_of(module, self.of, containers))
-        held = _held_by((args, kwargs))
-        given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        before = [value._version for value in given]
-        try:
-            with without_cudnn(module):
-                result = twin.forward(*args, **kwargs)
-        except Exception as error:
-            if is_a_limit(error) or not _needs_hooks(module, given):
-                raise
-            raise CaptureError(
-                f"{path!r} has hooks, and without them it fails ({error}), as a graph is made without running them. "
-                "Mark the hooks with @torch.compiler.disable, and use capture='auto' or 'dynamo', which runs them."
-            ) from error
-        if [value._version for value in given] != before and not isinstance(module, _WRITERS):
-            raise CaptureError(
-                f"{path!r} stays whole (hooks on it, or boundaries=) and writes into an argument, which the graph "
-                "around it cannot see. Return the new value from it instead."
-            )
-        if _held_by((args, kwargs)) != held:
-            raise CaptureError(
-                f"{path!r} stays whole (hooks on it, or boundaries=) and adds to or changes a list or dictionary that "
-                "it is given, which the graph around it cannot see. Return the new value from it instead."
-            )
-        if _holds_any(result, set(map(id, containers.values()))):
-            raise CaptureError(
-                f"{path!r} stays whole (hooks on it, or boundaries=) and gives back a list or dictionary that it is "
-                "given or keeps, and writes into that are none of a graph's. Return a new one from it instead."
-            )
-        return result
-
-
-def holds_container(arguments: Any) -> bool:
-    """Whether a list or dictionary is among arguments, which the module that is given it may write."""
-    if isinstance(arguments, (list, dict)):
-        return True
-    return isinstance(arguments, tuple) and any(map(holds_container, arguments))
-
-
-# Containers that are copied -> what the copy is: those of a graph's arguments refuse to be written.
-_COPIED: dict[type, Any] = {
-    **{kind: kind for kind in (list, dict, set, deque, OrderedDict, defaultdict, Counter)},
-    immutable_list: list,
-    immutable_dict: dict,
-}
-
-
-def _own_containers(value: Any, known: dict[int, Any]) -> Any:
-    """The same values in containers that may be written.
-
-    Args:
-        known: by the id of each container that was met: the one in its place.
-    """
-    if type(value) is tuple:
-        return tuple(_own_containers(each, known) for each in value)
-    if (kind := _COPIED.get(type(value))) is None:
-        return value
-    if id(value) not in known:
-        own: Any = copy.copy(value) if kind is type(value) else kind(value)
-        known[id(value)] = own
-        places = list(own) if isinstance(own, dict) else range(len(own)) if not isinstance(own, set) else ()
-        for place in places:
-            own[place] = _own_containers(own[place], known)
-    return known[id(value)]
-
-
-def _holds_any(value: Any, containers: set[int]) -> bool:
-    """Whether a value is, or has in it, one of these lists and dictionaries, by id."""
-    if id(value) in containers:
-        return True
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return any(_holds_any(part, containers) for part in parts)
-
-
-def _held_by(value: Any) -> Any:
-    """What lists and dictionaries hold: equal as long as those hold the same objects."""
-    if isinstance(value, (list, tuple)):
-        return list(map(_held_by, value))
-    if isinstance(value, dict):
-        return [(name, _held_by(each)) for name, each in value.items()]
-    return id(value)
-
-
-def _without_counting(twin: nn.Module) -> nn.Module:
-    """The twin, with a momentum for batch norms that average over all batches: their number, which no fake has,
-    decides on no size or dtype."""
-    for part in twin.modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.momentum is None:
-            part.momentum = 0.0
-    return twin
-
-
-def _needs_hooks(module: nn.Module, given: list[torch.Tensor]) -> bool:
-    """Whether hooks may be what a call lacks; arguments of several dtypes are a reason to fail of their own."""
-    dtypes = {value.dtype for value in given if value.is_floating_point()}
-    return len(dtypes) < 2 and bool(module._forward_pre_hooks or module._forward_hooks)
-
-
-def twin_of(module: nn.Module, state_of: Callable[[Any], Any], containers: dict[int, Any]) -> nn.Module:
-    """A copy of a module and of those inside it, with other tensors in the places of its parameters and buffers.
-
-    What forward sets is set on the copy, and what it puts into lists and dictionaries of the module into the copy's, so
-    that other threads can run the module meanwhile. Converted models in it
-    run the forwards that the user wrote. Hooks are the same ones; those that are methods of the module become the
-    copy's. A module of torch.jit, whose tensors cannot be exchanged, is copied as it is.
-
-    Args:
-        state_of: gives the tensor to put in the place of a parameter or buffer.
-        containers: takes the module's containers, by their ids, and those in their places.
-    """
-    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-    compiled = [part for part in module.modules() if isinstance(part, torch.jit.ScriptModule)]
-    twins: dict[int, nn.Module] = {id(part): object.__new__(type(part)) for part in parts}
-    twins.update((id(part), copy.deepcopy(part)) for part in compiled)
-    for part in parts:
-        own = {name: repointed(value, twins) for name, value in part.__dict__.items() if name != ENGINE}
-        own.update((name, _own_containers(own[name], containers)) for name in own.keys() - _OF_TORCH)
-        for name in ("_parameters", "_buffers"):
-            own[name] = {key: state_of(value) for key, value in part.__dict__[name].items()}
-        twins[id(part)].__dict__.update(own, **{TWIN_OF: part})
-        copy_slots(part, twins[id(part)])
-    return twins[id(module)]
+            return call_leaf(self.root, str(node.target), args, kwargs, self.of)
 
 
 def _with_bool_condition(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> tuple[Any, dict[str, Any]]:
@@ -354,7 +210,7 @@ def _kept_randomness() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """No torch-function overrides, no autocast, no random state moved, and no log of what a meta kernel refuses."""
+    """No torch-function overrides, no autocast, and no log of what a meta kernel refuses."""
     was = _log.disabled
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     try:
@@ -367,42 +223,3 @@ def quietly() -> Iterator[None]:
         for kind in kinds:
             torch.set_autocast_enabled(kind, True)
         _log.disabled = was
-
-
-def is_a_limit(error: Exception) -> bool:
-    """Whether an error tells what fake tensors cannot do, rather than a mistake in the model."""
-    text = str(error)
-    kind = type(error).__module__
-    return (
-        "fake_tensor" in kind
-        or "_subclasses" in kind
-        or "symbolic_shapes" in kind
-        or isinstance(error, NotImplementedError)
-        or "FakeTensor" in text
-        or "fake modes" in text
-        or "meta tensor" in text
-        or "Meta" in text
-        or "data-dependent" in text
-        or "data is not allocated" in text
-        or ("dtype" in text and _is_raised_by_meta(error))
-    )
-
-
-def is_foreign(target: Any) -> bool:
-    """Whether a node's target is not torch's: what it raises on fake tensors tells nothing about the model."""
-    if isinstance(target, str):
-        return False
-    if isinstance(getattr(target, "__self__", None), type):  # `apply` of a custom autograd.Function
-        return is_foreign(target.__self__)
-    module = str(getattr(target, "__module__", "torch") or "torch")
-    return module.partition(".")[0] not in ("torch", "_operator", "builtins")
-
-
-def _is_raised_by_meta(error: Exception) -> bool:
-    """Whether a meta kernel refused: about dtypes some are stricter than the real kernels (`_grouped_mm`)."""
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename.endswith("_meta_registrations.py"):
-            return True
-        trace = trace.tb_next
-    return False

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent / "fxamp"
 GROUND = {"errors", "dtypes", "references", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
 CALLED = {"switches", "checks", "draws", "authors"}
-GRAPH = NAMES | CALLED | {"canonical", "inplace", "ir", "lists", "fakes", "grouped", "recurrent_fakes"}
+FAKES = {"fake_limits", "grouped", "leaf_fakes", "recurrent_fakes"}
+GRAPH = NAMES | CALLED | FAKES | {"canonical", "fakes", "inplace", "ir", "lists"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "words": set(),
@@ -30,7 +31,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "canonical": NAMES | {"inplace", "ir", "switches"},
     "grouped": set(),
     "recurrent_fakes": set(),
-    "fakes": NAMES | {"authors", "ir", "grouped", "recurrent_fakes", "draws"},
+    "fake_limits": set(),
+    "leaf_fakes": NAMES | {"fake_limits", "ir", "recurrent_fakes"},
+    "fakes": NAMES | FAKES | {"authors", "draws"},
     "data": GROUND,
     "whole": GROUND,
     "capability": set(),

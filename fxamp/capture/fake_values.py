@@ -16,8 +16,10 @@ from fxamp.capture.open_sizes import OpenSizes
 from fxamp.capture.promotion import low_operands, widen
 from fxamp.draws import draw
 from fxamp.errors import CaptureError, FxampError
-from fxamp.fakes import UNKNOWN, Fakes, holds_container, is_a_limit, is_foreign
+from fxamp.fake_limits import is_a_limit, is_foreign
+from fxamp.fakes import UNKNOWN, Fakes
 from fxamp.inplace import run_and_note_writes
+from fxamp.leaf_fakes import holds_container
 
 
 class FakeValues:

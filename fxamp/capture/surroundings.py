@@ -24,7 +24,8 @@ from fxamp.capture.objects import is_other_self
 from fxamp.capture.proxies import is_value, questions_of
 from fxamp.capture.raises import check_of_torch
 from fxamp.errors import CaptureError
-from fxamp.fakes import TWIN_OF, UNKNOWN
+from fxamp.fakes import UNKNOWN
+from fxamp.leaf_fakes import TWIN_OF
 from fxamp.opnames import canonical_name
 
 

@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from fxamp import ir
 from fxamp.authors import cast_by_autocast
 from fxamp.dtypes import LOW_DTYPES
-from fxamp.fakes import UNKNOWN, Fakes, is_a_limit, is_foreign, size_of
+from fxamp.fake_limits import is_a_limit, is_foreign
+from fxamp.fakes import UNKNOWN, Fakes, size_of
 from fxamp.ir import TensorType, ValueType
 from fxamp.lists import TRAITS
 from fxamp.passes.base import Pass

@@ -15,7 +15,8 @@ from fxamp.capture.captured import Captured
 from fxamp.capture.inputs import unknown_call
 from fxamp.capture.symbolic import capture_symbolic
 from fxamp.errors import OptionError
-from fxamp.fakes import Fakes, is_foreign
+from fxamp.fake_limits import is_foreign
+from fxamp.fakes import Fakes
 from fxamp.lists import OpLists
 from fxamp.model.blocks import mark_block
 from fxamp.model.codegen import CompiledForward
