@@ -16,6 +16,7 @@ from fxamp.ir import TensorType
 from fxamp.lists import TRAITS
 from fxamp.passes.gemm_types import Gemm
 from fxamp.passes.gemms import OPS, describe
+from fxamp.passes.moved_dims import dims_after, dims_of_getitem
 from fxamp.passes.recurrent_gemms import OPS as RECURRENT
 from fxamp.passes.recurrent_gemms import Recurrent
 from fxamp.passes.view_sizes import is_rest_static
@@ -230,27 +231,6 @@ def _permute(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     return tuple(given[source] for source in order)
 
 
-def dims_after(node: fx.Node, rank: int) -> tuple[int, ...] | None:
-    """For an op that reorders dimensions: the source dimension of each dimension of the result."""
-    op, order = ir.mark(node).op, list(range(rank))
-    if op in ("t", "mT", "adjoint") or (op == "getattr" and node.args[1] in ("T", "mT")):
-        if rank < 2 or (rank > 2 and op == "getattr" and node.args[1] == "T"):
-            return None
-        return (*order[:-2], order[-1], order[-2])
-    if op == "transpose":
-        one, other = ir.argument_of(node, 1, "dim0"), ir.argument_of(node, 2, "dim1")
-        if not isinstance(one, int) or not isinstance(other, int):
-            return None
-        order[one], order[other] = order[other], order[one]
-        return tuple(order)
-    if op == "permute":
-        given = node.args[1] if len(node.args) == 2 else node.args[1:]
-        given = node.kwargs.get("dims", given)
-        order = [dim % rank for dim in given if isinstance(dim, int)] if isinstance(given, (tuple, list)) else []
-        return tuple(order) if len(order) == rank else None
-    return None
-
-
 def _flatten(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     given = found.get(node.args[0])  # type: ignore[arg-type]
     if not isinstance(given, tuple):
@@ -269,33 +249,6 @@ def _getitem(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     given = found[node.args[0]]  # type: ignore[index]
     has_constant_bounds = not ir.nodes_in(node.args[1])
     return tuple(source is not None and (whole or has_constant_bounds) and given[source] for source, whole in kept)
-
-
-def dims_of_getitem(node: fx.Node) -> list[tuple[int | None, bool]] | None:
-    """For `x[...]`: (source dimension, taken whole) of each dimension of the result.
-
-    None where it indexes with tensors or with numbers that are not known.
-    """
-    index = node.args[1] if isinstance(node.args[1], (tuple, list)) else (node.args[1],)
-    shape = ir.shape_of(node.args[0])
-    if shape is None or any(isinstance(item, (fx.Node, list, bool)) for item in index):
-        return None
-    named = sum(item is not None and item is not Ellipsis for item in index)
-    found: list[tuple[int | None, bool]] = []
-    source = 0
-    for item in (*index, *(() if Ellipsis in index else (Ellipsis,))):
-        if item is Ellipsis:
-            count = len(shape) - named
-            found += [(source + number, True) for number in range(count)]
-            source += count
-        elif item is None:
-            found.append((None, True))
-        elif isinstance(item, slice):
-            found.append((source, item == slice(None)))
-            source += 1
-        else:
-            source += 1
-    return found
 
 
 def _embedding(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
