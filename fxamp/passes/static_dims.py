@@ -238,7 +238,8 @@ def _flatten(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     start, end = ir.argument_of(node, 1, "start_dim", 0), ir.argument_of(node, 2, "end_dim", -1)
     if not isinstance(start, int) or not isinstance(end, int):
         return _everywhere(node, False)
-    start, end = start % len(given), end % len(given)
+    rank = max(len(given), 1)  # of a number it makes one dimension
+    start, end = start % rank, end % rank
     return (*given[:start], all(given[start : end + 1]), *given[end + 1 :])
 
 

@@ -475,6 +475,20 @@ def test_a_view_whose_rest_is_another_size():
         assert_same(padded(x, w), plain(x, w), str(length))
 
 
+class Total(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(5, 7)
+
+    def forward(self, x):
+        return self.one(x).sum().flatten()
+
+
+def test_a_number_that_is_flattened():
+    model = whole_numbers(Total())
+    assert torch.equal(fxamp.convert(model, BF16)(numbers(3, 5)), model(numbers(3, 5)))
+
+
 def test_statistics_that_are_switched_off_for_a_call():
     model = nn.Sequential(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7), nn.ReLU(), nn.Conv2d(7, 4, 1))
     x, states = numbers(4, 3, 6, 6), []
