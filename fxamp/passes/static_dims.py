@@ -129,11 +129,10 @@ _ROWS_OF_DATA = {"_pack_padded_sequence": (1, 2), "_pad_packed_sequence": (2, 1)
 
 
 def _known(argument: Any, found: dict[fx.Node, Static]) -> bool:
-    """Whether a size argument is static: a constant, or computed from static sizes."""
-    if isinstance(argument, fx.Node):
-        value = found.get(argument)
-        return all(value) if isinstance(value, tuple) else value is True
-    return True
+    """Whether a size argument, or each in a list of them, is static: a constant, or computed from static sizes."""
+    return all(
+        all(value) if isinstance(value := found.get(node), tuple) else value is True for node in ir.nodes_in(argument)
+    )
 
 
 def _number(node: fx.Node, op: str, found: dict[fx.Node, Static]) -> Static:
@@ -160,7 +159,7 @@ def _part(parts: Static, index: Any) -> Static:
 def _split(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     given, kinds = node.args[0], ir.mark(node).type
     dim = ir.argument_of(node, 2, "dim", 0)
-    known = _known(ir.argument_of(node, 1, "chunks"), found)
+    known = all(_known(value, found) for value in node.all_input_nodes if value is not given)
     if not isinstance(given, fx.Node) or not isinstance(kinds, tuple) or not isinstance(dim, int):
         return _everywhere(node, False)
     dims = list(found[given])
@@ -178,6 +177,8 @@ def _gemm(node: fx.Node, gemm: Gemm, found: dict[fx.Node, Static]) -> Static:
     if ir.mark(node).op in _ROWS_FIRST and isinstance(first, fx.Node):
         rows = found[first][:-1]
         dims[-1 - len(rows) : -1] = rows[-len(dims) + 1 :] if len(dims) > 1 else ()
+        for at in _broadcast(node, found):
+            dims[at] = False
     elif ir.mark(node).op.startswith("conv") and isinstance(first, fx.Node) and len(dims) == len(found[first]):
         dims[0] = found[first][0]
     for dim in gemm.dims:
@@ -190,17 +191,29 @@ def _gemm(node: fx.Node, gemm: Gemm, found: dict[fx.Node, Static]) -> Static:
     return tuple(dims)
 
 
+def _broadcast(node: fx.Node, found: dict[fx.Node, Static]) -> list[int]:
+    """Batch dimensions, from the back, of a product that are 1 in this call and may be another number in others."""
+    second, shape = ir.argument_of(node, 1, "other"), ir.shape_of(node) or ()
+    rank = min(len(ir.shape_of(second) or ()), len(shape))
+    return [-back for back in range(3, rank + 1) if shape[-back] == 1 and not is_static(found, second, -back)]
+
+
 def _same(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
-    """An op that keeps or broadcasts its operands' shapes: static where an operand of that size is."""
+    """An op that keeps or broadcasts its operands' shapes: static where an operand of that size is.
+
+    A size of 1 is static where each operand's is, as one that is 1 in this call alone is broadcast no longer in others,
+    and where no number that the op reads may have decided on it.
+    """
     shape = ir.shape_of(node) or ()
+    has_static_numbers = all(_known(value, found) for value in node.all_input_nodes if ir.shape_of(value) is None)
     dims = [False] * len(shape)
-    for value in node.all_input_nodes:
-        given = ir.shape_of(value)
-        if given is None or len(given) > len(shape):
-            continue
-        for back in range(1, len(given) + 1):
-            if given[-back] == shape[-back] and is_static(found, value, -back):
-                dims[-back] = True
+    for back in range(1, len(shape) + 1):
+        flags = [
+            is_static(found, value, -back)
+            for value in node.all_input_nodes
+            if len(given := ir.shape_of(value) or ()) in range(back, len(shape) + 1) and given[-back] == shape[-back]
+        ]
+        dims[-back] = any(flags) and (shape[-back] != 1 or (all(flags) and has_static_numbers))
     return tuple(dims)
 
 
@@ -257,6 +270,15 @@ def _embedding(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     return (*indices, True) if isinstance(indices, tuple) else _everywhere(node, False)
 
 
+def _index_select(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
+    given, index = found.get(node.args[0]), ir.argument_of(node, 2, "index")  # type: ignore[arg-type]
+    dim = ir.argument_of(node, 1, "dim")
+    if not isinstance(given, tuple) or not given or not isinstance(dim, int):
+        return _everywhere(node, False)
+    dim %= len(given)
+    return (*given[:dim], is_static(found, index, 0), *given[dim + 1 :])
+
+
 def _unsqueeze(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     given, dim = found.get(node.args[0]), ir.argument_of(node, 1, "dim")  # type: ignore[arg-type]
     if not isinstance(given, tuple) or not isinstance(dim, int):
@@ -291,6 +313,7 @@ _SHAPED: dict[str, Callable[[fx.Node, dict[fx.Node, Static]], Static]] = {
     "flatten": _flatten,
     "getattr": _attribute,
     "getitem": _getitem,
+    "index_select": _index_select,
     "mT": _permute,
     "permute": _permute,
     "reshape": _sizes,

@@ -475,6 +475,41 @@ def test_a_view_whose_rest_is_another_size():
         assert_same(padded(x, w), plain(x, w), str(length))
 
 
+class Rows(nn.Module):
+    """linear to 7, of as many rows as the call has, flattened for a product with the call's own weight."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.one, self.rows = nn.Linear(5, 7), rows
+        self.row, self.number, self.tokens = (nn.Parameter(torch.ones(*shape)) for shape in ((1, 7), (1, 1), (8, 5)))
+
+    def forward(self, x, w):
+        return self.rows(self, x).relu().flatten()[None] @ w
+
+
+# Rows of the first call happen to be as many as a weight's: 1.
+AS_MANY_ROWS = {
+    "added to a row": lambda m, x: m.one(x) + m.row,
+    "times a number": lambda m, x: m.one(x) * m.number,
+    "a token repeated": lambda m, x: m.one(m.tokens[:1].repeat(x.shape[0], 1)),
+    "a split": lambda m, x: m.one(m.tokens.split([x.shape[0], 8 - x.shape[0]])[0]),
+    "a split by method": lambda m, x: m.one(m.tokens.split(split_size=x.shape[0])[0]),
+    "chosen": lambda m, x: m.one(m.tokens[:1].index_select(0, x[:, 0].long() * 0)),
+    "grown by zeros": lambda m, x: m.one(functional.pad(m.tokens[:1], (0, 0, 0, x.shape[0] - 1))),
+    "a batch of products": lambda m, x: m.tokens[:1].unsqueeze(0) @ (x[:, :, None] * m.row),
+    "chosen by name": lambda m, x: m.one(torch.index_select(m.tokens[:1], dim=0, index=x[:, 0].long() * 0)),
+}
+
+
+@pytest.mark.parametrize("name", AS_MANY_ROWS)
+def test_rows_that_are_one_in_one_call(name):
+    model = whole_numbers(Rows(AS_MANY_ROWS[name]))
+    padded, plain = (fxamp.convert(copy.deepcopy(model), BF16, pad="always", pad_to=n) for n in (8, 0))
+    for rows in (1, 3):
+        x, w = numbers(rows, 5), numbers(7 * rows, 4)
+        assert_same(padded(x, w), plain(x, w), name)
+
+
 class Total(nn.Module):
     def __init__(self):
         super().__init__()
