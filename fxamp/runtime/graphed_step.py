@@ -1,10 +1,9 @@
 """A whole training step as one CUDA graph: forward, loss, backward, unscale, check, clip, update."""
 
-import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from fxamp.errors import OptionError
 from fxamp.runtime import gradients
 from fxamp.runtime.arguments import check_needs_no_closure
 from fxamp.runtime.cuda_graph import Recorder
+from fxamp.runtime.device_rates import DeviceRates, reads_rate_from_device
 from fxamp.runtime.device_skip import settle
 from fxamp.runtime.distributed import local
 from fxamp.runtime.fixed_scalers import NoOpLossScaler
@@ -87,7 +87,7 @@ class GraphedStep:
         self._graphs: dict[Any, _Graph] = {}
         self._modules = list(model.modules())
         self._are_trained: list[bool] = []
-        self._rates: list[torch.Tensor] | None = None
+        self._rates: DeviceRates | None = None
         self._recorder: Recorder | None = None
         self._warm_steps = 0
         self._waits = 0  # steps in a row that waited for the device
@@ -118,7 +118,9 @@ class GraphedStep:
             self._start_again("other parameters are trained")
         if self._warm_steps < WARM_UP:
             return self._warm_up(inputs, targets)
-        self._follow_learning_rates()
+        if self._rates is None:
+            self._rates = DeviceRates(self.optimizer)
+        self._rates.follow()
         key = self._key(leaves, structure)
         if key not in self._graphs and not self._capture(key, leaves, structure):
             return self._eager(inputs, targets)
@@ -200,7 +202,7 @@ class GraphedStep:
             (name, value)
             for group in self.optimizer.param_groups
             for name, value in group.items()
-            if name not in NOT_IN_KEY or (name == "lr" and not _reads_rate_from_device(group))
+            if name not in NOT_IN_KEY or (name == "lr" and not reads_rate_from_device(group))
             if isinstance(value, PLAIN)
         )
         rule = dataclasses.astuple(self.scaler.rule)
@@ -221,9 +223,9 @@ class GraphedStep:
         self.scaler.watch.drain()
         entries = Entries(self._inner, [module._buffers for module in self._modules])
         memory = [(weight, weight.data) for weight in self.model.parameters()]
-        assert self._recorder is not None
+        assert self._recorder is not None and self._rates is not None
         try:
-            with self._rates_on_device():
+            with self._rates.in_place():
                 replay, (loss, result) = self._recorder.record(lambda: self._step(inputs, targets))
             if entries.are_changed() or any(_is_elsewhere(*each) for each in memory):
                 raise RuntimeError(
@@ -267,35 +269,6 @@ class GraphedStep:
         if self.scaler.is_enabled():
             self.scaler.observe_replay(self.last_result, self.optimizer)
         return graph.loss.clone()
-
-    def _groups_with_rates(self) -> list[dict[str, Any]]:
-        return [group for group in self.optimizer.param_groups if _reads_rate_from_device(group)]
-
-    def _follow_learning_rates(self) -> None:
-        """Write each present rate into the device tensor that graphs read, where the optimizer reads it there."""
-        if self._rates is None:
-            _make_capturable(self.optimizer)
-            device = next(gradients.parameters(self.optimizer)).device
-            # float32: fused kernels read nothing else.
-            self._rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in self._groups_with_rates()]
-        for group, rate in zip(self._groups_with_rates(), self._rates, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                rate.copy_(group["lr"], non_blocking=True)
-            else:
-                rate.fill_(group["lr"])
-
-    @contextlib.contextmanager
-    def _rates_on_device(self) -> Iterator[None]:
-        """While capturing, groups hold device tensors; outside, what the user and schedulers put there."""
-        groups = self._groups_with_rates()
-        given = [group["lr"] for group in groups]
-        for group, rate in zip(groups, self._rates or (), strict=True):
-            group["lr"] = rate
-        try:
-            yield
-        finally:
-            for group, rate in zip(groups, given, strict=True):
-                group["lr"] = rate
 
 
 class _Graph:
@@ -352,24 +325,3 @@ def _call(model: torch.nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, dict):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-
-
-def _reads_rate_from_device(group: dict[str, Any]) -> bool:
-    """Whether the optimizer takes a device tensor as its rate; else a new rate means a new graph."""
-    return bool(group.get("capturable") or group.get("fused"))
-
-
-def _make_capturable(optimizer: torch.optim.Optimizer) -> None:
-    """Switch `capturable` on, where an optimizer has it, and move the numbers to the device that it keeps on the host.
-
-    These are step counters; of NAdam a product, too.
-    """
-    for group in optimizer.param_groups:
-        if "capturable" not in group:
-            continue
-        group["capturable"] = True
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim() == 0:
-                    state[name] = value.to(parameter.device)

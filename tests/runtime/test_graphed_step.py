@@ -12,7 +12,8 @@ import fxamp
 from fxamp import weight_fits
 from fxamp.errors import OptionError
 from fxamp.runtime import capturing
-from fxamp.runtime.graphed_step import WARM_UP, GraphedStep, _make_capturable
+from fxamp.runtime.device_rates import make_capturable
+from fxamp.runtime.graphed_step import WARM_UP, GraphedStep
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
 from tests.runtime.runtime_instruments import ThirdParty
@@ -434,7 +435,7 @@ def test_numbers_that_an_optimizer_keeps_on_the_host_go_to_the_device(kind):
     parameter.grad = torch.empty_like(parameter)
     optimizer = kind([parameter], 0.1, foreach=False)
     optimizer.step()
-    _make_capturable(optimizer)
+    make_capturable(optimizer)
     assert optimizer.param_groups[0]["capturable"]
     assert {(value.device.type, value.dtype) for value in optimizer.state[parameter].values()} == {
         ("meta", torch.float32)
@@ -451,7 +452,7 @@ def test_rates_are_float32_whatever_the_default(graphs):
             step(x.float(), targets.float())
     finally:
         torch.set_default_dtype(torch.float32)
-    assert step.is_graphed and step._rates[0].dtype == torch.float32
+    assert step.is_graphed and step._rates.tensors[0].dtype == torch.float32
 
 
 def test_while_capturing_rates_are_device_tensors(graphs, monkeypatch):
@@ -468,7 +469,7 @@ def test_while_capturing_rates_are_device_tensors(graphs, monkeypatch):
     step = graphs.step_for(model, loss_fn, optimizer, scaler)
     for batch in batches(WARM_UP + 1):
         step(*batch)
-    assert seen == [step._rates[0]] and isinstance(seen[0], torch.Tensor)
+    assert seen == [step._rates.tensors[0]] and isinstance(seen[0], torch.Tensor)
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
