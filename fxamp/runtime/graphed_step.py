@@ -199,11 +199,11 @@ class GraphedStep:
             (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         )
         settings = tuple(
-            (name, value)
+            (name, number)
             for group in self.optimizer.param_groups
             for name, value in group.items()
             if name not in NOT_IN_KEY or (name == "lr" and not reads_rate_from_device(group))
-            if isinstance(value, PLAIN)
+            if isinstance(number := _as_read(value), PLAIN)
         )
         rule = dataclasses.astuple(self.scaler.rule)
         looks_after = self.scaler.may_be_below_one()  # unscaling is another then
@@ -319,6 +319,12 @@ _ADDRESS = torch.Tensor.data_ptr
 
 def _is_elsewhere(weight: torch.Tensor, data: torch.Tensor) -> bool:
     return _ADDRESS(local(weight)) != _ADDRESS(local(data))
+
+
+def _as_read(value: Any) -> Any:
+    """A setting as a step reads it while it is captured: of a tensor on the host its number."""
+    is_on_host = isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1
+    return value.item() if is_on_host else value
 
 
 def _call(model: torch.nn.Module, inputs: Any) -> Any:

@@ -473,6 +473,31 @@ def test_while_capturing_rates_are_device_tensors(graphs, monkeypatch):
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
+@pytest.mark.parametrize(("fused", "recaptures"), [(False, True), (True, False)])
+def test_a_rate_in_a_tensor_on_the_host_is_read_while_capturing(graphs, fused, recaptures):
+    """On a GPU, too: `alpha=-lr` of a tensor on the CPU waits for nothing, and the graph has its number for good."""
+    model, rate = torch.nn.Linear(4, 2), torch.tensor(0.5)
+    step = graphs.step_for(model, loss_fn, torch.optim.SGD(model.parameters(), rate, fused=fused), LossScaler())
+    before = step._key([], None)
+    rate.mul_(0.5)  # as schedulers do
+    assert (step._key([], None) != before) == recaptures
+
+
+@cuda
+def test_a_schedule_of_a_rate_in_a_tensor_on_the_host():
+    results = []
+    for is_eager in (True, False):
+        model, _, scaler = pieces("cuda")
+        rate = torch.tensor(0.5)
+        step = GraphedStep(model, loss_fn, torch.optim.SGD(model.parameters(), rate), scaler)
+        step._why_eager = "the test compares" if is_eager else None
+        for batch in batches(WARM_UP + 4, "cuda"):
+            step(*batch)
+            rate.mul_(0.5)
+        results.append(list(model.parameters()))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_new_shapes_modes_and_settings_recapture_up_to_the_bound(graphs, caplog):
     model, optimizer, scaler = pieces()
     step = graphs.step_for(model, loss_fn, optimizer, scaler, max_graphs=3)
