@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from fxamp.runtime import arguments, capturing, distributed, gradients, host_step
+from fxamp.runtime import arguments, collapse, distributed, gradients, host_step
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.scale_rule import ScaleRule
 from fxamp.runtime.scaler_base import ScalerBase, needs_scaling
@@ -190,7 +190,7 @@ class LossScaler(ScalerBase):
             result = self._guarded_step(optimizer, state, max_grad_norm, args, kwargs)
         state["stage"] = OptState.STEPPED
         state["result"] = result
-        self._note_culprits(optimizer, state)
+        collapse.note_culprits(self, optimizer, state)
         return result
 
     def _guarded_step(
@@ -301,7 +301,7 @@ class LossScaler(ScalerBase):
             self._advance(flags)
         self.forget_iteration()
         if self.watch.skips_at_floor >= self.max_skips:
-            self._raise_if_collapsed(states)
+            collapse.raise_unless_recovered(self, states)
 
     def _observe(self) -> list[torch.Tensor]:
         """Tell the watch of this iteration's steps; found_inf of each optimizer that was unscaled or stepped."""
@@ -332,39 +332,7 @@ class LossScaler(ScalerBase):
         if self.watch.skips_at_floor >= self.max_skips:
             flag = torch.tensor(float(result.skipped))
             state = {"optimizer": weakref.ref(optimizer), "found_inf_per_device": {flag.device: flag}}
-            self._raise_if_collapsed([state])
-
-    def _note_culprits(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Where the next update() may raise ScaleCollapseError, read the names now: then zero_grad() may come first."""
-        assert self._scale is not None
-        if self.watch.skips_at_floor >= max(1, self.max_skips - 1) and not capturing.is_capturing(self._scale.device):
-            state["culprits"] = gradients.nonfinite_names(optimizer, self._names)
-
-    def _raise_if_collapsed(self, states: list[dict[str, Any]]) -> None:
-        """Raise unless the last step has recovered; all ranks decide alike, by the flag they share."""
-        assert self._scale is not None
-        flags = [combined_found_inf(state, self._scale.device) for state in states]
-        if not any(float(flag) > 0 for flag in flags):
-            return
-        raise self.watch.collapse(
-            [name for state in states for name in self._culprits_of(state)] or self._nobody(states)
-        )
-
-    def _culprits_of(self, state: dict[str, Any]) -> list[str]:
-        optimizer = state["optimizer"]()
-        noted: list[str] | None = state.get("culprits")
-        if noted is not None:
-            return noted
-        return [] if optimizer is None else gradients.nonfinite_names(optimizer, self._names)
-
-    def _nobody(self, states: list[dict[str, Any]]) -> list[str]:
-        """Why no gradient is non-finite."""
-        results: list[StepResult | None] = [state.get("result") for state in states]
-        if any(result is not None and result.is_stale for result in results):
-            return ["not known, as gradients were cleared or written before update(): call zero_grad() after it"]
-        if any(result is not None and not all(map(math.isfinite, result.copy.values)) for result in results):
-            return ["none, but the norm to clip by is above float32's range"]
-        return ["none on this rank, but on another" if distributed.several_ranks() else "none any more"]
+            collapse.raise_unless_recovered(self, [state])
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         return gradients.groups(optimizer) if self.process_group is None else [self.process_group]
