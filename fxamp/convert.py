@@ -19,7 +19,8 @@ from fxamp.model.block_calls import calls_of_blocks
 from fxamp.model.blocks import mark_blocks
 from fxamp.model.converted import make_sibling
 from fxamp.model.engine import Engine, engine_of
-from fxamp.model.storage import lower_parameters, put_back, speak_float32
+from fxamp.model.state_dicts import speak_float32
+from fxamp.model.storage import lower_parameters, put_back
 from fxamp.model.uncalled import watch_for_a_call
 from fxamp.model.unconverted import leave
 from fxamp.model.variant import Variant

@@ -16,10 +16,9 @@ from fxamp.errors import OptionError, nearest
 from fxamp.ir import Colour
 from fxamp.lists import COLOURS, OpLists
 from fxamp.model.engine import Engine, engine_of
-from fxamp.model.storage import is_stored_low
 from fxamp.model.views import device_of, nested
 from fxamp.passes.policy import LEVELS, Level
-from fxamp.runtime.masters import MASTER
+from fxamp.runtime.masters import MASTER, is_stored_low
 
 log = logging.getLogger("fxamp")
 

@@ -14,7 +14,6 @@ from fxamp.capture.reads import Place
 from fxamp.capture.symbolic import capture_symbolic
 from fxamp.fakes import Fakes
 from fxamp.model.codegen import compile_graph
-from fxamp.model.storage import is_stored_low, logical_dtype
 from fxamp.model.variant import Variant
 from fxamp.model.views import device_of
 from fxamp.number_fits import NumberFits
@@ -42,6 +41,7 @@ from fxamp.passes.verify import ALWAYS, keeps_state, outputs_have, types_hold
 from fxamp.review.code import call_title
 from fxamp.review.plan import plan_pins
 from fxamp.runtime.apex_casts import casts_into
+from fxamp.runtime.masters import is_stored_low, logical_dtype
 from fxamp.switches import kept_switches
 from fxamp.weight_fits import WeightFits
 

@@ -15,8 +15,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from fxamp.dtypes import LOW_DTYPES
-from fxamp.model.storage import is_stored_low
 from fxamp.model.views import device_of
+from fxamp.runtime.masters import is_stored_low
 
 
 def outside_autocast(run: Callable[..., Any], *args: Any) -> Any:

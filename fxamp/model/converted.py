@@ -21,7 +21,8 @@ from fxamp.errors import OptionError
 from fxamp.ir import ENGINE, RUN
 from fxamp.model.compiling import graph_made_ready, make_ready, watch
 from fxamp.model.engine import Engine
-from fxamp.model.storage import Marks, apply_exactly, load_exactly, mark, marks_of, take_over_writes
+from fxamp.model.state_dicts import load_exactly, take_over_writes
+from fxamp.model.storage import Marks, apply_exactly, mark, marks_of
 from fxamp.model.views import plain_view, take_state
 
 # Weak on both sides: a sibling's class holds the user's, which it is derived from.

@@ -10,11 +10,11 @@ from torch import nn
 from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.model.engine import engine_of
-from fxamp.model.storage import is_stored_low
 from fxamp.model.variant import Variant
 from fxamp.review.gemms import ALIGNMENT, Gemm
 from fxamp.review.regions import Region
 from fxamp.review.rows import Row
+from fxamp.runtime.masters import is_stored_low
 from fxamp.words import bytes_in_words, listed, plural
 
 _MANY = 3

@@ -22,11 +22,11 @@ from fxamp.model.blocks import mark_block
 from fxamp.model.codegen import CompiledForward
 from fxamp.model.engine import Engine
 from fxamp.model.rebuild import modes_of, rebuild_variant, with_data
-from fxamp.model.storage import is_stored_low, logical_dtype, lower_parameters
+from fxamp.model.storage import lower_parameters
 from fxamp.model.variant import Variant
 from fxamp.model.views import plain_tree
 from fxamp.runtime.apex_casts import casts_into
-from fxamp.runtime.masters import exact_values
+from fxamp.runtime.masters import exact_values, is_stored_low, logical_dtype
 from fxamp.runtime.packed_weights import packed_cast
 
 

@@ -20,6 +20,7 @@ from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.fixed_scalers import StaticLossScaler
 from fxamp.runtime.master_gradients import mirror_gradient
 from fxamp.runtime.master_weights import MasterWeightOptimizer
+from fxamp.runtime.masters import is_stored_low
 from fxamp.runtime.scale_rule import ANY_SCALE, checked_scale
 from fxamp.runtime.scaler import LossScaler
 from fxamp.runtime.scaler_state import any_of
@@ -125,7 +126,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 def _put_back(before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
     """Undo what O2 and O3 did to the models before the one that failed: they can be given to initialize() again."""
     storage = importlib.import_module("fxamp.model.storage")
-    storage.put_back(storage.Lowered(*each) for each in before if storage.is_stored_low(each[0]))
+    storage.put_back(storage.Lowered(*each) for each in before if is_stored_low(each[0]))
 
 
 def converted(

@@ -223,3 +223,13 @@ def resync(parameter: torch.Tensor) -> None:
 def is_low(parameter: torch.Tensor) -> bool:
     """Whether a parameter is float16 or bfloat16."""
     return parameter.dtype in LOW_DTYPES
+
+
+def is_stored_low(tensor: object) -> bool:
+    """Whether a tensor's storage was lowered, and it still stands for float32 numbers."""
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, LOGICAL) and tensor.dtype in LOW_DTYPES
+
+
+def logical_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype a tensor stands for: float32 for a lowered one, else its own."""
+    return getattr(tensor, LOGICAL, tensor.dtype) if is_stored_low(tensor) else tensor.dtype
