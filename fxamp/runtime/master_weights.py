@@ -10,18 +10,10 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-from fxamp.errors import OptionError
 from fxamp.runtime import gradients, master_gradients
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.loaded_masters import LoadedMasters, check_masters
-from fxamp.runtime.master_checks import (
-    check_arguments,
-    check_closure,
-    check_groups,
-    check_is_state,
-    check_state,
-    group_keys,
-)
+from fxamp.runtime.master_checks import check_arguments, check_closure, check_is_state, check_state
 from fxamp.runtime.masters import (
     MASTER,
     attach_master,
@@ -38,7 +30,7 @@ from fxamp.runtime.masters import (
 from fxamp.runtime.rounding import Compensation, StochasticRounding
 from fxamp.runtime.stand_ins import StandIns, buckets, step_of_each
 from fxamp.runtime.whole_calls import call_on_stand_ins, give_back_gradients, has_own_method, is_trained
-from fxamp.runtime.wide_state import widen_state_
+from fxamp.runtime.wide_state import load_wide, widen_state_
 
 BUCKET_BYTES = 64 * 2**20  # of float32 gradients alive at once
 HOOK_TABLES = (
@@ -322,20 +314,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         every = list(gradients.parameters(self))
         check_masters(every, kept)
         check_state(self.optimizer, state_dict)
-        # torch casts loaded state to the dtype of what stands in the groups: let that be float32.
-        wide = [torch.empty_like(p, dtype=torch.float32) if is_low(p) else p for p in every]
-        groups, entries = self.optimizer.param_groups, dict(self.optimizer.state)
-        with StandIns(self.optimizer, groups, every, wide):
-            self.optimizer.load_state_dict(state_dict)
-            loaded, self.optimizer.param_groups = self.optimizer.param_groups, groups
-        try:
-            check_groups(loaded, group_keys(self))
-        except OptionError:
-            self.optimizer.state.clear()
-            self.optimizer.state.update(entries)
-            raise
-        for group, values in zip(self.optimizer.param_groups, loaded, strict=True):
-            group.update({key: value for key, value in values.items() if key != "params"})
+        load_wide(self.optimizer, every, state_dict)
         self._loaded.load(every, kept, self._rounding)
         for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             post_hook(self)

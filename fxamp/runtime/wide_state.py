@@ -6,6 +6,10 @@ from typing import Any
 import torch
 
 from fxamp.dtypes import dtype_name
+from fxamp.errors import OptionError
+from fxamp.runtime.master_checks import check_groups, group_keys
+from fxamp.runtime.masters import is_low
+from fxamp.runtime.stand_ins import StandIns
 
 log = logging.getLogger("fxamp")
 
@@ -37,6 +41,31 @@ def widen_state_(optimizer: torch.optim.Optimizer, low: list[torch.Tensor]) -> N
             name,
             name,
         )
+
+
+def load_wide(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], state: dict[str, Any]) -> None:
+    """Let an optimizer load a state dict whose tensors stay float32, also those of 16-bit parameters.
+
+    Args:
+        parameters: all that the optimizer has, in order.
+
+    Raises:
+        OptionError: the groups are another optimizer's; nothing is changed.
+    """
+    # torch casts loaded state to the dtype of what stands in the groups: let that be float32.
+    wide = [torch.empty_like(p, dtype=torch.float32) if is_low(p) else p for p in parameters]
+    groups, entries = optimizer.param_groups, dict(optimizer.state)
+    with StandIns(optimizer, groups, parameters, wide):
+        optimizer.load_state_dict(state)
+        loaded, optimizer.param_groups = optimizer.param_groups, groups
+    try:
+        check_groups(loaded, group_keys(optimizer))
+    except OptionError:
+        optimizer.state.clear()
+        optimizer.state.update(entries)
+        raise
+    for group, values in zip(optimizer.param_groups, loaded, strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
 
 
 def _has_dtype(value: object, dtype: torch.dtype) -> bool:
