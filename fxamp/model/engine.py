@@ -282,6 +282,8 @@ class Engine:
         known.append(variant)
         self.variants[key] = known
         self.numbered[variant.number] = variant
+        for number in self.numbered.keys() - {kept.number for kept in self._own_variants()}:
+            del self.numbered[number]  # has made room for others
         self.previews.clear()
         return variant
 

@@ -531,6 +531,18 @@ def test_state_that_changes_all_the_time_is_warned_about_and_stays_right(caplog)
     assert len(engine_of(converted).all_variants()) <= engine_of(converted).changes.most + 1
 
 
+def test_a_graph_that_has_made_room_for_others_is_held_by_nobody():
+    model = Net(lambda net, y: y * len(net.mode))
+    converted, made = fxamp.convert(model, torch.bfloat16), {}
+    for step in range(12):
+        converted.mode = "x" * (step + 1)
+        converted(X)
+        made.update((variant.number, weakref.ref(variant)) for variant in engine_of(converted).all_variants())
+    gc.collect()
+    kept = {variant.number for variant in engine_of(converted).all_variants()}
+    assert len(made) == 12 and {number for number, variant in made.items() if variant() is not None} == kept
+
+
 def test_a_fallback_is_told_of_at_info_after_state_was_warned_about(caplog):
     def function(net, y):
         y = y * len(net.mode)
