@@ -271,6 +271,15 @@ class Engine:
                 settings.undo(module)
             if same is not None:
                 return same  # from before they were taken back
+        self._keep(variant, module, key, known)
+        return variant
+
+    def _keep(self, variant: Variant, module: nn.Module, key: Any, known: list[Variant]) -> None:
+        """Have a new graph found by calls like the one that it was made for.
+
+        Args:
+            known: those of such calls.
+        """
         if self.is_frozen:
             self.workshop.keep_weights(variant, module)
         if self.is_boundary:
@@ -285,7 +294,6 @@ class Engine:
         for number in self.numbered.keys() - {kept.number for kept in self._own_variants()}:
             del self.numbered[number]  # has made room for others
         self.previews.clear()
-        return variant
 
     def _build(self, module: nn.Module, spec: CallSpec, inputs: list[Any], sizes: str) -> Variant:
         """The variant of a call.
