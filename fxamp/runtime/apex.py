@@ -148,7 +148,7 @@ def initialize(
     model_list = _as_list(models, torch.nn.Module, "model")
     optimizer_list = [] if optimizers is None else _as_list(optimizers, torch.optim.Optimizer, "optimizer")
     check_models(model_list)
-    check_optimizers(optimizer_list)
+    check_optimizers(optimizer_list, chosen)
     scalers = [scaler_of(chosen, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
     if verbosity:
         log.info("opt_level %s: %s\n%s", opt_level, BRIEF[opt_level], table(chosen))

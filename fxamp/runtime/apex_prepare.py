@@ -18,8 +18,9 @@ from fxamp.runtime.apex_options import Properties
 from fxamp.runtime.arguments import check_names
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.fixed_scalers import StaticLossScaler
+from fxamp.runtime.master_checks import check_arguments
 from fxamp.runtime.master_gradients import mirror_gradient
-from fxamp.runtime.master_weights import MasterWeightOptimizer
+from fxamp.runtime.master_weights import BUCKET_BYTES, MasterWeightOptimizer
 from fxamp.runtime.masters import is_stored_low
 from fxamp.runtime.scale_rule import ANY_SCALE, checked_scale
 from fxamp.runtime.scaler import LossScaler
@@ -46,11 +47,13 @@ def check_models(models: list[torch.nn.Module]) -> None:
                 )
 
 
-def check_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that were prepared before."""
+def check_optimizers(optimizers: list[torch.optim.Optimizer], chosen: Properties) -> None:
+    """Refuse optimizers that were prepared before, and those that cannot have the masters of their level."""
     for optimizer in optimizers:
         if isinstance(optimizer, MasterWeightOptimizer) or hasattr(optimizer, PENDING_FOUND_INF):
             raise OptionError("A given optimizer should only be passed through initialize() once.")
+        if chosen.master_weights:
+            check_arguments(optimizer, "fp32", BUCKET_BYTES)
 
 
 def check_options(convert: Callable[..., torch.nn.Module] | None, options: dict[str, Any], own: list[str]) -> None:

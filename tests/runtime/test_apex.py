@@ -12,6 +12,7 @@ from fxamp.runtime.apex_casts import registry
 from fxamp.runtime.apex_options import properties
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.masters import master_of
+from tests.runtime.test_master_checks import AroundAnother
 
 
 def convert(model, *, dtype=None, opt_level="O1", **options):
@@ -212,6 +213,15 @@ def test_bounds_that_cannot_be_are_refused_by_name_before_anything_is_converted(
     with pytest.raises(OptionError, match=culprit):
         start("O2", **bounds)
     assert not calls
+
+
+def test_an_optimizer_that_cannot_have_masters_is_refused_before_anything_is_converted():
+    model = torch.nn.Linear(3, 1)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(OptionError, match=r"cannot wrap AroundAnother.*around the SGD"):
+        amp.initialize(model, [inner, AroundAnother(inner)], opt_level="O2", convert=convert)
+    assert not calls and amp.casting.low is None
+    amp.initialize(model, inner, opt_level="O2", convert=convert)
 
 
 def test_a_static_scale_is_loaded_as_the_constant():
