@@ -7,13 +7,14 @@ The one representation is a torch-level functional `fx.Graph`: `call_function` o
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
 
 from fxamp.opnames import canonical_name, dotted_path, module_name
+from fxamp.value_types import TensorType, ValueType, tensors_in
 
 MARK = "fxamp"
 # Set by a capture on a placeholder that is handed a parameter or a buffer: "parameter" or "buffer".
@@ -33,9 +34,10 @@ WRITES = "fxamp_writes"
 # Set by a capture on a node whose sizes the data decides: a value of the right rank and dtype, see
 # fxamp.capture.guesses. Its sizes are an example of what may come, good for costs and for nothing that must hold.
 GUESS = "fxamp_guess"
-TRANSFORMED = "fxamp_transformed"
 # What stays of a guess when values are forgotten: the sizes in the node's type are the most that may come.
 GUESSED = "fxamp_guessed"
+# Set by a capture on the nodes inside a torch.func transform: the number of the transform.
+TRANSFORMED = "fxamp_transformed"
 # Set on a result that a caller gets and that others are computed from, see fxamp.passes.outputs.
 RESULT = "fxamp_result"
 # Set by a capture on the output node: positions, among the results, of tensors inside objects that forward makes.
@@ -56,37 +58,6 @@ RUN = "_fxamp_run"
 Colour = Literal["allow", "infer", "deny", "clear", "unlisted"]
 Precision = Literal["low", "high", "none"]
 Role = Literal["", "cast", "weight cast", "pad", "slice"]
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorType:
-    """Type of one tensor value.
-
-    Attributes:
-        dtype: None when it is not known before real inputs are seen.
-        shape: sizes, None when not known.
-        requires_grad: whether backward passes through the value.
-        stays: whether a float32 value is float32 where its op runs low, too: a kernel's sums, beside its result.
-    """
-
-    dtype: torch.dtype | None
-    shape: tuple[int, ...] | None = None
-    requires_grad: bool = False
-    stays: bool = False
-
-    @property
-    def nbytes(self) -> int | None:
-        """Bytes of the dense value, None when shape or dtype is not known."""
-        if self.shape is None or self.dtype is None:
-            return None
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count * self.dtype.itemsize
-
-
-# A node's value: one tensor, a (nested) tuple of values, or something that is no tensor (size, bool, None...).
-ValueType = TensorType | tuple[Any, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,15 +274,6 @@ def replace_operand(node: fx.Node, operand: Operand, value: fx.Node) -> None:
 # ------------------------------------------------------------------------------------------------- values
 
 
-def tensors_in(value: ValueType) -> Iterator[TensorType]:
-    """The tensor types inside a value type."""
-    if isinstance(value, TensorType):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from tensors_in(part)
-
-
 def shape_of(value: Any) -> tuple[int, ...] | None:
     """The sizes of a node's one tensor (of a symbolic one those of the example), None for anything else."""
     kind = mark(value).type if isinstance(value, fx.Node) else None
@@ -353,30 +315,6 @@ def field_names(node: fx.Node) -> tuple[str, ...]:
 def is_returned_whole(node: fx.Node) -> bool:
     """Whether a result with named fields is an output as it is, so that it must not be taken apart."""
     return bool(field_names(node)) and any(user.op == "output" for user in node.users)
-
-
-def map_type(function: Callable[[TensorType], TensorType], value: ValueType) -> ValueType:
-    """Apply `function` to every tensor type inside a value type."""
-    if isinstance(value, TensorType):
-        return function(value)
-    if isinstance(value, tuple):
-        return tuple(map_type(function, part) for part in value)
-    return None
-
-
-def converted(value: ValueType, dtype: torch.dtype) -> ValueType:
-    """The value type with all its tensors in `dtype`."""
-    return map_type(lambda found: dataclasses.replace(found, dtype=dtype), value)
-
-
-def with_dtype(value: ValueType, dtype: torch.dtype) -> ValueType:
-    """The value type of an op that runs in `dtype`: with its float32 tensors in it, but for those that stay float32."""
-
-    def moved(found: TensorType) -> TensorType:
-        is_moved = found.dtype == torch.float32 and not found.stays
-        return dataclasses.replace(found, dtype=dtype) if is_moved else found
-
-    return map_type(moved, value)
 
 
 def stays_float32(node: fx.Node) -> bool:

@@ -35,6 +35,7 @@ from fxamp.passes.policy import Policy
 from fxamp.passes.settle_writes import SettleWrites
 from fxamp.passes.types import InferTypes
 from fxamp.passes.verify import ALWAYS
+from fxamp.value_types import map_type
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -64,7 +65,7 @@ class ForgetShapes(Pass):
     def apply(self, graph: fx.Graph) -> bool:
         for node in graph.nodes:
             forget = lambda found: dataclasses.replace(found, shape=None)  # noqa: E731
-            ir.set_mark(node, type=ir.map_type(forget, ir.mark(node).type))
+            ir.set_mark(node, type=map_type(forget, ir.mark(node).type))
         return False
 
 

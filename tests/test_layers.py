@@ -13,7 +13,7 @@ GROUND = {"errors", "dtypes", "references", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
 CALLED = {"switches", "checks", "draws", "authors"}
 FAKES = {"fake_limits", "grouped", "leaf_fakes", "recurrent_fakes"}
-GRAPH = NAMES | CALLED | FAKES | {"canonical", "fakes", "inplace", "ir", "lists"}
+GRAPH = NAMES | CALLED | FAKES | {"canonical", "fakes", "inplace", "ir", "lists", "value_types"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "words": set(),
@@ -26,7 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checks": set(),
     "draws": set(),
     "authors": set(),
-    "ir": NAMES,
+    "value_types": set(),
+    "ir": NAMES | {"value_types"},
     "inplace": NAMES | {"ir"},
     "canonical": NAMES | {"inplace", "ir", "switches"},
     "grouped": set(),

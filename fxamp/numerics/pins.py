@@ -12,6 +12,7 @@ from fxamp.errors import OptionError, warn_once
 from fxamp.ir import Reason
 from fxamp.numerics.ranges import Ranges
 from fxamp.numerics.ranges_file import load_ranges
+from fxamp.value_types import tensors_in
 from fxamp.words import listed
 
 _NAMED = 5
@@ -89,4 +90,4 @@ def misfit_of(ranges: Ranges, graph: fx.Graph, low: torch.dtype, is_preview: boo
 def _is_measured(node: fx.Node) -> bool:
     """Whether `profile` looks at such nodes: they compute float32 values."""
     computes = node.op not in ("placeholder", "get_attr", "output")
-    return computes and any(found.dtype == torch.float32 for found in ir.tensors_in(ir.mark(node).type))
+    return computes and any(found.dtype == torch.float32 for found in tensors_in(ir.mark(node).type))

@@ -10,10 +10,11 @@ from torch import fx
 from fxamp import ir
 from fxamp.dtypes import dtype_name
 from fxamp.inplace import mutated
-from fxamp.ir import Reason, TensorType
+from fxamp.ir import Reason
 from fxamp.passes.base import Pass
 from fxamp.passes.reads import is_mask_in_float32, only_converts
 from fxamp.passes.verify import casts_minimal, operands_agree
+from fxamp.value_types import TensorType, converted
 
 Exactness = Literal["exact", "one rounding"]
 
@@ -130,7 +131,7 @@ class Absorb(Pass):
         text = (
             f"its {dtype_name(self.low)} kernel computes in float32 and rounds once, as the two casts did ({exactness})"
         )
-        lowered = ir.converted(mark.type, self.low)
+        lowered = converted(mark.type, self.low)
         ir.set_mark(node, precision="low", type=lowered, reason=Reason("absorbed", text))
         _erase_unused(graph, casts)
         return True

@@ -13,6 +13,7 @@ from fxamp.passes.base import Pass
 from fxamp.passes.policy import Policy
 from fxamp.passes.reads import Read, float_reads
 from fxamp.passes.verify import casts_minimal, operands_agree, writes_land
+from fxamp.value_types import ValueType, converted, tensors_in, with_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class InsertCasts(Pass):
         for node in graph.nodes:
             precision = ir.mark(node).precision
             dtype = self.policy.low if precision == "low" else torch.float32
-            ir.set_mark(node, type=ir.with_dtype(ir.mark(node).type, dtype))
+            ir.set_mark(node, type=with_dtype(ir.mark(node).type, dtype))
         regions, modes = grad_regions(graph), grad_modes(graph, self.has_gradients)
         made: dict[tuple[object, ...], fx.Node] = {}
         for reader, read, dtype in wanted:
@@ -90,7 +91,7 @@ def _narrow_source(value: fx.Node, dtype: torch.dtype) -> fx.Node | None:
     if ir.PROMOTED not in value.meta:
         return None
     (source,) = value.all_input_nodes
-    return source if any(found.dtype == dtype for found in ir.tensors_in(ir.mark(source).type)) else None
+    return source if any(found.dtype == dtype for found in tensors_in(ir.mark(source).type)) else None
 
 
 def _make_cast(
@@ -111,13 +112,13 @@ def _make_cast(
             _describe(source, value, ir.mark(value).type, "cast")
             ir.set_mark(source, op="clamp", precision="high")
         cast = graph.call_method("to", (source, dtype))
-    kind = ir.converted(ir.mark(value).type, dtype)
+    kind = converted(ir.mark(value).type, dtype)
     _describe(cast, value, kind, "weight cast" if ir.is_weight(value) else "cast")
     ir.set_mark(cast, op="to", precision="low" if dtype == low else "high")
     return cast
 
 
-def _describe(node: fx.Node, value: fx.Node, kind: ir.ValueType, role: ir.Role) -> None:
+def _describe(node: fx.Node, value: fx.Node, kind: ValueType, role: ir.Role) -> None:
     ir.keep_place(node, value)
     reason = Reason("cast", f"{value.name} is read in the other precision", value.name)
     ir.set_mark(node, type=kind, colour="clear", reason=reason, role=role, serves=value.name)

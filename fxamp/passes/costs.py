@@ -7,6 +7,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.lists import TRAITS
+from fxamp.value_types import tensors_in
 
 # What a kernel launch is worth in bytes moved: about 2 microseconds of the shortest kernel at 2 TB/s of memory
 # bandwidth (A100 80 GB data sheet; measured shortest kernels are 2 to 3 microseconds).
@@ -48,7 +49,7 @@ class Costs:
     def of(graph: fx.Graph) -> "Costs":
         """Bytes where the graph's activations have shapes, else units."""
         calls = (ir.mark(node).type for node in graph.nodes if node.op.startswith("call"))
-        return Costs(any(found.shape is not None for kind in calls for found in ir.tensors_in(kind)))
+        return Costs(any(found.shape is not None for kind in calls for found in tensors_in(kind)))
 
     def cast(self, value: fx.Node) -> int:
         """Cost of casting a float32 value (or casting back a low one), its backward included.
@@ -81,7 +82,7 @@ class Costs:
             return 0
         total, backward = 0, 1
         for value in (node, *node.all_input_nodes):
-            for found in ir.tensors_in(ir.mark(value).type):
+            for found in tensors_in(ir.mark(value).type):
                 if found.shape is not None and found.dtype is not None and found.dtype.is_floating_point:
                     total += 2 * math.prod(found.shape)
                     backward = 2 if found.requires_grad else backward
@@ -126,4 +127,4 @@ def _others(node: fx.Node, given: fx.Node) -> list[fx.Node]:
 
 
 def _elements(value: fx.Node) -> int:
-    return sum(math.prod(found.shape) for found in ir.tensors_in(ir.mark(value).type) if found.shape is not None)
+    return sum(math.prod(found.shape) for found in tensors_in(ir.mark(value).type) if found.shape is not None)

@@ -6,7 +6,7 @@ import math
 from torch import fx
 
 from fxamp import ir
-from fxamp.ir import TensorType
+from fxamp.value_types import TensorType
 
 UNKNOWN_SIZES = "sizes are not known before it runs: give example_inputs (a size that the data decides stays unknown)"
 

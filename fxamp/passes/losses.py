@@ -17,6 +17,7 @@ from fxamp.passes.base import Pass
 from fxamp.passes.reads import only_converts
 from fxamp.passes.verify import casts_minimal, operands_agree
 from fxamp.runtime import low_loss
+from fxamp.value_types import converted
 
 # What models put between logits and loss: the numbers stay what they are, in another order or shape.
 MOVES = frozenset("contiguous flatten getitem movedim permute reshape squeeze transpose unsqueeze view".split())
@@ -82,7 +83,7 @@ class ReadLogitsLow(Pass):
         """The same move of the low value."""
         with graph.inserting_before(move):
             moved = graph.node_copy(move, lambda given: low if given is move.args[0] else given)
-        kind = ir.converted(ir.mark(move).type, self.low)
+        kind = converted(ir.mark(move).type, self.low)
         reason = Reason("absorbed", f"{loss.name} reads low logits", loss.name)
         ir.set_mark(moved, type=kind, precision="low", reason=reason)
         return moved

@@ -9,8 +9,8 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.inplace import mutated
-from fxamp.ir import TensorType
 from fxamp.passes.base import Pass
+from fxamp.value_types import TensorType
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from fxamp.passes.losses import MOVES
 from fxamp.passes.reads import only_converts
 from fxamp.passes.verify import casts_minimal, operands_agree, writes_land
 from fxamp.runtime import low_loss
+from fxamp.value_types import TensorType, converted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _move_wide(graph: fx.Graph, reader: fx.Node, copy: fx.Node, aliases: Aliases
             (ends if _is_up(user) else moves).append(user)
     reader.replace_input_with(value, copy)
     for move in moves:
-        kind = ir.converted(ir.mark(move).type, torch.float32)
+        kind = converted(ir.mark(move).type, torch.float32)
         reason = Reason("absorbed", f"it moves {copy.name}, which the caller gets in float32", copy.name)
         ir.set_mark(move, type=kind, precision="high", reason=reason)
     for end in dict.fromkeys(ends):
@@ -117,7 +118,7 @@ def _is_copy(node: fx.Node) -> bool:
         return False
     value = node.all_input_nodes[0]
     kind = ir.mark(value).type
-    return ir.mark(value).precision == "low" and isinstance(kind, ir.TensorType) and kind.requires_grad
+    return ir.mark(value).precision == "low" and isinstance(kind, TensorType) and kind.requires_grad
 
 
 def _is_written_after(value: fx.Node, aliases: Aliases) -> bool:

@@ -21,6 +21,7 @@ from fxamp.passes.verify import casts_minimal, operands_agree
 from fxamp.runtime.packed_weights import packed_cast
 from fxamp.runtime.padded_weights import Growth, grown
 from fxamp.runtime.recurrent_memory import RecurrentCall
+from fxamp.value_types import tensors_in
 
 # Bytes of low copies in one bucket: DistributedDataParallel sends as much at a time (`bucket_cap_mb=25`).
 BUCKET_BYTES = 25 << 20
@@ -232,7 +233,7 @@ def _source_dtype(copy: fx.Node) -> Any:
 
 def _nbytes(cast: fx.Node) -> int:
     """Bytes of the low copy; without shapes a bucket is not limited."""
-    return sum(found.nbytes or 0 for found in ir.tensors_in(ir.mark(cast).type))
+    return sum(found.nbytes or 0 for found in tensors_in(ir.mark(cast).type))
 
 
 def _pack(graph: fx.Graph, casts: list[fx.Node]) -> None:

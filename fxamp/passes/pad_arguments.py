@@ -7,8 +7,8 @@ from typing import Any
 from torch import fx
 
 from fxamp import ir
-from fxamp.ir import TensorType
 from fxamp.passes.padding_flow import Planned
+from fxamp.value_types import TensorType
 
 
 def keep_scale(planned: Planned) -> None:

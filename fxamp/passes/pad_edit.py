@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from fxamp import ir
 from fxamp.fakes import Fakes
-from fxamp.ir import Reason, TensorType
+from fxamp.ir import Reason
 from fxamp.lists import TRAITS
 from fxamp.passes.alias import Aliases, grad_regions
 from fxamp.passes.gemms import OPS
@@ -21,6 +21,7 @@ from fxamp.passes.recurrent_gemms import Recurrent
 from fxamp.runtime import padded_norm
 from fxamp.runtime.padded_results import cast_of_part
 from fxamp.runtime.padded_weights import Dims, cut, grown
+from fxamp.value_types import TensorType, ValueType
 
 # Readers whose result does not depend on whether a slice is dense; others get a dense copy, as in the model.
 _DENSE_RESULT_OPS = """
@@ -313,7 +314,7 @@ class PadEditor:
             return 0, self.regions.get(reader, 0)
         return self.aliases.epoch(value, reader), self.regions[reader]
 
-    def _describe(self, made: fx.Node, of: fx.Node, kind: ir.ValueType, role: ir.Role, op: str, why: str) -> None:
+    def _describe(self, made: fx.Node, of: fx.Node, kind: ValueType, role: ir.Role, op: str, why: str) -> None:
         ir.keep_place(made, of)
         precision = ir.mark(of).precision if kind is not None else "none"
         made.meta[ir.MARK] = ir.Mark(op, kind, "clear", precision, Reason("pad", why, of.name), role, of.name)

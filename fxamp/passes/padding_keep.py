@@ -12,10 +12,10 @@ import torch
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.ir import TensorType
 from fxamp.passes.moved_dims import dims_after, dims_of_getitem
 from fxamp.passes.padding_values import PER_ELEMENT, SAME, Kept, Padding, per_element
 from fxamp.passes.static_dims import Static, is_static
+from fxamp.value_types import TensorType
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxamp import ir
-from fxamp.ir import TensorType
 from fxamp.lists import TRAITS
 from fxamp.passes.gemm_types import Place
 from fxamp.passes.static_dims import Static, is_static
+from fxamp.value_types import TensorType
 
 
 @dataclasses.dataclass(frozen=True)

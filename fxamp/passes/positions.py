@@ -13,6 +13,7 @@ from fxamp.lists import TRAITS
 from fxamp.passes.reads import READ_NO_NUMBER, is_exact_question, picks_positions
 from fxamp.passes.ruling import EXACT_CREATORS, Ruling, gives_exact
 from fxamp.passes.streams import SUMS, branches, low_under_autocast
+from fxamp.value_types import tensors_in
 
 # What they give jumps where their operand is rounded across an integer, a boundary or zero.
 _STEPS = frozenset(
@@ -91,4 +92,4 @@ def _wide_sources(ruling: Ruling, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_one_number(node: fx.Node) -> bool:
-    return all(found.shape == () for found in ir.tensors_in(ir.mark(node).type))
+    return all(found.shape == () for found in tensors_in(ir.mark(node).type))

@@ -8,6 +8,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.lists import TRAITS, OpLists
+from fxamp.value_types import tensors_in
 
 # with: cast together with the node; high: keeps float32; low: must be low; any: read as it is.
 Mode = Literal["with", "high", "low", "any"]
@@ -102,12 +103,12 @@ def picks_positions(node: fx.Node) -> bool:
     Values are then picked in the precision they have: rounded before, others would be the largest.
     """
     parts = ir.mark(node).type
-    if not isinstance(parts, tuple) or not any(found.dtype == torch.int64 for found in ir.tensors_in(parts)):
+    if not isinstance(parts, tuple) or not any(found.dtype == torch.int64 for found in tensors_in(parts)):
         return False
     for user in node.users:
         place = user.args[1] if ir.mark(user).op == "getitem" and len(user.args) > 1 else None
         part = parts[place] if isinstance(place, int) and place < len(parts) else parts
-        if user.users and any(found.dtype == torch.int64 for found in ir.tensors_in(part)):
+        if user.users and any(found.dtype == torch.int64 for found in tensors_in(part)):
             return True
     return False
 
@@ -181,4 +182,4 @@ def is_mask_in_float32(node: fx.Node) -> bool:
 
 def converts_to(node: fx.Node) -> torch.dtype | None:
     """The dtype a conversion node's result has; None for what gives no tensor."""
-    return next((found.dtype for found in ir.tensors_in(ir.mark(node).type)), None)
+    return next((found.dtype for found in tensors_in(ir.mark(node).type)), None)

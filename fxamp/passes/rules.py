@@ -37,6 +37,7 @@ from fxamp.passes.spread import keep_last_sums, mark_born, protect_differences, 
 from fxamp.passes.streams import protect_streams
 from fxamp.passes.values import fix_destroyed_values, is_dot_product, is_sum_of_squares, mark_integers, spread_taint
 from fxamp.runtime.recurrent_memory import GATES
+from fxamp.value_types import tensors_in
 
 
 def apply_rules(graph: fx.Graph, policy: Policy, fit_of: Callable[[fx.Node], Fit]) -> Ruling:
@@ -181,7 +182,7 @@ def _deny_reason(policy: Policy, node: fx.Node) -> str:
 
 def _untouchable(ruling: Ruling, node: fx.Node) -> str | None:
     """Why a node cannot take part: its types, its kernels, or weights inside a module."""
-    op, own = ir.mark(node).op, list(ir.tensors_in(ir.mark(node).type))
+    op, own = ir.mark(node).op, list(tensors_in(ir.mark(node).type))
     if node.meta.get(ir.TRANSFORMED):
         return "it stands inside a torch.func transform (grad, vmap), whose levels a cast must not cross"
     if _is_of_unknown_block(node):
@@ -189,7 +190,7 @@ def _untouchable(ruling: Ruling, node: fx.Node) -> str | None:
     if any(_differentiates(user, node) for user in node.users):
         return "autograd.grad differentiates with respect to it, and a cast of it would be another tensor"
     for given in node.all_input_nodes:
-        for found in ir.tensors_in(ir.mark(given).type):
+        for found in tensors_in(ir.mark(given).type):
             if found.dtype is None:
                 return f"the dtype of its input {given.name} is not known before real inputs are seen"
             if found.dtype != torch.float32 and is_inexact(found.dtype) and not is_conversion(node):
@@ -302,7 +303,7 @@ def _is_mask(op: str, read: Read) -> bool:
 
 def _fix_conversion(ruling: Ruling, node: fx.Node) -> None:
     target = converts_to(node)
-    sources = {found.dtype for given in node.all_input_nodes for found in ir.tensors_in(ir.mark(given).type)}
+    sources = {found.dtype for given in node.all_input_nodes for found in tensors_in(ir.mark(given).type)}
     spread_taint(ruling, node)
     if target == torch.float32:
         _fix_conversion_to_float32(ruling, node, sources)
@@ -314,7 +315,7 @@ def _fix_conversion_to_float32(ruling: Ruling, node: fx.Node, sources: set[torch
     (source,) = node.all_input_nodes[:1] or (node,)
     if ir.PROMOTED in node.meta:
         _fix_promotion(ruling, node)
-    elif any(found.stays for found in ir.tensors_in(ir.mark(source).type)):
+    elif any(found.stays for found in tensors_in(ir.mark(source).type)):
         ruling.fix(node, "high", "conversion", f"{source.name} is given in float32, whatever it reads")
     elif node in ruling.chosen and ruling.colours[node] == "allow":
         text = f"makes float32; that its readers need not be is by {ruling.chosen[node].text}"
@@ -335,7 +336,7 @@ def _fix_conversion_to_float32(ruling: Ruling, node: fx.Node, sources: set[torch
 def _fix_promotion(ruling: Ruling, node: fx.Node) -> None:
     """A low value that stands beside float32 ones: widening is exact, and so is rounding it back."""
     (source,) = node.all_input_nodes
-    dtype = next((found.dtype for found in ir.tensors_in(ir.mark(source).type)), None)
+    dtype = next((found.dtype for found in tensors_in(ir.mark(source).type)), None)
     text = f"{source.name} is low by the user's own choice, and is read here as torch.autocast reads it"
     ruling.fix(node, "high", "conversion", text, source)
     if dtype == torch.bfloat16 and ruling.policy.low == torch.float16:

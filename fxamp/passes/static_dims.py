@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from fxamp import ir
-from fxamp.ir import TensorType
 from fxamp.lists import TRAITS
 from fxamp.passes.gemm_types import Gemm
 from fxamp.passes.gemms import OPS, describe
@@ -20,6 +19,7 @@ from fxamp.passes.moved_dims import dims_after, dims_of_getitem
 from fxamp.passes.recurrent_gemms import OPS as RECURRENT
 from fxamp.passes.recurrent_gemms import Recurrent
 from fxamp.passes.view_sizes import is_rest_static
+from fxamp.value_types import TensorType, ValueType, tensors_in
 
 Static = Any
 """Of a tensor: a bool for each dimension; of a tuple: one of these for each part; of a number: a bool."""
@@ -91,7 +91,7 @@ def _but_symbols(value: Any) -> Static:
     return not isinstance(value, torch.SymInt)
 
 
-def _fill(kind: ir.ValueType, value: bool) -> Static:
+def _fill(kind: ValueType, value: bool) -> Static:
     if isinstance(kind, TensorType):
         return (value,) * len(kind.shape or ())
     if isinstance(kind, tuple):
@@ -110,7 +110,7 @@ def _of(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     if op in ("chunk", "split", "tensor_split", "unsafe_chunk", "unsafe_split"):
         return _split(node, found)
     if op in RECURRENT and ir.is_tuple(node) and isinstance(describe(node), Recurrent):
-        return tuple((False,) * (len(kind.shape or ()) - 1) + (True,) for kind in ir.tensors_in(ir.mark(node).type))
+        return tuple((False,) * (len(kind.shape or ()) - 1) + (True,) for kind in tensors_in(ir.mark(node).type))
     if op in _ROWS_OF_DATA and isinstance(given := found.get(node.all_input_nodes[0]), tuple):
         rows, gone = _ROWS_OF_DATA[op]
         return ((False,) * rows + given[gone:], (False,))

@@ -19,12 +19,12 @@ from fxamp.authors import cast_by_autocast
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.fake_limits import is_a_limit, is_foreign
 from fxamp.fakes import UNKNOWN, Fakes, size_of
-from fxamp.ir import TensorType, ValueType
 from fxamp.lists import TRAITS
 from fxamp.passes.base import Pass
 from fxamp.passes.overrides import override_for
 from fxamp.passes.policy import Policy
 from fxamp.passes.reads import asked_dtype, float_reads
+from fxamp.value_types import TensorType, ValueType, tensors_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +235,7 @@ def _type_like(source: fx.Node) -> ValueType:
 
 def _promoted(node: fx.Node, op: str) -> ValueType:
     values = [
-        found for given in node.all_input_nodes for found in ir.tensors_in(ir.mark(given).type) if _counts(node, given)
+        found for given in node.all_input_nodes for found in tensors_in(ir.mark(given).type) if _counts(node, given)
     ]
     if not values:
         return None
@@ -282,7 +282,7 @@ def _gives_indices(node: fx.Node, op: str) -> bool:
 
 def _first_argument_type(node: fx.Node) -> TensorType:
     """The type of the first argument, without its shape."""
-    kinds = [found.dtype for found in ir.tensors_in(ir.mark(node.all_input_nodes[0]).type)]
+    kinds = [found.dtype for found in tensors_in(ir.mark(node.all_input_nodes[0]).type)]
     return TensorType(kinds[0]) if kinds else UNKNOWN_TENSOR
 
 

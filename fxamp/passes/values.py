@@ -10,6 +10,7 @@ from fxamp.lists import TRAITS
 from fxamp.passes.literals import destroyed_literal, is_beyond_range
 from fxamp.passes.reads import is_conversion
 from fxamp.passes.ruling import Ruling, is_bounded
+from fxamp.value_types import tensors_in
 
 _RANGES = frozenset({"arange", "linspace", "logspace", "range"})
 # Their integer operand selects and does not become a number.
@@ -64,7 +65,7 @@ def _holds_long_integers(node: fx.Node) -> bool:
         return False
     return any(
         found.dtype is not None and not is_inexact(found.dtype) and found.dtype not in _SHORT_INTEGERS
-        for found in ir.tensors_in(ir.mark(node).type)
+        for found in tensors_in(ir.mark(node).type)
     )
 
 

@@ -14,6 +14,7 @@ from fxamp.inplace import mutated
 from fxamp.passes.alias import find_aliases, grad_regions
 from fxamp.passes.base import Invariant
 from fxamp.passes.types import run_on_fakes, type_of
+from fxamp.value_types import TensorType, tensors_in
 
 
 def lints(graph: fx.Graph) -> None:
@@ -72,7 +73,7 @@ def _found(value: fx.Node) -> str:
 
 def _is_users_low(value: fx.Node) -> bool:
     """Whether a node of the model's that reads float32 gives a low value: x.half(), or x.mul_(y) of a low x."""
-    dtypes = {found.dtype for found in ir.tensors_in(ir.mark(value).type)}
+    dtypes = {found.dtype for found in tensors_in(ir.mark(value).type)}
     return ir.mark(value).precision == "high" and bool(dtypes) and dtypes <= {*LOW_DTYPES}
 
 
@@ -88,7 +89,7 @@ def casts_minimal(graph: fx.Graph) -> None:
         to = node.args[1]
         if not node.users:
             raise InvariantError(f"the cast {node.name} is used by nobody")
-        if any(found.dtype == to for found in ir.tensors_in(ir.mark(source).type)):
+        if any(found.dtype == to for found in tensors_in(ir.mark(source).type)):
             raise InvariantError(f"{node.name} casts {source.name} to {dtype_name(to)}, which it is already")
         is_result = ir.RESULT in source.meta
         if ir.mark(source).role in ("cast", "weight cast") and source.target == "to" and not is_result:
@@ -118,7 +119,7 @@ def outputs_have(dtype: torch.dtype | None) -> Invariant:
             for value in set(node.all_input_nodes) - ir.as_computed(node):
                 if ir.mark(value).role == "" and (ir.mark(value).precision == "none" or _is_users_low(value)):
                     continue
-                for found in ir.tensors_in(ir.mark(value).type):
+                for found in tensors_in(ir.mark(value).type):
                     if found.dtype in (torch.float32, torch.float16, torch.bfloat16) and found.dtype != dtype:
                         raise InvariantError(f"the output {value.name} is {found.dtype}, not {dtype}")
 
@@ -181,7 +182,7 @@ def types_hold(root: nn.Module, fakes: Fakes, inputs: list[object]) -> Invariant
 def _stored(node: fx.Node) -> object:
     """A weight as it is stored, which is not the logical float32 where it was lowered."""
     value, kind = node.meta.get("val", UNKNOWN), ir.mark(node).type
-    if isinstance(value, torch.Tensor) and isinstance(kind, ir.TensorType) and kind.dtype is not None:
+    if isinstance(value, torch.Tensor) and isinstance(kind, TensorType) and kind.dtype is not None:
         return value.to(kind.dtype)
     return value
 
@@ -198,7 +199,7 @@ def _rerun(fakes: Fakes, node: fx.Node, values: dict[fx.Node, object]) -> object
 
 
 def _compare_types(node: fx.Node, value: object) -> None:
-    found, recorded = list(ir.tensors_in(type_of(value))), list(ir.tensors_in(ir.mark(node).type))
+    found, recorded = list(tensors_in(type_of(value))), list(tensors_in(ir.mark(node).type))
     for real, noted in zip(found, recorded, strict=False):
         if noted.dtype is not None and real.dtype != noted.dtype:
             raise InvariantError(

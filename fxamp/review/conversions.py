@@ -6,6 +6,7 @@ from torch import fx
 
 from fxamp import ir
 from fxamp.runtime.padded_weights import Growth, adds_rows
+from fxamp.value_types import TensorType
 
 
 def conversion(node: fx.Node) -> tuple[int, int | None]:
@@ -40,7 +41,7 @@ def _moved(source: fx.Node, cast: fx.Node) -> int | None:
     """Bytes of the value, and of as many elements in the dtype of the cast; of the smaller of the two, where the copy
     of a weight has grown, or a cast reads a part of a padded value."""
     before, after = ir.mark(source).type, ir.mark(cast).type
-    if not isinstance(before, ir.TensorType) or not isinstance(after, ir.TensorType):
+    if not isinstance(before, TensorType) or not isinstance(after, TensorType):
         return None
     if before.dtype is None or after.dtype is None or before.shape is None or after.shape is None:
         return None

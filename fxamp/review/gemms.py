@@ -17,6 +17,7 @@ from fxamp.review.products import (
     inside_module,
     recurrent,
 )
+from fxamp.value_types import tensors_in
 
 ALIGNMENT = 8
 """Elements: 16 bytes of a 2-byte dtype. Source: Train with Mixed Precision, NVIDIA, section 4.1."""
@@ -107,7 +108,7 @@ def _sizes(node: fx.Node, op: str, root: nn.Module | None) -> list[Sizes]:
 
 def _precision(node: fx.Node) -> str:
     """The node's precision; a product of the model's own low values, which no pass touched, is low too."""
-    dtypes = {found.dtype for found in ir.tensors_in(ir.mark(node).type)}
+    dtypes = {found.dtype for found in tensors_in(ir.mark(node).type)}
     return "low" if ir.mark(node).precision == "none" and dtypes <= {*LOW_DTYPES} else ir.mark(node).precision
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import fx, nn
 
 from fxamp import ir
+from fxamp.value_types import tensors_in
 
 Shape = tuple[int, ...]
 Sizes = tuple[int, int, int, int]
@@ -155,7 +156,7 @@ COMPOSED: Mapping[str, Callable[[fx.Node], list[Sizes]]] = {
 
 def inside_module(node: fx.Node, module: nn.Module) -> list[Sizes]:
     """The products with the weights of a module that stays whole, each as often as its input has rows."""
-    out = ir.shape_of(node) or next((kind.shape for kind in ir.tensors_in(ir.mark(node).type)), None)
+    out = ir.shape_of(node) or next((kind.shape for kind in tensors_in(ir.mark(node).type)), None)
     x = next((shape for given in node.all_input_nodes if (shape := ir.shape_of(given))), None)
     if isinstance(module, nn.modules.conv._ConvNd):
         positions = (x if module.transposed else out) or ()

@@ -9,6 +9,7 @@ from torch import fx
 from fxamp import ir
 from fxamp.dtypes import dtype_name
 from fxamp.review.conversions import conversion
+from fxamp.value_types import tensors_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ def rows_of(graph: fx.Graph, number: int = 0, runs: int = 1) -> Iterator[Row]:
 def row_of(node: fx.Node, number: int = 0, runs: int = 1) -> Row:
     """The row of one node of graph `number`."""
     mark = ir.mark(node)
-    types = list(ir.tensors_in(mark.type))
+    types = list(tensors_in(mark.type))
     dtypes = dict.fromkeys(dtype_name(found.dtype) for found in types if found.dtype is not None)
     sizes = [found.nbytes for found in types]
     path, module_class = _innermost(node)

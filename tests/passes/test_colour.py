@@ -16,6 +16,7 @@ from fxamp.passes.colour import fix_written_storages
 from fxamp.passes.costs import Costs
 from fxamp.passes.reads import float_reads
 from fxamp.passes.rules import apply_rules
+from fxamp.value_types import tensors_in
 from tests.language import (
     CAST,
     DECIDE,
@@ -97,7 +98,7 @@ def reads_as_it_is(node, value, high):
 
 def cost_of_cast(value, readers, inside, costs):
     """One cast serves all; where every reader casts inside, only gradients are cast."""
-    has_gradient = any(found.requires_grad for found in ir.tensors_in(ir.mark(value).type))
+    has_gradient = any(found.requires_grad for found in tensors_in(ir.mark(value).type))
     if readers or (has_gradient and inside > 1):
         return costs.cast(value)
     return costs.cast(value) // 2 if has_gradient else 0
