@@ -47,7 +47,7 @@ class GraphedStep:
     warmed up and captured again. Whatever else Python decides in a step is decided while capturing. Without CUDA,
     or where capture is impossible (an optimizer that keeps state on the host, a step that waits for the device), the
     same steps run eagerly, and one line of the log says why. Parameters with masters that are written between calls
-    need `optimizer.resync_masters()`: a graph does not look for such writes.
+    need `optimizer.resync_masters()`: a graph does not look for such writes. The gradients of inputs stay in the graph.
 
     DistributedDataParallel keeps nodes of autograd from when it was made: make it under `torch.cuda.stream(s)` with a
     stream of your own, as torch's notes on CUDA graphs say.
@@ -196,7 +196,8 @@ class GraphedStep:
 
     def _key(self, leaves: list[Any], structure: Any) -> Any:
         shapes = tuple(
-            (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
         )
         settings = tuple(
             (name, number)
@@ -214,7 +215,7 @@ class GraphedStep:
         if len(self._graphs) >= self.max_graphs:
             self._say_full(key)
             return False
-        static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        static = [_buffer(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         inputs, targets = pytree.tree_unflatten(static, structure)
         self.optimizer.zero_grad(set_to_none=True)
         # Whatever still waits for an event must be read before: waiting is forbidden while capturing.
@@ -262,7 +263,7 @@ class GraphedStep:
     def _replay(self, graph: "_Graph", leaves: list[Any]) -> torch.Tensor:
         for buffer, leaf in zip(graph.static, leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
-                buffer.copy_(leaf, non_blocking=True)
+                buffer.detach().copy_(leaf.detach(), non_blocking=True)
         graph.replay()
         note_step()
         self.last_result = graph.result.replayed()
@@ -319,6 +320,11 @@ _ADDRESS = torch.Tensor.data_ptr
 
 def _is_elsewhere(weight: torch.Tensor, data: torch.Tensor) -> bool:
     return _ADDRESS(local(weight)) != _ADDRESS(local(data))
+
+
+def _buffer(given: torch.Tensor) -> torch.Tensor:
+    """A tensor for the numbers of an input, and of its successors: its gradients end there."""
+    return given.detach().clone().requires_grad_(given.requires_grad)
 
 
 def _as_read(value: Any) -> Any:

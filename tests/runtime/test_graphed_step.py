@@ -1,9 +1,11 @@
 """GraphedStep equals the eager loop; where there is no GPU its graphs are simulated."""
 
 import copy
+import gc
 import importlib
 import logging
 import math
+import weakref
 
 import pytest
 import torch
@@ -496,6 +498,41 @@ def test_a_schedule_of_a_rate_in_a_tensor_on_the_host():
             rate.mul_(0.5)
         results.append(list(model.parameters()))
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+class Penalised(torch.nn.Sequential):
+    """A critic whose loss has the gradient of its outputs by its inputs in it."""
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        return outputs + torch.autograd.grad(outputs.sum(), x, create_graph=True)[0].norm()
+
+
+def test_inputs_that_require_gradients_are_not_kept(graphs):
+    """A replay takes their numbers; a history that led to them would hold the inputs of every step."""
+    results, seen = [], []
+    for graphed in (False, True):
+        plain, _, scaler = pieces()
+        model = Penalised(*plain)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.05, fused=True)
+        step, losses = graphs.step_for(model, loss_fn, optimizer, scaler), []
+        for inputs, targets in batches(WARM_UP + 6):
+            given = inputs.requires_grad_()
+            seen.append(weakref.ref(given))
+            losses += [step(given, targets)] if graphed else eager_loop(model, optimizer, scaler, [(given, targets)])
+        results.append([*map(float, losses), *model.parameters()])
+    del given, inputs
+    gc.collect()
+    assert graphs.captures == 1 and not [reference for reference in seen if reference() is not None]
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_a_graph_is_for_inputs_that_require_gradients_or_for_those_that_do_not(graphs):
+    model, optimizer, scaler = pieces()
+    step = graphs.step_for(model, loss_fn, optimizer, scaler)
+    for number, (inputs, targets) in enumerate(batches(WARM_UP + 4)):
+        step(inputs.requires_grad_(number % 2 == 0), targets)
+    assert graphs.captures == 2
 
 
 def test_new_shapes_modes_and_settings_recapture_up_to_the_bound(graphs, caplog):
