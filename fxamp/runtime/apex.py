@@ -153,12 +153,10 @@ def initialize(
     if verbosity:
         log.info("opt_level %s: %s\n%s", opt_level, BRIEF[opt_level], table(chosen))
     options = {**convert_options, "output_dtype": cast_model_outputs or torch.float32}
-    was, casting.low = casting.low, low_of(chosen, model_list, options)
-    try:
+    low = low_of(chosen, model_list, options)
+    with casting.instead(low):
         models_converted = converted_all(model_list, chosen, convert, options)
-    except BaseException:
-        casting.low = was
-        raise
+    casting.low = low
     optimizers_prepared = [prepared(optimizer, chosen) for optimizer in optimizer_list]
     _amp_state.session = Session(chosen, scalers, models_converted)
     _amp_state.verbosity = verbosity

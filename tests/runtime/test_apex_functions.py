@@ -238,6 +238,17 @@ def test_disable_casts_runs_the_model_as_written():
         assert torch.equal(model(x), low)
 
 
+def test_a_model_that_is_refused_where_casts_are_disabled_leaves_amp_on_behind():
+    start(Net(torch.sin))
+
+    def refuse(model, **options):
+        raise OptionError("refused")
+
+    with amp.disable_casts(), pytest.raises(OptionError, match="refused"):
+        start(Net(torch.sin), convert=refuse)
+    assert dtype_of_rounded() == torch.float16
+
+
 def in_another_thread(call):
     """What a call gives in a thread of its own, begun and ended now."""
     given = []
