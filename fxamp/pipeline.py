@@ -37,6 +37,7 @@ from fxamp.passes.pad import PadGemms
 from fxamp.passes.pin import Decide, PinNodes
 from fxamp.passes.policy import Policy
 from fxamp.passes.settle_writes import SettleWrites
+from fxamp.passes.shared_casts import SplitGradients
 from fxamp.passes.types import InferTypes
 from fxamp.passes.verify import ALWAYS, keeps_state, outputs_have, types_hold
 from fxamp.review.code import call_title
@@ -126,6 +127,7 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
         LetCompilersFollow(),  # when it is known in which dtype an op runs
         AddNormGradientsUp(policy.device),  # likewise
         *_padding(captured, fakes, options),  # behind the casts: a cast moves the model's own sizes
+        *((SplitGradients(policy.low),) if captured.had_gradients else ()),  # behind all that moves or pads casts
         *(() if fuses_casts else (PackWeights(),)),  # last: it groups the weight casts that are left
     )
     run_passes(captured.graph, pipeline, (*ALWAYS, keeps_state(root)))
