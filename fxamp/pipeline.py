@@ -127,7 +127,7 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
         LetCompilersFollow(),  # when it is known in which dtype an op runs
         AddNormGradientsUp(policy.device),  # likewise
         *_padding(captured, fakes, options),  # behind the casts: a cast moves the model's own sizes
-        *((SplitGradients(policy.low),) if captured.had_gradients else ()),  # behind all that moves or pads casts
+        *((SplitGradients(policy),) if captured.had_gradients else ()),  # behind all that moves or pads casts
         *(() if fuses_casts else (PackWeights(),)),  # last: it groups the weight casts that are left
     )
     run_passes(captured.graph, pipeline, (*ALWAYS, keeps_state(root)))

@@ -8,6 +8,7 @@ from torch import fx
 from fxamp import ir
 from fxamp.ir import Reason
 from fxamp.passes.base import Pass
+from fxamp.passes.policy import Policy
 from fxamp.runtime.cast_again import cast_again
 
 TOGETHER = 4
@@ -16,10 +17,10 @@ TOGETHER = 4
 
 @dataclasses.dataclass(frozen=True)
 class SplitGradients(Pass):
-    """Let no more than `together` readers of a low copy add up their gradients in low precision.
+    """Let no more than four readers of a low copy add up their gradients in low precision, at level strict none.
 
     low = x.to(low); a = linear(low, w); b = linear(low, v)     # before: the gradients of both are added low
-    again = cast_again(x, low); b = linear(again, v)            # after, with `together=1`: they are added in float32
+    again = cast_again(x, low); b = linear(again, v)            # after, at level strict: they are added in float32
 
     1. A value that every layer of a decoder reads has two gradients for each: added low, each sum rounds all before it,
        while autocast, which casts anew for each reader, adds in float32.
@@ -30,8 +31,11 @@ class SplitGradients(Pass):
     4. Weights stay as they are: autocast casts them once, too.
     """
 
-    low: torch.dtype
-    together: int = TOGETHER
+    policy: Policy
+
+    @property
+    def together(self) -> int:
+        return 1 if self.policy.level == "strict" else TOGETHER
 
     def apply(self, graph: fx.Graph) -> bool:
         changed = False
@@ -41,7 +45,7 @@ class SplitGradients(Pass):
         return changed
 
     def _is_shared(self, node: fx.Node) -> bool:
-        if node.target != "to" or ir.mark(node).role != "cast" or ir.dtype_of(node) != self.low:
+        if node.target != "to" or ir.mark(node).role != "cast" or ir.dtype_of(node) != self.policy.low:
             return False
         (value,) = node.all_input_nodes
         return ir.dtype_of(value) == torch.float32 and ir.has_gradient(node) and ir.is_tensor(value)

@@ -50,6 +50,16 @@ def table_gradient(model: nn.Module, tokens: torch.Tensor, scale: float = 1024.0
 
 
 @LOW
+def test_strict_has_the_gradients_of_autocast(low):
+    model, tokens = made(3)
+    converted = fxamp.convert(model, dtype=low, level="strict", example_inputs=(tokens,))
+    ours = table_gradient(converted, tokens)
+    with torch.autocast("cpu", dtype=low):
+        theirs = table_gradient(model, tokens)
+    assert (ours - theirs).norm() < 1e-6 * theirs.norm()
+
+
+@LOW
 @pytest.mark.parametrize("level", ["strict", "balanced"])
 def test_gradients_of_what_many_read_are_as_near_to_float64_as_autocasts(low, level):
     model, tokens = made(48)
