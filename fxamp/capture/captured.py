@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxamp import ir
 from fxamp.canonical import canonical_text
-from fxamp.capture.beforehand import FurtherInputs
 from fxamp.capture.data import Answers, DataTrial
+from fxamp.capture.further_inputs import FurtherInputs
 from fxamp.capture.inputs import CallSpec
 from fxamp.capture.outputs import OutputForm
 from fxamp.capture.reads import Place

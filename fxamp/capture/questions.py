@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxamp.capture.beforehand import CannotRunBefore
 from fxamp.capture.computed import computed, sources
 from fxamp.capture.data import DataQuestions
 from fxamp.capture.fake_values import FakeValues
+from fxamp.capture.further_inputs import CannotRunBefore
 from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.left_out import function_to_leave_out
 from fxamp.capture.lengths import counted_by, has_open_length, parts_of_guess

@@ -131,7 +131,7 @@ def _trace_once(
     load_einops()
     fill_override_tables()
     try:
-        with uncaught_captures(), called_through(left_out.functions, tracer.leave_out):
+        with uncaught_captures(), called_through(left_out.functions, tracer.beforehand.leave_out):
             graph = tracer.trace(root)
     except FxampError as error:
         with_state(error, tracer.state_so_far(), tracer.values.has_open)

@@ -25,8 +25,8 @@ from fxamp import ir
 from fxamp.capture import attention, recurrent
 from fxamp.capture.arrays import Arrays
 from fxamp.capture.assignments import Assignments
-from fxamp.capture.beforehand import Beforehand, CannotRunBefore
-from fxamp.capture.creations import Creations, holds_proxy, traced_sizes, variables_made
+from fxamp.capture.beforehand import Beforehand
+from fxamp.capture.creations import Creations, traced_sizes, variables_made
 from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, DataQuestions, LeftOut
 from fxamp.capture.drawn import drawn_at_each_call, frozen, whatever_is_drawn
 from fxamp.capture.fake_values import FakeValues
@@ -101,10 +101,10 @@ class SymbolicTracer(fx.Tracer):
         self.gradients_outside = True
         self._closes = left_out.closes
         self._numbers = LiveNumbers(live, self._attribute)
-        self.beforehand = Beforehand(root, example, again and again.results, made[many:], fakes, self.held_at)
+        self.beforehand = Beforehand(self, root, fakes, again and again.results, made[many:])
         data = DataQuestions(example, again and again.questions)
         self.questions = Questions(
-            self._numbers, self._function, example, self.values, data, self.run_before, left_out.functions
+            self._numbers, self._function, example, self.values, data, self.beforehand.run, left_out.functions
         )
         self._tensor_paths: dict[int, str] = {}
         self._weights: dict[str, WeightProxy] = {}
@@ -305,27 +305,8 @@ class SymbolicTracer(fx.Tracer):
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         return iter(self.questions.items(obj))
 
-    def leave_out(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a function of the model gives: run before the graph where it may, else traced."""
-        with contextlib.suppress(CannotRunBefore):
-            return self.run_before(function, args, kwargs)
-        return function(*args, **kwargs)
-
-    def run_before(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a function gives that runs before the graph.
-
-        Raises:
-            CannotRunBefore: it may not, or something has been set by now that it might read.
-        """
-        assert self._assignments is not None
-        if not self.is_recording or not holds_proxy((args, kwargs)):
-            raise CannotRunBefore(f"{function} is given nothing that is traced")
-        if self._assignments.are_any:
-            raise CannotRunBefore("forward sets an attribute before it, which it might read")
-        with self.values.aside():
-            return self.beforehand.call(function, args, kwargs, self._further_input, self.graph)
-
-    def _further_input(self, value: Any) -> fx.Proxy:
+    def further_input(self, value: Any) -> fx.Proxy:
+        """An input of the graph behind those of the call."""
         inputs = self.graph.find_nodes(op="placeholder")
         assert self.example is not None
         self.example.append(value)
@@ -410,6 +391,11 @@ class SymbolicTracer(fx.Tracer):
     def evaluating(self) -> bool:
         """Whether what happens now is no part of forward."""
         return self.values.is_running
+
+    @property
+    def has_assigned(self) -> bool:
+        """Whether forward has set an attribute by now."""
+        return self._assignments is not None and self._assignments.are_any
 
     @property
     def is_recording(self) -> bool:
