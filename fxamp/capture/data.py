@@ -8,7 +8,7 @@ What layers have computed is not asked: that would run them twice.
 """
 
 from collections.abc import Callable, Sequence
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,11 @@ class LeftOut(NamedTuple):
 
     functions: tuple[FunctionType, ...] = ()
     closes: bool = False
+
+    @property
+    def codes(self) -> frozenset[CodeType]:
+        """The code of the functions, as long as none is called in a trace."""
+        return frozenset(function.__code__ for function in self.functions)
 
 
 NOTHING_LEFT_OUT = LeftOut()

@@ -117,10 +117,11 @@ def run_call(call: Call, module: nn.Module, inputs: list[Any], is_first: bool = 
     flat = [_filled(argument, values, module) for argument in call.arguments]
     versions = [value._version for value in tensors]
     args, kwargs = pytree.tree_unflatten(flat, call.form)
+    before, form = pytree.tree_flatten((args, kwargs))  # a list of numbers is one value
     with outside_of_the_call(), torch.no_grad(), _Watched(tensors):
         given = call.function(*args, **kwargs)
-    now, form = pytree.tree_flatten((args, kwargs))
-    is_same = form == call.form and all(one is other for one, other in zip(now, flat, strict=True))
+    now, form_now = pytree.tree_flatten((args, kwargs))
+    is_same = form_now == form and all(one is other for one, other in zip(now, before, strict=True))
     if not is_same or versions != [value._version for value in tensors]:
         raise _Writes(f"{call.function.__qualname__} writes into what it is given")
     leaves, form = pytree.tree_flatten(given)

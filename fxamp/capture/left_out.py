@@ -5,7 +5,7 @@ import dis
 import gc
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -17,26 +17,26 @@ from fxamp.capture.locations import is_library_file
 MOST_FUNCTIONS = 8
 """So many functions a trace leaves out at the most: each costs a trace to find."""
 
+_OF_GRAPH = "_fxamp_of_graph"  # set on the copy of a function that graphs call
 _SETS = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "YIELD_VALUE"})
 
 
-def function_to_leave_out(
-    frames: Iterable[types.FrameType], known: Sequence[types.FunctionType]
-) -> types.FunctionType | None:
-    """The first function among these frames that looks into inputs alone; None where there is none.
+def functions_to_leave_out(
+    frames: Iterable[types.FrameType], known: Collection[types.CodeType]
+) -> tuple[types.FunctionType, ...]:
+    """The first function among these frames that looks into inputs alone, with its copies; () where there is none.
 
     Args:
         frames: of a trace, innermost first.
-        known: those that were found before.
+        known: the code of those that were found before.
     """
     for frame in frames:
         code = frame.f_code
-        if is_library_file(code.co_filename) or _is_of_layers(frame) or not _looks_at_inputs_alone(frame):
+        if code in known or is_library_file(code.co_filename):
             continue
-        found = _function_of(code)
-        if found is not None and found not in known:
+        if not _is_of_layers(frame) and _looks_at_inputs_alone(frame) and (found := _functions_of(code)):
             return found
-    return None
+    return ()
 
 
 def frames_of(error: BaseException) -> list[types.FrameType]:
@@ -60,9 +60,9 @@ def _looks_at_inputs_alone(frame: types.FrameType) -> bool:
     return bool(nodes) and all(sources(node, from_inputs=True) is not None for node in nodes)
 
 
-def _function_of(code: types.CodeType) -> types.FunctionType | None:
+def _functions_of(code: types.CodeType) -> tuple[types.FunctionType, ...]:
     found = (each for each in gc.get_referrers(code) if isinstance(each, types.FunctionType))
-    return next((each for each in found if each.__code__ is code), None)
+    return tuple(each for each in found if each.__code__ is code and not hasattr(each, _OF_GRAPH))
 
 
 def _is_of_layers(frame: types.FrameType) -> bool:
@@ -86,6 +86,7 @@ def called_through(
         for function, code, defaults in saved:
             original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
             original.__kwdefaults__, original.__qualname__ = defaults, function.__qualname__
+            setattr(original, _OF_GRAPH, True)
             function.__kwdefaults__ = {**(defaults or {}), "_fxamp_call": _in_this_thread(original, call)}
             function.__code__ = _instead.__code__
         yield

@@ -7,8 +7,8 @@ alone is asked of each call's data.
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
-from types import FunctionType
+from collections.abc import Callable, Collection
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from fxamp.capture.data import DataQuestions
 from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.further_inputs import CannotRunBefore
 from fxamp.capture.guesses import known_or_guessed
-from fxamp.capture.left_out import function_to_leave_out
+from fxamp.capture.left_out import functions_to_leave_out
 from fxamp.capture.lengths import counted_by, has_open_length, parts_of_guess
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import unfollowable, user_frames, user_line
@@ -43,7 +43,7 @@ class Questions:
         values: of the nodes; they are known aside from what is traced.
         of_data: those about the data of inputs.
         run_before: gives what a function gives that runs before the graph.
-        functions: the functions of the model that do, or may not.
+        functions: the code of the functions of the model that do, or may not.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Questions:
         values: FakeValues,
         of_data: DataQuestions,
         run_before: Callable[..., Any],
-        functions: Sequence[FunctionType],
+        functions: Collection[CodeType],
     ) -> None:
         self.decisions: list[Decision] = []
         self.messages = Messages()
@@ -118,7 +118,7 @@ class Questions:
 
     def _answered_by_data(self, node: fx.Node) -> Any:
         of_numbers = self._values.of_data(node)
-        if of_numbers is not node and function_to_leave_out(user_frames(), self._functions) is not None:
+        if of_numbers is not node and functions_to_leave_out(user_frames(), self._functions):
             return UNKNOWN  # with that before the graph, there need not be one for each answer
         node = of_numbers
         found = sources(node, from_inputs=True)

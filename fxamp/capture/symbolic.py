@@ -12,7 +12,7 @@ from fxamp.capture.counters import check_repeatable, numbers_before, sets_number
 from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, LeftOut
 from fxamp.capture.effects import clear_caches_of
 from fxamp.capture.inputs import CallSpec
-from fxamp.capture.left_out import MOST_FUNCTIONS, called_through, frames_of, function_to_leave_out
+from fxamp.capture.left_out import MOST_FUNCTIONS, called_through, frames_of, functions_to_leave_out
 from fxamp.capture.locations import explained
 from fxamp.capture.reads import Place
 from fxamp.capture.refusals import has_open_sizes, with_state
@@ -111,10 +111,8 @@ def _trace_around(
 
 def _more_left_out(error: CaptureError, left_out: LeftOut) -> LeftOut | None:
     """What else may run before the graph, so that a trace does not end as it did; None for nothing."""
-    if len(left_out.functions) < MOST_FUNCTIONS:
-        found = function_to_leave_out(frames_of(error), left_out.functions)
-        if found is not None:
-            return left_out._replace(functions=(*left_out.functions, found))
+    if len(left_out.codes) < MOST_FUNCTIONS and (found := functions_to_leave_out(frames_of(error), left_out.codes)):
+        return left_out._replace(functions=(*left_out.functions, *found))
     return left_out._replace(closes=True) if has_open_sizes(error) and not left_out.closes else None
 
 

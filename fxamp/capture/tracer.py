@@ -104,7 +104,7 @@ class SymbolicTracer(fx.Tracer):
         self.beforehand = Beforehand(self, root, fakes, again and again.results, made[many:])
         data = DataQuestions(example, again and again.questions)
         self.questions = Questions(
-            self._numbers, self._function, example, self.values, data, self.beforehand.run, left_out.functions
+            self._numbers, self._function, example, self.values, data, self.beforehand.run, left_out.codes
         )
         self._tensor_paths: dict[int, str] = {}
         self._weights: dict[str, WeightProxy] = {}

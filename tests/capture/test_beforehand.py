@@ -275,6 +275,44 @@ def test_a_tensor_that_is_an_argument_itself_is_no_further_input():
         assert (found - expected).norm() <= expected.norm() * 2**-5 and torch.equal(ours, theirs)
 
 
+def test_it_may_be_given_a_list_of_numbers():
+    def most(numbers, bounds):
+        for bound in bounds:
+            if max(numbers) <= bound:
+                return bound
+        return 0
+
+    class Bounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x, kinds):
+            bound = most(kinds.tolist(), [1, 3, 9])
+            return self.fc(x) * bound + most([kinds[0].item(), kinds[1].item()], [bound])
+
+    torch.manual_seed(0)
+    model = Bounded()
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, CALLS[Spans][0], "O2")
+    for factor in (1, 2, 7, 30):
+        for x, kinds in CALLS[Spans]:
+            _check_close(converted, model, x, kinds * factor)
+    assert {variant.captured.method for variant in _variants(converted)} == {"symbolic"}
+
+
+def test_models_of_one_class_find_it_one_after_the_other():
+    """What the graphs of others call is a copy of the function, which nobody else does."""
+    held = []
+    for _ in range(4):
+        model = Spans()
+        converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, CALLS[Spans][0], capture="symbolic")
+        for inputs in CALLS[Spans]:
+            _check_close(converted, model, *inputs)
+        (variant,) = _variants(converted)
+        assert variant.captured.further is not None
+        held.append(converted)
+
+
 def test_a_write_in_another_call_alone_is_an_error():
     """It is done by then, and whoever ran forward once more would do it twice."""
 
