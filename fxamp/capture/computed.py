@@ -7,6 +7,7 @@
 What they hold is known while forward is traced, so that Python may decide on it.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -99,17 +100,45 @@ def _writes_into_what_is_given(last: fx.Node) -> bool:
 
     The inputs of another call may lie in one memory.
     """
-    made_by: dict[object, fx.Node] = {}
-    for node in last.graph.nodes:
-        if not node < last:
-            break
+    scan = _scans.get(last.graph)
+    if scan is None or not scan.is_before(last):
+        scan = _scans[last.graph] = _Scan()
+    scan.go_on(last)
+    return scan.has_found
+
+
+class _Scan:
+    """What has been seen of one graph, which grows at its end.
+
+    Attributes:
+        done: the last node that was looked at.
+    """
+
+    def __init__(self) -> None:
+        self.done: fx.Node | None = None
+        self.has_found = False
+        self._made_by: dict[object, fx.Node] = {}
+
+    def is_before(self, last: fx.Node) -> bool:
+        """Whether it can go on to a node."""
+        return self.done is None or (not self.done._erased and self.done < last)
+
+    def go_on(self, last: fx.Node) -> None:
+        """Look at the nodes before another one."""
+        node = next(iter(last.graph.nodes)) if self.done is None else self.done.next
+        while not self.has_found and node is not last:
+            self._look_at(node)
+            self.done, node = node, node.next
+
+    def _look_at(self, node: fx.Node) -> None:
         if "val" in node.meta:
-            made_by.setdefault(memory_of(node.meta["val"]), node)
+            self._made_by.setdefault(memory_of(node.meta["val"]), node)
         for written in mutated(node) if canonical_name(node.target) not in _STATISTICS else ():
-            maker = made_by[memory_of(written.meta["val"])] if "val" in written.meta else None
-            if maker is None or maker.op in ("placeholder", "get_attr") or not _is_known(maker):
-                return True
-    return False
+            maker = self._made_by.get(memory_of(written.meta["val"])) if "val" in written.meta else None
+            self.has_found |= maker is None or maker.op in ("placeholder", "get_attr") or not _is_known(maker)
+
+
+_scans: "weakref.WeakKeyDictionary[fx.Graph, _Scan]" = weakref.WeakKeyDictionary()
 
 
 def _is_known(node: fx.Node) -> bool:

@@ -1,5 +1,6 @@
 """The values of a trace's nodes for its example, as fake tensors."""
 
+import builtins
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from fxamp.fake_limits import is_a_limit, is_foreign
 from fxamp.fakes import UNKNOWN, Fakes
 from fxamp.inplace import run_and_note_writes
 from fxamp.leaf_fakes import holds_container
+
+_isinstance = isinstance  # before any trace asks in its place
 
 
 class FakeValues:
@@ -44,12 +47,13 @@ class FakeValues:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Run torch without recording anything."""
+        """Run torch without recording anything; torch's own many questions go to Python directly."""
         was, self._is_running = self._is_running, True
+        asked, builtins.isinstance = builtins.isinstance, _isinstance
         try:
             yield
         finally:
-            self._is_running = was
+            self._is_running, builtins.isinstance = was, asked
 
     def fake(self, value: Any) -> Any:
         with self.aside():

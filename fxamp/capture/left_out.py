@@ -2,6 +2,7 @@
 
 import contextlib
 import dis
+import functools
 import gc
 import threading
 import types
@@ -52,12 +53,17 @@ def frames_of(error: BaseException) -> list[types.FrameType]:
 def _looks_at_inputs_alone(frame: types.FrameType) -> bool:
     """Whether what a function was called with, as far as it still holds that, hangs on inputs alone."""
     code, held = frame.f_code, frame.f_locals
-    if code.co_freevars or any(step.opname in _SETS for step in dis.get_instructions(code)):
+    if code.co_freevars or _sets(code):
         return False
     many = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
     given = pytree.tree_leaves([held.get(name) for name in code.co_varnames[:many]])
     nodes = [leaf.node for leaf in given if issubclass(type(leaf), fx.Proxy)]
     return bool(nodes) and all(sources(node, from_inputs=True) is not None for node in nodes)
+
+
+@functools.lru_cache(1024)
+def _sets(code: types.CodeType) -> bool:
+    return any(step.opname in _SETS for step in dis.get_instructions(code))
 
 
 def _functions_of(code: types.CodeType) -> tuple[types.FunctionType, ...]:

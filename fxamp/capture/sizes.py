@@ -12,6 +12,7 @@ for torch.compile alone.
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from fxamp import ir
 from fxamp.capture.open_sizes import OpenRun
 from fxamp.capture.unseen import outside_of_the_call
 from fxamp.fakes import Fakes
+from fxamp.opnames import canonical_name
 
 log = logging.getLogger("fxamp")
 
@@ -65,12 +67,13 @@ class Sizes:
         needed = set(nodes)
         for node in reversed(graph.nodes):
             if node in needed:
-                needed.update(node.all_input_nodes)
+                needed.update(given for given in node.all_input_nodes if given not in _stand_ins(node))
         self._graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             if node.op == "placeholder" or node in needed:
-                copies[node] = self._graph.node_copy(node, copies.__getitem__)
+                instead = _stand_ins(node)
+                copies[node] = self._graph.node_copy(node, functools.partial(_copy_of, copies, instead))
                 copies[node].meta.clear()  # fakes would keep whole models alive
         self._places = {copies[node]: place for place, node in enumerate(nodes)}
         inputs = graph.find_nodes(op="placeholder")
@@ -105,6 +108,20 @@ class Sizes:
                 values[node] = fakes.run(node, values.__getitem__)
             if node in self._places:
                 yield self._places[node], values[node]
+
+
+def _copy_of(copies: dict[fx.Node, fx.Node], instead: dict[fx.Node, fx.Node], given: fx.Node) -> fx.Node:
+    return copies[instead.get(given, given)]
+
+
+def _stand_ins(node: fx.Node) -> dict[fx.Node, fx.Node]:
+    """The operand of `x.masked_scatter(mask, source)` that says nothing of the result's sizes, and what stands for it:
+    behind it may lie a model of its own."""
+    if canonical_name(node.target) != "masked_scatter" or len(node.args) != 3:
+        return {}
+    whole, mask, source = node.args
+    is_apart = isinstance(whole, fx.Node) and isinstance(source, fx.Node) and source not in (whole, mask)
+    return {source: whole} if is_apart else {}  # type: ignore[dict-item]
 
 
 class SizeQuestions(Sizes):

@@ -338,7 +338,7 @@ def test_a_conversion_to_a_name_is_relative_where_the_name_is_a_dtype_that_was_r
 def test_a_defect_of_the_passes_is_told_and_dynamo_takes_the_model(caplog):
     """InvariantError is fxamp's own fault: `auto` goes on by the other way, `symbolic` shows it."""
 
-    def broken(*args):
+    def broken(*args, **options):
         raise InvariantError("linear gives bfloat16, but float32 is recorded")
 
     torch._dynamo.reset()

@@ -228,7 +228,7 @@ class Catching(nn.Module):
 
     def forward(self, x):
         try:
-            number = self.ask(x)
+            number = self.ask(self.inner(x))
         except Exception:
             number = -100
         return self.inner(x) + number
