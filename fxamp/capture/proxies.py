@@ -181,7 +181,7 @@ class ValueProxy(fx.Proxy):
 
     def __hash__(self) -> int:
         """That of a number, a dtype or a device, so that sets and dictionaries know it; else the proxy's own."""
-        value = self.node.meta.get("val", UNKNOWN)
+        value = known_or_guessed(self.node)
         if isinstance(value, _HASHED):
             questions_of(self).has_hashed = True
             return hash(questions_of(self).decide(self, "hash"))

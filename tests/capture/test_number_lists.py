@@ -145,6 +145,15 @@ def test_what_python_does_with_a_number_is_still_its_own():
         assert (converted(X, counts) - expected).norm() < expected.norm() * 2**-5
 
 
+def test_a_number_is_no_key_of_a_dictionary_that_holds_for_all():
+    def body(self, x, counts):
+        first, _ = counts.tolist()
+        return self.fc(x) * {5: 2.0, 1: 3.0}.get(first, 0.5)
+
+    with pytest.raises(fxamp.CaptureError, match=r"hash\(\)"):
+        fxamp.convert(Listing(body), torch.bfloat16, (X, COUNTS[0]), capture="symbolic")
+
+
 def by_rows(model, x):
     return torch.stack([model.last(model.fc(row)) * place for place, row in enumerate(x)])
 
