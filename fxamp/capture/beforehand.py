@@ -9,13 +9,16 @@ of the graph. So is a tensor whose length the data decides, where Python asks fo
 
 1. All that it is given hangs on inputs alone, is a constant, or is a module or what a module of the model holds.
 2. It reads no other tensor: a weight may be stored low, and what it reads before the graph runs may be of another call.
-3. It changes nothing: no argument, no attribute, no random generator.
-4. What it gives are tensors of their own memory, numbers and constants, in containers. The graph holds for calls in
-   which those have the same types, and are equal where they are no tensors.
+3. It changes nothing: no argument, no attribute, no global, no random generator; and forward has set neither an
+   attribute nor a global before, which it might read.
+4. What it gives are tensors of their own memory, numbers and constants, in containers of their own. The graph holds for
+   calls in which those have the same types, and are equal where they are no tensors.
+5. Nothing that it is given requires a gradient. It runs in the gradient mode of the place where forward calls it.
 """
 
 import contextlib
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,10 +39,11 @@ from fxamp.capture.further_inputs import (
     Value,
     run_call,
 )
+from fxamp.capture.reached import Reached, draws_random_numbers, names_in
 from fxamp.capture.recomputed import Recomputed
 from fxamp.capture.sizes import VARYING
 from fxamp.capture.traces import State
-from fxamp.capture.unseen import containers_in, refill, unseen
+from fxamp.capture.unseen import Generators, unseen
 from fxamp.fakes import Fakes
 
 if TYPE_CHECKING:
@@ -55,6 +59,8 @@ class Beforehand:
         fakes: of the model's tensors.
         again: what the functions gave when the graph was captured for a call whose data is not known by now.
         made: the further inputs of that.
+        decide_on: notes that the graph is for the numbers of modules alone that a node hangs on.
+        functions: those that are left out.
     """
 
     def __init__(
@@ -64,11 +70,16 @@ class Beforehand:
         fakes: Fakes,
         again: Sequence[Result] | None,
         made: Sequence[Any],
+        decide_on: Callable[[fx.Node], Any],
+        functions: Sequence[FunctionType],
     ) -> None:
-        self._tracer, self._root, self._fakes = tracer, root, fakes
+        self._tracer, self._root, self._fakes, self._decide_on = tracer, root, fakes, decide_on
         self._again, self._made = again, iter(made)
+        self._names = names_in(functions, {type(module) for module in root.modules()}) if functions else []
+        self._globals = Reached(self._names)
+        self._has_gradients = torch.is_grad_enabled()
         self._calls: list[Call] = []
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, list[tuple[str, str | None]]] = {}
 
     def leave_out(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a function of the model gives: run before the graph where it may, else traced."""
@@ -89,6 +100,8 @@ class Beforehand:
             raise CannotRunBefore(f"forward has set an attribute before {name}, which may read it")
         if example is None or any(hasattr(value, VARYING) for value in example):
             raise CannotRunBefore(f"{name} looks into the data of inputs, which is not known")
+        if self._globals.are_changed():
+            raise CannotRunBefore(f"forward sets a global before it calls {name}, which may read it")
         with self._tracer.values.aside():
             return self._called(function, args, kwargs, name)
 
@@ -97,7 +110,8 @@ class Beforehand:
         nodes = [leaf.node for leaf in flat if _is_proxy(leaf)]
         places = iter(range(len(nodes)))
         arguments = tuple(Value(next(places)) if _is_proxy(leaf) else self._argument(leaf, name) for leaf in flat)
-        call = Call(function, form, arguments, self._recomputed(nodes, name), Result(form, ()))
+        values = self._recomputed(nodes, name)
+        call = Call(function, form, arguments, values, torch.is_grad_enabled(), Result(form, ()))
         made, result = self._run(call, name) if self._again is None else self._made_before()
         self._calls.append(call._replace(result=result))
         inputs = map(self._tracer.further_input, made)
@@ -116,6 +130,9 @@ class Beforehand:
             found = sources(whole, from_inputs=True)
             if found is None:
                 raise CannotRunBefore(f"{name} is given what does not hang on inputs alone")
+            for each in found:
+                if each.op != "placeholder":
+                    self._decide_on(each)
             fakes = self._fakes.in_mode(FakeTensorMode())
             return Recomputed([whole], found, fakes, self._tracer.held_at)
         finally:
@@ -124,12 +141,14 @@ class Beforehand:
     def _run(self, call: Call, name: str) -> tuple[list[Any], Result]:
         """Run it for the call that is captured, on copies, and put back what it changes."""
         assert self._tracer.example is not None
-        before, generator = State(self._root), torch.get_rng_state()
-        contents = containers_in([vars(module) for module in self._root.modules()])
+        names, values = (self._names, [self._root]) if isinstance(call.function, FunctionType) else ([], [])
+        if draws_random_numbers(names):
+            raise CannotRunBefore(f"{name} draws random numbers")
+        before, reached, generators = State(self._root), Reached(names, values), Generators()
         try:
-            with unseen(self._root):
-                given = run_call(call, self._root, self._tracer.example, is_first=True)
-                is_same = torch.equal(generator, torch.get_rng_state())
+            with unseen(self._root), torch.set_grad_enabled(torch.is_grad_enabled() and self._has_gradients):
+                given = run_call(call, self._root, self._tracer.example, reached)
+                is_changed = reached.are_changed() or generators.have_moved()
         except CannotRunBefore:
             raise
         except Exception as error:  # it may be for the call to raise it
@@ -137,22 +156,22 @@ class Beforehand:
         finally:
             changes = list(before.changes())
             before.restore()
-            is_refilled = [refill(container, elements) for container, elements in contents]
-        if changes or any(is_refilled) or not is_same:
-            raise CannotRunBefore(f"{name} changes the model, or draws random numbers")
+            reached.put_back()
+        if changes or is_changed:
+            raise CannotRunBefore(f"{name} changes the model or its file, or draws random numbers")
         return given
 
     def _argument(self, value: Any, name: str) -> Any:
         if isinstance(value, FIXED):
             return value
         if not self._held:
-            for path, module in self._root.named_modules():
+            for path, module in self._root.named_modules(remove_duplicate=False):
+                self._held.setdefault(id(module), []).append((path, None))
                 for key, held in vars(module).items():
-                    self._held.setdefault(id(held), Held(path, key))
-            self._held.update((id(module), Held(path, None)) for path, module in self._root.named_modules())
+                    self._held.setdefault(id(held), []).append((path, key))
         if isinstance(value, torch.Tensor) or id(value) not in self._held:
             raise CannotRunBefore(f"{name} is given a {type(value).__qualname__} that is neither input nor constant")
-        return self._held[id(value)]
+        return Held(tuple(self._held[id(value)]))
 
     def results(self) -> tuple[Result, ...]:
         """What each of them gave."""

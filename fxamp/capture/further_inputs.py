@@ -12,9 +12,11 @@ from torch.utils import _pytree as pytree
 from fxamp import ir
 from fxamp.capture.inputs import CONSTANTS
 from fxamp.capture.objects import FUNCTIONS
+from fxamp.capture.reached import Reached
 from fxamp.capture.recomputed import Recomputed, check_plain
-from fxamp.capture.unseen import outside_of_the_call
+from fxamp.capture.unseen import CONTAINERS, outside_of_the_call
 from fxamp.errors import OptionError
+from fxamp.opnames import canonical_name
 
 FIXED = (*CONSTANTS, int, float, complex, *FUNCTIONS)
 """What is the same at every call."""
@@ -35,10 +37,9 @@ class Value(NamedTuple):
 
 
 class Held(NamedTuple):
-    """An argument that the model holds: a module, or the attribute of one."""
+    """An argument that the model holds: modules' paths and attributes, of no name for a module itself."""
 
-    path: str
-    name: str | None
+    places: tuple[tuple[str, str | None], ...]
 
 
 class Further(NamedTuple):
@@ -60,6 +61,7 @@ class Call(NamedTuple):
     form: pytree.TreeSpec  # of (args, kwargs)
     arguments: tuple[Any, ...]
     values: Recomputed
+    has_gradients: bool  # it is in no region of forward's that switches them off
     result: Result
 
 
@@ -96,34 +98,42 @@ class FurtherInputs:
         return found
 
 
-def run_call(call: Call, module: nn.Module, inputs: list[Any], is_first: bool = False) -> tuple[list[Any], Result]:
+def run_call(
+    call: Call, module: nn.Module, inputs: list[Any], reached: Reached | None = None
+) -> tuple[list[Any], Result]:
     """The further inputs that a function gives, and its result.
 
     Args:
-        is_first: it is to be found out what the function does: it is given copies.
+        reached: it is to be found out what the function does, which reaches this: it is given copies.
 
     Raises:
         CannotRunBefore: it is none that may run beforehand.
         Exception: what the function raises, or an input has no data.
     """
-    values = next(call.values.of(inputs))
+    values = next(call.values.of(inputs, with_gradients=True))
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     check_plain(tensors)
     if any(value.requires_grad or is_functorch_wrapped_tensor(value) for value in tensors):
         raise CannotRunBefore(f"{call.function} is given a tensor that requires a gradient")
-    if is_first:
-        values = pytree.tree_map_only(torch.Tensor, torch.clone, values)
+    if reached is not None:
+        copies = {id(value): value.clone() for value in tensors}
+        values = [copies.get(id(value), value) for value in values]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    flat = [_filled(argument, values, module) for argument in call.arguments]
     versions = [value._version for value in tensors]
+    flat = [_filled(argument, values, module) for argument in call.arguments]
     args, kwargs = pytree.tree_unflatten(flat, call.form)
     before, form = pytree.tree_flatten((args, kwargs))  # a list of numbers is one value
-    with outside_of_the_call(), torch.no_grad(), _Watched(tensors):
+    watched = _Watched(tensors)
+    with outside_of_the_call(), torch.set_grad_enabled(torch.is_grad_enabled() and call.has_gradients), watched:
         given = call.function(*args, **kwargs)
     now, form_now = pytree.tree_flatten((args, kwargs))
     is_same = form_now == form and all(one is other for one, other in zip(now, before, strict=True))
     if not is_same or versions != [value._version for value in tensors]:
         raise _Writes(f"{call.function.__qualname__} writes into what it is given")
+    if watched.refusal is not None:  # the function has caught it
+        raise watched.refusal
+    if _shares_containers(given, (args, kwargs), reached):
+        raise CannotRunBefore(f"{call.function.__qualname__} gives a container that is not its own")
     leaves, form = pytree.tree_flatten(given)
     memory = {_memory(value) for value in tensors}
     kinds = tuple(_kind_of(leaf, memory) for leaf in leaves)
@@ -131,13 +141,40 @@ def run_call(call: Call, module: nn.Module, inputs: list[Any], is_first: bool = 
     return made, Result(form, kinds)
 
 
+def _shares_containers(given: Any, arguments: Any, reached: Reached | None) -> bool:
+    """Whether a container in a result is there twice, an argument, or reached: who writes into it writes there."""
+    found = _containers(given)
+    others = {id(each) for each in _containers(arguments)}
+    is_reached = reached is not None and any(map(reached.holds, found))
+    return is_reached or len({*map(id, found)} - others) < len(found)
+
+
+def _containers(value: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def note(part: Any) -> bool:
+        if type(part) in CONTAINERS:
+            found.append(part)
+        return False
+
+    pytree.tree_flatten(value, is_leaf=note)
+    return found
+
+
 def _filled(argument: Any, values: Sequence[Any], module: nn.Module) -> Any:
     if isinstance(argument, Value):
         return values[argument.place]
     if isinstance(argument, Held):
-        owner = ir.module_at(module, argument.path)
-        return owner if argument.name is None else vars(owner)[argument.name]
+        held = [_held_at(module, *place) for place in argument.places]
+        if any(each is not held[0] for each in held):
+            raise CannotRunBefore("what is one object where the function was captured is several")
+        return held[0]
     return argument
+
+
+def _held_at(module: nn.Module, path: str, name: str | None) -> Any:
+    owner = ir.module_at(module, path)
+    return owner if name is None else vars(owner)[name]
 
 
 def _kind_of(leaf: Any, memory: set[int]) -> Any:
@@ -163,11 +200,25 @@ class _Watched(TorchFunctionMode):
     def __init__(self, given: list[Any]) -> None:
         super().__init__()
         self._known = {id(value): value for value in given}
+        self.refusal: CannotRunBefore | None = None
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in pytree.tree_leaves((args, kwargs or {})):
             if isinstance(value, torch.Tensor) and id(value) not in self._known:
-                raise CannotRunBefore("a function that runs before the graph reads a tensor that it is not given")
+                self._refuse("reads a tensor that it is not given")
+        if canonical_name(function) in _DRAWING:
+            self._refuse("draws random numbers")
         made = function(*args, **(kwargs or {}))
         self._known.update((id(value), value) for value in pytree.tree_leaves(made) if isinstance(value, torch.Tensor))
         return made
+
+    def _refuse(self, what: str) -> None:
+        self.refusal = CannotRunBefore(f"a function that runs before the graph {what}")
+        raise self.refusal
+
+
+_DRAWING = frozenset(
+    "alpha_dropout bernoulli binomial cauchy dropout dropout1d dropout2d dropout3d exponential feature_alpha_dropout "
+    "feature_dropout geometric log_normal multinomial normal poisson rand rand_like randint randint_like randn "
+    "randn_like random randperm rrelu uniform".split()
+)

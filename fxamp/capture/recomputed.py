@@ -43,8 +43,11 @@ class Recomputed:
         self._sizes_again = Sizes(whole, sizes, fakes, attribute)
         self._known: dict[tuple[Any, ...], dict[fx.Node, Any]] = {}
 
-    def of(self, inputs: Sequence[Any]) -> Iterator[Any]:
+    def of(self, inputs: Sequence[Any], with_gradients: bool = False) -> Iterator[Any]:
         """What the nodes give for a call, one by one.
+
+        Args:
+            with_gradients: values show whether they require a gradient.
 
         Raises:
             Exception: an input has no data (or is no plain tensor), or forward itself fails on it.
@@ -53,7 +56,7 @@ class Recomputed:
         with outside_of_the_call(), torch.no_grad():
             known = {**self._constants, **self._sizes_for(inputs), **dict(zip(self._inputs, inputs, strict=True))}
         for node in self._nodes:
-            with outside_of_the_call(), torch.no_grad():
+            with outside_of_the_call(), torch.set_grad_enabled(with_gradients):
                 value = computed(node, known)
             yield value
 

@@ -101,7 +101,9 @@ class SymbolicTracer(fx.Tracer):
         self.gradients_outside = True
         self._closes = left_out.closes
         self._numbers = LiveNumbers(live, self._attribute)
-        self.beforehand = Beforehand(self, root, fakes, again and again.results, made[many:])
+        self.beforehand = Beforehand(
+            self, root, fakes, again and again.results, made[many:], self._numbers.decide_on, left_out.functions
+        )
         data = DataQuestions(example, again and again.questions)
         self.questions = Questions(
             self._numbers, self._function, example, self.values, data, self.beforehand.run, left_out.codes

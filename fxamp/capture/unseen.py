@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-_CONTAINERS = (
+CONTAINERS = (
     dict,
     list,
     set,
@@ -47,6 +47,28 @@ def unseen(model: nn.Module) -> Iterator[None]:
             space.update({name: value for name, value in before.items() if space.get(name, space) is not value})
         for container, elements in containers:
             refill(container, elements)
+
+
+class Generators:
+    """The states of the random generators of Python, of numpy and of torch's CPU."""
+
+    def __init__(self) -> None:
+        numpy = sys.modules.get("numpy")
+        self._python, self._torch = random.getstate(), torch.get_rng_state()
+        self._numpy = numpy.random.get_state() if numpy is not None else None
+
+    def have_moved(self) -> bool:
+        """Whether one is in another state by now."""
+        now = Generators()
+        is_same = self._python == now._python and torch.equal(self._torch, now._torch)
+        return not (is_same and (self._numpy is None or _are_equal_states(self._numpy, now._numpy)))
+
+
+def _are_equal_states(one: Any, other: Any) -> bool:
+    return all(
+        bool((mine == theirs).all()) if hasattr(mine, "all") else mine == theirs
+        for mine, theirs in zip(one, other, strict=True)
+    )
 
 
 @contextlib.contextmanager
@@ -103,22 +125,26 @@ def containers_in(namespaces: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
         id(value): (value, value.copy())
         for space in namespaces
         for name, value in space.items()
-        if type(value) in _CONTAINERS and not name.startswith("__")
+        if type(value) in CONTAINERS and not name.startswith("__")
     }
     return list(found.values())
 
 
-def refill(container: Any, elements: Any) -> bool:
-    """Let a container hold these elements; whether it held others."""
+def is_refilled(container: Any, elements: Any) -> bool:
+    """Whether a container holds others than these elements."""
     before, now = _flat(elements), _flat(container)
-    if len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True)):
-        return False
+    return len(before) != len(now) or any(one is not other for one, other in zip(before, now, strict=True))
+
+
+def refill(container: Any, elements: Any) -> None:
+    """Let a container hold these elements."""
+    if not is_refilled(container, elements):
+        return
     container.clear()
     if isinstance(container, (dict, set)):
         container.update(elements)
     else:
         container.extend(elements)
-    return True
 
 
 def _flat(container: Any) -> list[Any]:

@@ -1,10 +1,14 @@
 """Functions of the model that look into its inputs alone run before the graph, as they are written."""
 
+import contextlib
 import copy
 import itertools
 import pickle
+import random
 import threading
+import types
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -464,3 +468,247 @@ def test_a_function_that_gives_another_kind_of_value_each_time_has_a_graph_for_e
     converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, (torch.randn(6, 8), KINDS[1]), "O2")
     for kinds in [*KINDS, torch.ones(6).long()] * 2:
         _check_close(converted, model, torch.randn(6, 8), kinds)
+
+
+class Multiplied(nn.Module):
+    """Multiplies by what a function gives, and decides by it, where that is of two values."""
+
+    def __init__(self, look) -> None:
+        super().__init__()
+        self.fc, self.other, self.look = nn.Linear(8, 8), nn.Linear(8, 8), look
+        self.factor, self.config, self.table = 2, {"most": 3}, torch.arange(6.0)
+        self.options = types.SimpleNamespace(offset=1, seen=[])
+        self.inner = nn.Module()
+        self.inner.options = self.options
+
+    def forward(self, x=None, kinds=None):  # defaults: no preview
+        found = self.look(self, x, kinds)
+        factor, is_long = found if isinstance(found, tuple) else (found, True)
+        return (self.fc(x) if is_long else self.other(x)) * factor
+
+
+def _check_denied(look, calls, between=lambda model, place: None):
+    """The converted model is eager's bit for bit, or says that it cannot be captured; how many calls it takes."""
+    torch.manual_seed(0)
+    model = Multiplied(look)
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, overrides={"*": "deny"}, capture="symbolic")
+    expected = list(_results(model, calls, between))
+    found = [(mine, theirs) for mine, theirs in zip(_results(converted, calls, between), expected, strict=True) if mine]
+    for mine, theirs in found:
+        for one, other in zip(mine, theirs, strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    return len(found)
+
+
+def _results(model, calls, between):
+    """Of each call: output, gradients, and what Python draws next; None where the model is not captured."""
+    LISTED.clear()
+    NUMPY.fill(0)
+    for place, inputs in enumerate(calls):
+        between(model, place)
+        random.seed(place)
+        torch.manual_seed(place)
+        for each in inputs:
+            each.grad = None
+        try:
+            yield [*_run(model, *inputs), *(each.grad for each in inputs), random.random(), torch.rand(())]
+        except fxamp.CaptureError:
+            yield None
+
+
+MANY = [(torch.randn(6, 8), kinds) for kinds in [KINDS[1], *KINDS, torch.ones(6).long()]]
+
+
+def scaled(kinds, factor):
+    total = 0
+    for place, number in enumerate(kinds.tolist()):
+        total += place * factor if number else 0
+    return torch.tensor(float(total))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model, x, kinds: scaled(kinds, model.factor),
+        lambda model, x, kinds: scaled(kinds, model.factor * x.shape[0]),
+    ],
+)
+def test_a_number_of_the_model_that_it_is_given_is_that_of_each_call(look):
+    def anneal(model, place):
+        model.factor = 2 + place % 3
+
+    assert _check_denied(look, MANY, anneal) == len(MANY)
+
+
+def gathered(x, kinds):
+    return torch.stack([x[place] * (2 if number else 1) for place, number in enumerate(kinds.tolist())])
+
+
+def test_what_it_is_given_may_require_a_gradient():
+    calls = [(x.clone().requires_grad_(place % 2 == 1), kinds) for place, (x, kinds) in enumerate(MANY)]
+    assert _check_denied(lambda model, x, kinds: gathered(x * 2, kinds), calls[:1]) == 1
+    for look in (lambda _, x, kinds: gathered(x, kinds), lambda _, x, kinds: gathered(x * 2, kinds)):
+        _check_denied(look, calls)
+
+
+def asks_the_mode(kinds):
+    total = 0
+    for place, number in enumerate(kinds.tolist()):
+        total += place if number else 0
+    return torch.tensor(float(total + 100 * torch.is_grad_enabled()))
+
+
+def without_gradients(_, __, kinds):
+    with torch.no_grad():
+        return asks_the_mode(kinds)
+
+
+@pytest.mark.parametrize("look", [lambda _, __, kinds: asks_the_mode(kinds), without_gradients])
+def test_it_runs_in_the_gradient_mode_of_its_place(look):
+    assert _check_denied(look, MANY) == len(MANY)
+    model = Multiplied(look)
+    converted = fxamp.convert(model, torch.bfloat16, overrides={"*": "deny"}, capture="symbolic")
+    for context in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with context():
+            assert torch.equal(converted(*MANY[0]), look(None, *MANY[0]) * model.fc(MANY[0][0]))
+
+
+def test_an_object_that_the_model_holds_twice_may_be_exchanged_in_one_place():
+    def offset(options, kinds):
+        total = 0
+        for place, number in enumerate(kinds.tolist()):
+            total += place if number else 0
+        return torch.tensor(float(total + options.offset))
+
+    def exchange(model, place):
+        if place == 3:
+            model.inner.options = types.SimpleNamespace(offset=50)
+        if place == 6:
+            model.options = types.SimpleNamespace(offset=70)
+
+    assert _check_denied(lambda model, _, kinds: offset(model.inner.options, kinds), MANY, exchange) == len(MANY)
+
+
+def test_a_tensor_that_it_is_given_twice_is_one():
+    def compare(kinds, others):
+        total = 0
+        for place, number in enumerate(kinds.tolist()):
+            total += place if number else 0
+        return torch.tensor(float(total)), kinds is others
+
+    assert _check_denied(lambda _, __, kinds: compare(kinds, kinds), MANY) == len(MANY)
+
+
+LISTED, NUMPY, STATE = [], numpy.zeros(1), {"offset": 1}
+
+
+def catches_the_refusal(model, _, kinds):
+    total = 0
+    for place, number in enumerate(kinds.tolist()):
+        total += place if number else 0
+    with contextlib.suppress(Exception):
+        total += model.table.sum().item()
+    return torch.tensor(float(total))
+
+
+def draws_of_python(_, __, kinds):
+    total = 0
+    for place, number in enumerate(kinds.tolist()):
+        total += place if number else 0
+    return torch.tensor(total + random.random()), total > 4
+
+
+def draws_at_times(_, __, kinds):
+    total = 0
+    for place, number in enumerate(kinds.tolist()):
+        total += place if number else 0
+    return torch.tensor(total + (random.random() if total > 8 else 0)), total > 4
+
+
+def counts_in_a_global_list(_, __, kinds):
+    total = 0
+    for place, number in enumerate(kinds.tolist()):
+        total += place if number else 0
+    LISTED.append(total)
+    return torch.tensor(float(len(LISTED))), total > 4
+
+
+def counts_in_an_array(_, __, kinds):
+    total = 0
+    for place, number in enumerate(kinds.tolist()):
+        total += place if number else 0
+    NUMPY[0] += 1
+    return torch.tensor(float(NUMPY[0])), total > 4
+
+
+def counts_in_an_object_of_the_model(model, _, kinds):
+    total = 0
+    for place, number in enumerate(kinds.tolist()):
+        total += place if number else 0
+    model.options.seen.append(total)
+    return torch.tensor(float(len(model.options.seen))), total > 4
+
+
+def draws_of_torch_at_times(_, __, kinds):
+    total = 0
+    for place, number in enumerate(kinds.tolist()):
+        total += place if number else 0
+    return torch.tensor(float(total)) + (torch.rand(()) if total > 10 else 0), total > 4
+
+
+def _read_state(kinds):
+    total = 0
+    for place, number in enumerate(kinds.tolist()):
+        total += place if number else 0
+    return torch.tensor(float(total + STATE["offset"]))
+
+
+def sets_a_global_around_it(model, x, kinds):
+    y = model.fc(x)
+    STATE["offset"] = 3
+    try:
+        return y * _read_state(kinds)
+    finally:
+        STATE["offset"] = 100
+
+
+def _given_back(kinds, options):
+    total = 0
+    for place, number in enumerate(kinds.tolist()):
+        total += place if number else 0
+    return options, torch.tensor(float(total))
+
+
+def writes_into_a_dictionary_that_it_is_given_back(_, __, kinds):
+    options = {"a": 1}
+    same, total = _given_back(kinds, options)
+    same["b"] = 2
+    return total * len(options)
+
+
+NOT_BEFORE = [
+    catches_the_refusal,
+    draws_of_python,
+    draws_at_times,
+    draws_of_torch_at_times,
+    counts_in_a_global_list,
+    counts_in_an_array,
+    counts_in_an_object_of_the_model,
+    sets_a_global_around_it,
+    writes_into_a_dictionary_that_it_is_given_back,
+]
+
+
+@pytest.mark.parametrize("look", NOT_BEFORE)
+def test_what_running_it_before_the_graph_would_change_does_not_run_there(look):
+    def empty(model, place):
+        if place == 0:
+            model.options.seen.clear()
+
+    _check_denied(look, MANY, empty)
+
+
+def test_the_function_of_many_models_is_found_for_each():
+    models = [fxamp.convert(Spans(), torch.bfloat16, CALLS[Spans][0], capture="symbolic") for _ in range(10)]
+    left_out = {engine_of(model).left_out.functions for model in models}
+    assert left_out == {(Spans.places_of,)}
