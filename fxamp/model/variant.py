@@ -105,8 +105,14 @@ class Variant:
 
         Dynamo and torch.jit.trace come through here.
         """
+        if self.captured.further is not None and not self._is_for_state_of(module):
+            return None  # functions of the model need not run for it
         given = self.captured.inputs_for(module, inputs)
         return given if given is not None and self._holds(module, given) else None
+
+    def _is_for_state_of(self, module: nn.Module) -> bool:
+        is_asked = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+        return not is_asked and self._state(module).holds()
 
     def _holds(self, module: nn.Module, inputs: list[Any]) -> bool:
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
