@@ -41,7 +41,7 @@ from fxamp.capture.further_inputs import (
 )
 from fxamp.capture.reached import Reached, draws_random_numbers, names_in
 from fxamp.capture.recomputed import Recomputed
-from fxamp.capture.sizes import VARYING
+from fxamp.capture.sizes import is_made_up
 from fxamp.capture.traces import State
 from fxamp.capture.unseen import Generators, unseen
 from fxamp.fakes import Fakes
@@ -98,7 +98,7 @@ class Beforehand:
             raise CannotRunBefore(f"{name} is given nothing that is traced")
         if self._tracer.has_assigned:
             raise CannotRunBefore(f"forward has set an attribute before {name}, which may read it")
-        if example is None or any(hasattr(value, VARYING) for value in example):
+        if example is None or is_made_up(example):
             raise CannotRunBefore(f"{name} looks into the data of inputs, which is not known")
         if self._globals.are_changed():
             raise CannotRunBefore(f"forward sets a global before it calls {name}, which may read it")

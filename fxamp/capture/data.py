@@ -16,7 +16,7 @@ from torch import fx
 
 from fxamp.capture.computed import computed, item_at
 from fxamp.capture.recomputed import Recomputed, check_plain
-from fxamp.capture.sizes import VARYING
+from fxamp.capture.sizes import is_made_up
 from fxamp.capture.unseen import outside_of_the_call
 from fxamp.fakes import UNKNOWN, Fakes
 
@@ -78,8 +78,7 @@ class DataQuestions:
 
     def __init__(self, example: list[Any] | None, again: Sequence[bool] | None = None) -> None:
         self._again = again
-        is_sample = any(hasattr(value, VARYING) for value in example or ())  # its data is made up
-        self._example = None if is_sample else example
+        self._example = None if is_made_up(example) else example
         self._asked: dict[str, _Question] = {}
         self._forms: dict[fx.Node, str] = {}
         self._numbers: dict[str, str] = {}

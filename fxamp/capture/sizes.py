@@ -213,6 +213,11 @@ def varying_sizes(inputs: list[Any]) -> frozenset[tuple[int, int]]:
     return frozenset((place, dim) for place, value in enumerate(inputs) for dim in getattr(value, VARYING, ()))
 
 
+def is_made_up(example: list[Any] | None) -> bool:
+    """Whether an example stands for all of varying sizes: it has no data that could be asked."""
+    return any(hasattr(value, VARYING) for value in example or ())
+
+
 def size_trial(questions: SizeQuestions, example: list[Any]) -> SizeTrial | None:
     """What tells for which other sizes a graph holds; None where not even the example's can be told."""
     trial = SizeTrial(questions, example)

@@ -16,6 +16,7 @@ from fxamp.capture.left_out import MOST_FUNCTIONS, called_through, frames_of, fu
 from fxamp.capture.locations import explained
 from fxamp.capture.reads import Place
 from fxamp.capture.refusals import has_open_sizes, with_state
+from fxamp.capture.sizes import is_made_up
 from fxamp.capture.surroundings import fill_override_tables, load_einops, opened_wraps
 from fxamp.capture.tracer import SymbolicTracer
 from fxamp.errors import CaptureError, FxampError, uncaught_captures
@@ -103,7 +104,8 @@ def _trace_around(
             return _trace_once(root, spec, example, fakes, live, again, left_out)
         except CaptureError as error:
             first = first or error
-            more = None if again is not None or example is None else _more_left_out(error, left_out)
+            is_asked = again is None and example is not None and not is_made_up(example)
+            more = _more_left_out(error, left_out) if is_asked else None
             if more is None:
                 raise first from first.__cause__
             left_out = more
