@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,62 +53,54 @@ def capture_symbolic(
         CaptureError: control flow on values, an attribute set in forward, and what else a graph cannot hold.
         OptionError: the example inputs make an operation of the model fail.
     """
-    fakes = fakes or Fakes(root)
     left_out = left_out if again is None else again.left_out
+    asked = _Trace(root, spec, example, fakes or Fakes(root), live, again, left_out)
     with one_at_a_time:
         try:
             with opened_wraps(keep_whole) as opened:
-                return _settled_trace(root, spec, example, fakes, live, again, left_out)
+                return settled(_trace(asked), lambda: _trace(asked))
         except CaptureError:
             if not opened:
                 raise
-        return _settled_trace(root, spec, example, fakes, live, again, left_out)
+        return settled(_trace(asked), lambda: _trace(asked))
 
 
-def _settled_trace(*given: Any) -> Captured:
-    return settled(_trace(*given), lambda: _trace(*given))
+class _Trace(NamedTuple):
+    """What a trace is made of; see `capture_symbolic`."""
+
+    root: nn.Module
+    spec: CallSpec
+    example: list[Any] | None
+    fakes: Fakes
+    live: frozenset[Place]
+    again: Answers | None
+    left_out: LeftOut
 
 
-def _trace(
-    root: nn.Module,
-    spec: CallSpec,
-    example: list[Any] | None,
-    fakes: Fakes,
-    live: frozenset[Place],
-    again: Answers | None,
-    left_out: LeftOut,
-) -> Captured:
+def _trace(asked: _Trace) -> Captured:
     """A graph of forward, which reads numbers that forward sets (`self.steps += 1`) at each call."""
-    captured = _trace_around(root, spec, example, fakes, live, again, left_out)
-    if sets_numbers(captured) and not numbers_before(captured) <= live:
-        live |= numbers_before(captured)
-        captured = _trace_around(root, spec, example, fakes, live, again, left_out)
+    captured = _trace_around(asked)
+    if sets_numbers(captured) and not numbers_before(captured) <= asked.live:
+        asked = asked._replace(live=asked.live | numbers_before(captured))
+        captured = _trace_around(asked)
     if sets_numbers(captured):
-        check_repeatable(captured, _trace_around(root, spec, example, fakes, live, again, left_out))
+        check_repeatable(captured, _trace_around(asked))
     return captured
 
 
-def _trace_around(
-    root: nn.Module,
-    spec: CallSpec,
-    example: list[Any] | None,
-    fakes: Fakes,
-    live: frozenset[Place],
-    again: Answers | None,
-    left_out: LeftOut,
-) -> Captured:
+def _trace_around(asked: _Trace) -> Captured:
     """A graph of forward, which leaves as little to run before it as is needed."""
+    has_data = asked.again is None and asked.example is not None and not is_made_up(asked.example)
     first: FxampError | None = None
     while True:
         try:
-            return _trace_once(root, spec, example, fakes, live, again, left_out)
+            return _trace_once(asked)
         except CaptureError as error:
             first = first or error
-            is_asked = again is None and example is not None and not is_made_up(example)
-            more = _more_left_out(error, left_out) if is_asked else None
+            more = _more_left_out(error, asked.left_out) if has_data else None
             if more is None:
                 raise first from first.__cause__
-            left_out = more
+            asked = asked._replace(left_out=more)
 
 
 def _more_left_out(error: CaptureError, left_out: LeftOut) -> LeftOut | None:
@@ -118,45 +110,37 @@ def _more_left_out(error: CaptureError, left_out: LeftOut) -> LeftOut | None:
     return left_out._replace(closes=True) if has_open_sizes(error) and not left_out.closes else None
 
 
-def _trace_once(
-    root: nn.Module,
-    spec: CallSpec,
-    example: list[Any] | None,
-    fakes: Fakes,
-    live: frozenset[Place],
-    again: Answers | None,
-    left_out: LeftOut,
-) -> Captured:
-    tracer = SymbolicTracer(root, spec, example, fakes, live, again, left_out)
+def _trace_once(asked: _Trace) -> Captured:
+    tracer = SymbolicTracer(*asked)
     load_einops()
     fill_override_tables()
     try:
-        with uncaught_captures(), called_through(left_out.functions, tracer.beforehand.leave_out):
-            graph = tracer.trace(root)
+        with uncaught_captures(), called_through(asked.left_out.functions, tracer.beforehand.leave_out):
+            graph = tracer.trace(asked.root)
     except FxampError as error:
         with_state(error, tracer.state_so_far(), tracer.values.has_open)
         raise
     except Exception as error:
-        found = explained(error, root, example is not None)
+        found = explained(error, asked.root, asked.example is not None)
         raise with_state(found, tracer.state_so_far(), tracer.values.has_open) from error
     finally:
         if tracer.questions.has_hashed:
             clear_caches_of(tracer)
     captured = Captured(
-        root=root,
+        root=asked.root,
         graph=graph,
-        spec=spec,
+        spec=asked.spec,
         training=tuple(tracer.training.items()),
         decisions=tuple(dict.fromkeys(tracer.questions.decisions)),
         constants=tracer.constants,
         output_form=tracer.output_form,
         example=tracer.example,
         state=tracer.state,
-        live=live,
+        live=asked.live,
         grad_mode=tracer.grad_mode,
         settings=tracer.settings,
         further=tracer.beforehand.trial(),
-        answers=Answers(tracer.questions.of_data.answers(), tracer.beforehand.results(), left_out),
+        answers=Answers(tracer.questions.of_data.answers(), tracer.beforehand.results(), asked.left_out),
     )
-    captured.data = tracer.questions.of_data.trial(fakes.in_mode(FakeTensorMode()), captured.read)
+    captured.data = tracer.questions.of_data.trial(asked.fakes.in_mode(FakeTensorMode()), captured.read)
     return captured
