@@ -12,7 +12,8 @@ from fxamp.lists import TRAITS
 from fxamp.model.engine import engine_of
 from fxamp.model.unconverted import check_left
 from fxamp.numerics.blocks import boundary_of
-from fxamp.numerics.compare import Loss, NodeError, check_pair, compare, error_of, finite, flags_of
+from fxamp.numerics.compare import Loss, NodeError, check_pair, compare, finite, flags_of
+from fxamp.numerics.distance import error_of
 from fxamp.numerics.modes import plain_modes
 from fxamp.numerics.progress import Progress
 from fxamp.numerics.recording import record

@@ -1,9 +1,9 @@
-"""Every node's value in fp32 against the same in mixed precision, worst first."""
+"""Every node's value, and every gradient, in fp32 against the same in mixed precision, worst first."""
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,12 +16,14 @@ from fxamp.errors import OptionError
 from fxamp.model.engine import engine_of
 from fxamp.model.rebuild import training_flags
 from fxamp.model.unconverted import check_left
+from fxamp.numerics.distance import error_of, introduced, largest_difference, share_flushed, share_not_finite
 from fxamp.numerics.extent import check_not_empty
 from fxamp.numerics.modes import usable
 from fxamp.numerics.recording import Recorded, record
 from fxamp.numerics.run import Call, arguments, call_of, check_module, floats_in, in_float32, loss_of, state_kept
 from fxamp.numerics.runner import Part
 from fxamp.numerics.underflow import Underflow, underflows
+from fxamp.numerics.weight_errors import WeightError, weight_errors, weight_table
 from fxamp.words import listed
 
 Loss = Callable[[Any], torch.Tensor]
@@ -66,6 +68,7 @@ class Comparison:
         other_flags: paths of modules that are in training mode in one of the models only: both ran as `converted` has
             them.
         underflows: the first node that loses a tenth of its values to zero, and the first that so loses gradients.
+        weights: the gradients of the parameters, worst first; empty without a loss function.
     """
 
     rows: tuple[NodeError, ...]
@@ -74,6 +77,7 @@ class Comparison:
     underflows: tuple[Underflow, ...] = ()
     not_finite: float = 0.0
     other_flags: tuple[str, ...] = ()
+    weights: tuple[WeightError, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Comparison of {len(self.rows)} nodes; print() gives the table>"
@@ -107,10 +111,9 @@ class Comparison:
         if self.other_flags:
             names = listed([name or "the model itself" for name in self.other_flags], 3)
             head += f"; train() or eval() differs in {names}: both ran as the converted model has it"
-        head = "\n".join([head, *map(str, self.underflows)])
-        if not lines:
-            return head
-        return head + "\n" + tabulate(lines, headers=headers, disable_numparse=True)
+        tables = [tabulate(lines, headers=headers, disable_numparse=True)] if lines else []
+        tables += [weight_table(self.weights)] if self.weights else []
+        return "\n".join([head, *map(str, self.underflows), *tables])
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values; numbers that JSON does not know, such as an infinite error, as text."""
@@ -137,7 +140,7 @@ def compare(
         model: the fp32 model; its parameters are used for the fp32 run.
         converted: what fxamp.convert gave for it.
         inputs: of one call, as `example_inputs` of convert().
-        loss_fn: gives a scalar of the output; with it gradients are compared too.
+        loss_fn: gives a scalar of the output; with it gradients are compared too, of the values and of the parameters.
         scale: loss scale of the mixed run; its gradients are divided by it again.
 
     Returns:
@@ -162,13 +165,9 @@ def compare(
     rows = _rows(exact, mixed)
     output = max(map(error_of, exact.outputs, mixed.outputs), default=0.0)
     losses = None if exact.loss is None or mixed.loss is None else (exact.loss, mixed.loss)
-    return Comparison(tuple(rows), output, losses, lost, _not_finite(exact.outputs, mixed.outputs), flags)
-
-
-def _not_finite(exact: Sequence[torch.Tensor], mixed: Sequence[torch.Tensor]) -> float:
-    pairs = [_pair(*both) for both in zip(exact, mixed, strict=False)]
-    bad = sum(int((~torch.isfinite(one) & ~torch.isfinite(other)).sum()) for one, other in pairs)
-    return bad / max(1, sum(one.numel() for one, _ in pairs))
+    weights = tuple(weight_errors(exact, mixed, model))
+    bad = share_not_finite(exact.outputs, mixed.outputs)
+    return Comparison(tuple(rows), output, losses, lost, bad, flags, weights)
 
 
 @contextlib.contextmanager
@@ -260,9 +259,9 @@ def _rows_of(fp32: Part, part: Part, exact: Recorded, mixed: Recorded) -> Iterat
             ir.module_path(real),
             ir.source_line(real),
             error=errors[name],
-            introduced=0.0 if math.isinf(before) else max(0.0, errors[name] - before),
-            largest=max(map(_largest, exact.values[key], mixed.values[key])),
-            flushed=max(map(_flushed, exact.values[key], mixed.values[key])),
+            introduced=introduced(errors[name], before),
+            largest=max(map(largest_difference, exact.values[key], mixed.values[key])),
+            flushed=max(map(share_flushed, exact.values[key], mixed.values[key])),
             gradient=error_of(gradients[0][0], gradients[1][0]) if gradients[0] and gradients[1] else None,
             graph=part.graph,
         )
@@ -271,33 +270,3 @@ def _rows_of(fp32: Part, part: Part, exact: Recorded, mixed: Recorded) -> Iterat
 def _made_by(recorded: Recorded, part: Part, given: fx.Node, reader: fx.Node) -> tuple[str, str]:
     """The value's node, and the one that made what is read of it: the last that wrote it in place, or itself."""
     return given.name, recorded.writers.get(((part.number, part.graph, given.name), reader.name), given.name)
-
-
-def error_of(exact: torch.Tensor, mixed: torch.Tensor) -> float:
-    """Norm of the difference by the norm of `exact`; inf where only `mixed` is not finite."""
-    one, other = _pair(exact, mixed)
-    bad = ~torch.isfinite(other)
-    if bool((bad & torch.isfinite(one)).any()):
-        return math.inf
-    one, other = one[~bad], other[~bad]
-    size = float(one.norm())
-    difference = float((one - other).nan_to_num(posinf=0.0, neginf=0.0).norm())
-    return difference / size if size and math.isfinite(size) else (0.0 if difference == 0 else math.inf)
-
-
-def _largest(exact: torch.Tensor, mixed: torch.Tensor) -> float:
-    one, other = _pair(exact, mixed)
-    difference = (one - other).abs().nan_to_num(nan=0.0)
-    return float(difference.max()) if difference.numel() else 0.0
-
-
-def _flushed(exact: torch.Tensor, mixed: torch.Tensor) -> float:
-    one, other = _pair(exact, mixed)
-    nonzero = int((one != 0).sum())
-    return int(((one != 0) & (other == 0)).sum()) / nonzero if nonzero else 0.0
-
-
-def _pair(exact: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as float64, the mixed one without its padding."""
-    part = tuple(slice(0, size) for size in exact.shape)
-    return exact.double(), mixed[part].to(exact.device).double()

@@ -43,9 +43,16 @@ class Extent:
         return f"{kind} {list(self.shape)} {span}" + (f", {' and '.join(bad)}" if bad else "")
 
 
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers that a tensor holds: of a sparse one, such as an embedding's gradient, those that are stored."""
+    if tensor.layout == torch.strided:
+        return tensor.detach()
+    return tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach().values()
+
+
 def extent_of(tensor: torch.Tensor) -> Extent:
     """The extent of a floating tensor."""
-    values = tensor.detach()
+    values = held(tensor)
     if values.numel():  # nearly every value is finite, and then this is all
         smallest, largest = map(float, values.aminmax())
         if math.isfinite(smallest) and math.isfinite(largest):

@@ -16,7 +16,7 @@ from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import OptionError
 from fxamp.model.engine import Engine
-from fxamp.numerics.extent import check_finite, check_not_empty
+from fxamp.numerics.extent import check_finite, check_not_empty, held
 from fxamp.numerics.histogram import Histogram
 from fxamp.numerics.modes import usable
 from fxamp.numerics.progress import watched
@@ -248,8 +248,7 @@ def _backward(loss: torch.Tensor) -> list[torch.Tensor]:
     """Run the hooks, and give the leaves' gradients; their `.grad` is left as it is."""
     leaves = _leaves(loss)
     found = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
-    gradients = [gradient for gradient in found if gradient is not None]
-    return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    return [held(gradient) for gradient in found if gradient is not None]
 
 
 def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:

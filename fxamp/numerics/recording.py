@@ -29,6 +29,7 @@ class Recorded:
         values: of an op that writes in place and returns nothing, what it has written.
         writers: (value, its reader) -> the op that wrote the value's memory last before it was read.
         flow: what was not zero, where; None where that was not asked for.
+        weight_gradients: of each parameter that is trained, by path, None where it has none; empty without a loss.
     """
 
     parts: dict[int, Part]
@@ -38,6 +39,7 @@ class Recorded:
     loss: float | None
     writers: dict[tuple[Key, str], str]
     flow: CallFlow | None = None
+    weight_gradients: dict[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
 
 
 def record(
@@ -75,7 +77,7 @@ def record(
         if loss_fn is not None:
             loss = loss_of(output, loss_fn)
             kept.loss = float(loss.detach())
-            _run_backward(loss * scale, call.weights)
+            kept.weight_gradients = _weight_gradients(loss * scale, call.weights, scale)
     return kept
 
 
@@ -143,8 +145,14 @@ def _keep_gradient(tensor: torch.Tensor, key: Key, kept: Values, scale: float) -
         tensor.register_hook(keep)  # type: ignore[no-untyped-call]
 
 
-def _run_backward(loss: torch.Tensor, model: nn.Module) -> None:
-    """Backward to the parameters, whose `.grad` is left as it is."""
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if loss.requires_grad and wanted:
-        torch.autograd.grad(loss, wanted, allow_unused=True)
+def _weight_gradients(loss: torch.Tensor, model: nn.Module, scale: float) -> dict[str, torch.Tensor | None]:
+    """Backward to the parameters, whose `.grad` is left as it is; sparse gradients come dense."""
+    wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not (loss.requires_grad and wanted):
+        return {}
+    gradients = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    return {name: _unscaled(gradient, scale) for name, gradient in zip(wanted, gradients, strict=True)}
+
+
+def _unscaled(gradient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
+    return None if gradient is None else gradient.detach().to_dense().float() / scale

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from fxamp import ir
 from fxamp.inplace import mutated
 from fxamp.lists import TRAITS
-from fxamp.numerics.extent import extent_of, extent_of_all
+from fxamp.numerics.extent import extent_of, extent_of_all, held
 from fxamp.numerics.flow import CallFlow, Edge, Flow
 from fxamp.numerics.run import Call, Rewriter, floats_in, loss_of, run, state_kept, takes_derivative
 from fxamp.numerics.runner import Part
@@ -261,7 +261,7 @@ def _is_only_written(module: nn.Module, path: str) -> bool:
 
 def nonzero(tensor: torch.Tensor) -> int:
     """How many elements are not zero."""
-    return int(tensor.count_nonzero())
+    return int(held(tensor).count_nonzero())
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:

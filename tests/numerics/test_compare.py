@@ -10,7 +10,8 @@ from torch import nn
 import fxamp
 from fxamp.errors import OptionError
 from fxamp.numerics.bisect import find_deny
-from fxamp.numerics.compare import compare, error_of
+from fxamp.numerics.compare import compare
+from fxamp.numerics.distance import error_of
 from fxamp.numerics.recording import record
 from fxamp.numerics.run import call_of
 
@@ -122,8 +123,10 @@ def test_the_table_is_worst_first():
     model, converted = pair((2,))
     lines = str(compare(model, converted, (X,), lambda output: output.sum())).splitlines()
     assert lines[0].startswith("largest relative error of an output: ") and "; loss " in lines[0]
-    (rule,) = [number for number, line in enumerate(lines) if line.startswith("---")]
-    assert lines[rule + 1].split()[0] == compare(model, converted, (X,)).rows[0].name
+    values, weights = [number for number, line in enumerate(lines) if line.startswith("---")]
+    result = compare(model, converted, (X,), lambda output: output.sum())
+    assert lines[values + 1].split()[0] == result.rows[0].name
+    assert lines[weights - 1].startswith("gradient of") and lines[weights + 1].split()[0] == result.weights[0].name
 
 
 def test_the_first_node_that_loses_its_values_is_named():

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.numerics.compare import compare, error_of
+from fxamp.numerics.compare import compare
+from fxamp.numerics.distance import error_of
 from fxamp.numerics.nan import find_nan
 
 FP16, BF16 = torch.float16, torch.bfloat16

@@ -1,0 +1,54 @@
+"""How far a tensor of a mixed run is from the same of an fp32 run."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+def error_of(exact: torch.Tensor, mixed: torch.Tensor) -> float:
+    """Norm of the difference by the norm of `exact`; inf where only `mixed` is not finite."""
+    one, other = _pair(exact, mixed)
+    size, difference = float(one[torch.isfinite(other)].norm()), difference_of(exact, mixed)
+    return difference / size if size and math.isfinite(size) else (0.0 if difference == 0 else math.inf)
+
+
+def difference_of(exact: torch.Tensor, mixed: torch.Tensor) -> float:
+    """Norm of the difference, of what is finite in `mixed`; inf where only `mixed` is not finite."""
+    one, other = _pair(exact, mixed)
+    is_finite = torch.isfinite(other)
+    if bool((~is_finite & torch.isfinite(one)).any()):
+        return math.inf
+    return float((one - other)[is_finite].nan_to_num(posinf=0.0, neginf=0.0).norm())
+
+
+def introduced(error: float, before: float) -> float:
+    """What an error adds to the largest of what came in; 0 behind an infinite one, where nothing can be told."""
+    return 0.0 if math.isinf(before) else max(0.0, error - before)
+
+
+def largest_difference(exact: torch.Tensor, mixed: torch.Tensor) -> float:
+    """Largest absolute difference."""
+    one, other = _pair(exact, mixed)
+    difference = (one - other).abs().nan_to_num(nan=0.0)
+    return float(difference.max()) if difference.numel() else 0.0
+
+
+def share_flushed(exact: torch.Tensor, mixed: torch.Tensor) -> float:
+    """Share of the numbers that are not zero in `exact` and are zero in `mixed`."""
+    one, other = _pair(exact, mixed)
+    nonzero = int((one != 0).sum())
+    return int(((one != 0) & (other == 0)).sum()) / nonzero if nonzero else 0.0
+
+
+def share_not_finite(exact: Sequence[torch.Tensor], mixed: Sequence[torch.Tensor]) -> float:
+    """Share of the numbers that are finite in neither."""
+    pairs = [_pair(*both) for both in zip(exact, mixed, strict=False)]
+    bad = sum(int((~torch.isfinite(one) & ~torch.isfinite(other)).sum()) for one, other in pairs)
+    return bad / max(1, sum(one.numel() for one, _ in pairs))
+
+
+def _pair(exact: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as float64, the mixed one without its padding."""
+    part = tuple(slice(0, size) for size in exact.shape)
+    return exact.double(), mixed[part].to(exact.device).double()
