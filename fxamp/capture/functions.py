@@ -51,18 +51,26 @@ def whole_functions(call: Callable[..., Any], enter: Enter) -> Iterator[None]:
 
 
 def _as_function(cls: Any) -> Callable[..., Any]:
-    """`cls.apply` under the name and module of the class: a graph cannot name torch's bound method.
-
-    Of a class of torch's own the module is this one: torch.fx writes what is torch's by its name, which is the class.
-    """
+    """`cls.apply` under the name and module of the class: a graph cannot name torch's bound method."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         return cls.apply(*args, **kwargs)
 
-    function.__name__, function.__qualname__ = cls.__name__, cls.__qualname__
-    if cls.__module__.partition(".")[0] != "torch":
-        function.__module__ = cls.__module__
     function.__self__ = cls  # type: ignore[attr-defined]
+    return named_like(function, cls)
+
+
+def named_like(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    """A function of a graph under the name and module of a user's function or class, or of the class of an object.
+
+    Of what is torch's own the module is this one: torch.fx writes what is torch's by its name, which is the original.
+    In the place of a lambda its nodes have its own name: torch.fx would write the lambda's text.
+    """
+    named = original if hasattr(original, "__qualname__") else type(original)
+    function.__name__ = named.__name__ if named.__name__.isidentifier() else function.__name__
+    function.__qualname__ = named.__qualname__
+    if named.__module__.partition(".")[0] != "torch":
+        function.__module__ = named.__module__
     return function
 
 

@@ -149,6 +149,10 @@ class Questions:
         for proxy in self.messages.unsaid():
             self.decide(proxy, "format")
 
+    def state(self) -> tuple[int, int]:
+        """How much has been decided by now."""
+        return len(self.decisions), len(self.of_data.answers())
+
     def note(self) -> None:
         """Record a decision whose answer is not one value of the graph."""
         self.decisions.append(Decision(user_line()))

@@ -68,6 +68,7 @@ from fxamp.capture.surroundings import (
     unrepeatable_randomness,
 )
 from fxamp.capture.traces import State, untouched
+from fxamp.capture.vmapped import index_of_tensors, vmapped_functions
 from fxamp.draws import draw
 from fxamp.errors import CaptureError, ShardedParameterError
 from fxamp.fakes import UNKNOWN, Fakes, is_sharded
@@ -118,6 +119,7 @@ class SymbolicTracer(fx.Tracer):
         self._assignments: Assignments | None = None
         self._opened: nn.Module | None = None
         self._region: Region | None = None
+        self._whole: fx.Graph | None = None  # while another is made, for one sample
         self.device_type = "cpu"
 
     # ------------------------------------------------------------------------------------------ one trace
@@ -141,6 +143,7 @@ class SymbolicTracer(fx.Tracer):
             idle_autocast(self.device_type),
             attention.plain_paths(),
             whole_functions(self._function, self._checkpointed),
+            vmapped_functions(self),
             honest_questions(),
             plain_answers(self),
             compiled_functions_opened(),
@@ -282,11 +285,42 @@ class SymbolicTracer(fx.Tracer):
             self._weights[path] = WeightProxy(node, self, tensor)
         return self._weights[path]
 
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        node = super().create_node(*args, **kwargs)
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if kind in ("get_attr", "placeholder") and self._whole is not None:
+            with self._recording_in(self._whole):
+                node = super().create_node(kind, *args, **kwargs)
+        else:
+            node = super().create_node(kind, *args, **kwargs)
         if self._region is not None:
             node.meta[ir.REGION] = self._region
         return node
+
+    @contextlib.contextmanager
+    def inside(self, graph: fx.Graph) -> Iterator[None]:
+        """Nodes are made in a graph for one sample of what is vmapped; weights and inputs are the whole graph's.
+
+        Raises:
+            CaptureError: what is decided there hangs on sizes or data, which one sample's graph does not tell.
+        """
+        self._follow_modes()
+        outermost, decisions = self._whole is None, self.questions.state()
+        self._whole = self._whole or self.graph
+        try:
+            with self._recording_in(graph):
+                yield
+                self._follow_modes()
+        finally:
+            self._whole = None if outermost else self._whole
+        if self.questions.state() != decisions:
+            raise CaptureError(f"{user_line()}: a function under torch.vmap decides on sizes, or on what inputs hold")
+
+    @contextlib.contextmanager
+    def _recording_in(self, graph: fx.Graph) -> Iterator[None]:
+        was, self.graph = self.graph, graph
+        try:
+            yield
+        finally:
+            self.graph = was
 
     @contextlib.contextmanager
     def _checkpointed(self, region: Region) -> Iterator[None]:
@@ -309,10 +343,11 @@ class SymbolicTracer(fx.Tracer):
 
     def further_input(self, value: Any) -> fx.Proxy:
         """An input of the graph behind those of the call."""
-        inputs = self.graph.find_nodes(op="placeholder")
+        graph = self._whole or self.graph
+        inputs = graph.find_nodes(op="placeholder")
         assert self.example is not None
         self.example.append(value)
-        with self.graph.inserting_after(inputs[-1]):
+        with graph.inserting_after(inputs[-1]):
             node = self.create_node("placeholder", f"input_{len(inputs)}", (), {})
         node.meta["val"] = self.values.fake(value)
         self._promotion.after(node)
@@ -345,6 +380,8 @@ class SymbolicTracer(fx.Tracer):
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
         self._follow_modes()
         target, args, kwargs = self._arrays.given(target, args, kwargs)
+        if self._whole is not None:
+            target, args = index_of_tensors(target, args)
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         node = proxy.node
         if (certain := whatever_is_drawn(node)) is not None:

@@ -142,13 +142,23 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
 
 def _fix_unlisted(ruling: Ruling, node: fx.Node) -> None:
     op, asked = ir.mark(node).op, cast_by_autocast(node.target, ruling.policy.device)
-    if asked is None:
+    if multiplies := _multiplies_low_inside(ruling, node):
+        ruling.fix(node, "low", "inside", f"calls `{multiplies}` for each sample, and nothing that is to be float32")
+    elif asked is None:
         ruling.fix(node, "high", "unlisted", f"`{op}` is on no list, so it runs in the dtypes it had before")
     elif asked == ruling.policy.low:
         ruling.fix(node, "low", "author", f"the author of `{op}` has torch.autocast give it {dtype_name(asked)}")
     else:
         text = f"`{op}` is on no list, and its author has torch.autocast give it {dtype_name(asked)}"
         ruling.fix(node, "high", "unlisted", text)
+
+
+def _multiplies_low_inside(ruling: Ruling, node: fx.Node) -> str | None:
+    """An op of a function under torch.vmap that is worth low precision, where no other one is denied that."""
+    colours = {op: _list_colour(ruling.policy, op) for op in node.meta.get(ir.INSIDE, ())}
+    if not {"allow", "infer", "clear"}.issuperset(colours.values()):
+        return None
+    return next((op for op, colour in colours.items() if colour == "allow"), None)
 
 
 def _fix_default_dtype(ruling: Ruling, node: fx.Node) -> None:
