@@ -7,13 +7,15 @@ A graph with such a decision holds for the sizes of that call, and for all other
 answer that it had. The nodes that a question hangs on are run once more on fake tensors: of the sizes in question,
 once for each (`SizeTrial`), or, for torch.compile, which must know without running anything, of symbolic sizes
 (`SizeGuard`): the conditions under which the answers come are what torch.compile would guard. They take seconds to
-find where sizes go through many layers, and minutes where windows are cut out of images of any size, so that is done
-for torch.compile alone.
+find where sizes go through many layers, and minutes where windows are cut out of images of any size. A trial that has
+met several sizes looks for them too, and gives up where that takes long.
 """
 
 import dataclasses
 import functools
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +37,12 @@ VARYING = "_fxamp_varying"
 
 MOST_SIZES = 4096
 """So many sizes a trial remembers its answers for."""
+
+TRIALS_BEFORE_GUARD = 4
+"""So many sizes are tried before a condition on them is looked for, the example's own among them."""
+
+MOST_TRIALS = 12
+"""A condition may take the time of so many trials to find: of language models it takes that of about six."""
 
 
 class Decision(NamedTuple):
@@ -78,28 +86,32 @@ class Sizes:
         self._places = {copies[node]: place for place, node in enumerate(nodes)}
         inputs = graph.find_nodes(op="placeholder")
         self.read = [place for place, node in enumerate(inputs) if node in needed]
-        self._has_open = any(ir.GUESS in node.meta for node in copies)
+        self.has_open = any(ir.GUESS in node.meta for node in copies)
         self._fakes, self._attribute = fakes, attribute
 
     def on_fakes(self, inputs: list[Any]) -> tuple[FakeTensorMode, list[Any]]:
         """Fake tensors of such sizes, and their mode, in which sizes stay open where the data decides on some."""
-        mode = FakeTensorMode(shape_env=ShapeEnv() if self._has_open else None, allow_non_fake_inputs=True)
+        mode = FakeTensorMode(shape_env=ShapeEnv() if self.has_open else None, allow_non_fake_inputs=True)
         with mode:
             return mode, [_empty(value, value.shape) if _is_tensor(value) else value for value in inputs]
 
-    def of(self, mode: FakeTensorMode, inputs: list[Any]) -> Iterator[tuple[int, Any]]:
+    def of(self, mode: FakeTensorMode, inputs: list[Any], until: float = math.inf) -> Iterator[tuple[int, Any]]:
         """(place among the nodes, what that gives), as soon as it is known.
 
         Args:
             mode: of the inputs' fake tensors.
+            until: a time, of `time.monotonic()`.
 
         Raises:
+            TimeoutError: it is later than that.
             Exception: what torch raises for such inputs.
         """
         fakes = OpenRun(self._fakes, mode)
         given = iter(inputs)
         values: dict[fx.Node, Any] = {}
         for node in self._graph.nodes:
+            if time.monotonic() > until:
+                raise TimeoutError("it takes too long")
             if node.op == "placeholder":
                 values[node] = next(given)
             elif node.op == "get_attr":
@@ -139,17 +151,18 @@ class SizeQuestions(Sizes):
         super().__init__(graph, list(asked), fakes, attribute)
         self._answers = list(asked.values())
 
-    def ask(self, mode: FakeTensorMode, inputs: list[Any]) -> None:
+    def ask(self, mode: FakeTensorMode, inputs: list[Any], until: float = math.inf) -> None:
         """Ask once more.
 
         Args:
             mode: of the inputs' fake tensors.
+            until: see `of`.
 
         Raises:
             RuntimeError: an answer is another one.
-            Exception: what torch raises for such inputs.
+            TimeoutError, Exception: see `of`.
         """
-        for place, value in self.of(mode, inputs):
+        for place, value in self.of(mode, inputs, until):
             if _answer(value) != self._answers[place]:
                 raise RuntimeError(f"a size is {value}, and was {self._answers[place]}")
 
@@ -157,18 +170,23 @@ class SizeQuestions(Sizes):
 class SizeTrial:
     """Whether a graph holds for the sizes of a call's tensors, and for those of its numbers that a question hangs on.
 
-    Sizes that were not met before are tried: it takes the time of the shape propagation of what decides.
+    Sizes that were not met before are tried: it takes the time of the shape propagation of what decides. Behind some
+    such trials a condition is looked for that answers at once.
     """
 
     def __init__(self, questions: SizeQuestions, example: list[Any]) -> None:
         self._questions = questions
         self._numbers = [place for place in questions.read if not _is_tensor(example[place])]
         self._known: dict[Any, bool] = {}
+        self._guard: SizeGuard | None = None
+        self._tried = 0
 
     def __call__(self, inputs: list[Any]) -> bool:
         sizes = tuple(tuple(value.shape) for value in inputs if _is_tensor(value))
         if not all(type(size) is int for shape in sizes for size in shape):  # a jagged tensor's
             return False
+        if self._guard is not None and self._guard(inputs):
+            return True
         key = sizes, *((type(inputs[place]), inputs[place]) for place in self._numbers)
         found = self._known.get(key)
         if found is None:
@@ -178,12 +196,19 @@ class SizeTrial:
         return found
 
     def _try(self, inputs: list[Any]) -> bool:
+        began = time.monotonic()
         with outside_of_the_call(), torch.no_grad():
             try:
                 self._questions.ask(*self._questions.on_fakes(inputs))
             except Exception as error:  # for such sizes forward may fail, and is to say so itself
                 log.debug("the graph does not hold for these sizes: %s: %s", type(error).__name__, error)
                 return False
+            self._tried += 1
+            if self._tried == TRIALS_BEFORE_GUARD and not self._questions.has_open:
+                now = time.monotonic()
+                self._guard = size_guard(
+                    self._questions, list(map(_of_any_size, inputs)), now + MOST_TRIALS * (now - began)
+                )
         return True
 
 
@@ -224,9 +249,9 @@ def size_trial(questions: SizeQuestions, example: list[Any]) -> SizeTrial | None
     return trial if trial(example) else None
 
 
-def size_guard(questions: SizeQuestions, example: list[Any]) -> SizeGuard | None:
+def size_guard(questions: SizeQuestions, example: list[Any], until: float = math.inf) -> SizeGuard | None:
     """The condition on varying sizes under which every decision is what it was for the example; None where it cannot be
-    told."""
+    told, or not before `until`, a time of `time.monotonic()`."""
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo.source import LocalSource  # takes a second to import, as what is behind it does
     from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
@@ -236,7 +261,7 @@ def size_guard(questions: SizeQuestions, example: list[Any]) -> SizeGuard | None
         mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
         inputs = [_symbolic(value, LocalSource(f"t{place}"), mode) for place, value in enumerate(example)]
         with torch.no_grad(), enable_python_dispatcher():  # some of torch 2.11's own forms take sizes for numbers
-            questions.ask(mode, inputs)
+            questions.ask(mode, inputs, until)
         named = [(value, LocalSource(f"t{place}")) for place, value in enumerate(inputs) if _is_tensor(value)]
         conditions = environment.produce_guards(
             [value for value, _ in named], [source for _, source in named], ignore_static=False
@@ -265,6 +290,15 @@ def _symbolic(value: Any, source: Any, mode: FakeTensorMode) -> Any:
     made = mode.from_tensor(twin, source=source, symbolic_context=context)
     with mode:
         return _empty(value, made.shape)
+
+
+def _of_any_size(value: Any) -> Any:
+    """Of a tensor what stands for all its sizes, without its memory; anything else as it is."""
+    if not _is_tensor(value):
+        return value
+    made = value.new_empty(()).expand(value.shape)
+    setattr(made, VARYING, tuple(range(made.dim())))
+    return made
 
 
 def _empty(value: torch.Tensor, shape: Any) -> torch.Tensor:

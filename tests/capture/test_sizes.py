@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxamp
-from fxamp.capture.sizes import SizeQuestions
+from fxamp.capture.sizes import TRIALS_BEFORE_GUARD, SizeQuestions, size_guard
 from fxamp.model.engine import engine_of
 
 LENGTHS = (6, 7, 9, 12, 1, 8, 5, 16, 2, 10, 6, 33, 4, 3)
@@ -200,7 +200,7 @@ def in_windows(model, h):
 
 
 def test_sizes_are_tried_one_by_one_and_once_each(monkeypatch):
-    monkeypatch.setattr("torch.fx.experimental.symbolic_shapes.ShapeEnv", never)
+    monkeypatch.setattr("fxamp.capture.sizes.TRIALS_BEFORE_GUARD", math.inf)
     asked = []
     ask = SizeQuestions.ask
     monkeypatch.setattr(SizeQuestions, "ask", lambda *given: (asked.append(given[-1]), ask(*given)))
@@ -272,6 +272,44 @@ def test_a_mode_of_the_caller_sees_no_trial():
             converted(x)
         seen.append(mode.names)
     assert seen[0] == seen[1] and len(graphs(converted)) == 2
+
+
+def test_behind_some_sizes_a_condition_answers_for_all_others(monkeypatch):
+    asked, ask = [], SizeQuestions.ask
+    monkeypatch.setattr(SizeQuestions, "ask", lambda *given: (asked.append(given), ask(*given)))
+    eager, converted = Model(truncated), fxamp.convert(Model(truncated), dtype=torch.bfloat16)
+    for length in (12, 13, *range(9, 60)):
+        x = torch.randn(2, length, 4)
+        torch.testing.assert_close(converted(x), eager(x), rtol=0.05, atol=0.05)
+    assert len(graphs(converted)) == 2
+    assert len(asked) == TRIALS_BEFORE_GUARD + 1  # the trials, and what finds the condition
+    assert not graphs(converted)[1].captured.sizes._guard([torch.randn(2, 8, 4)])
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_condition_says_yes_where_a_trial_does_and_nowhere_else(kind, monkeypatch):
+    monkeypatch.setattr("fxamp.capture.sizes.TRIALS_BEFORE_GUARD", 1)
+    converted = fxamp.convert(Model(kind), dtype=torch.bfloat16)
+    for length in LENGTHS:
+        converted(torch.randn(2, length, 4))
+    guards = [trial for variant in graphs(converted) if (trial := variant.captured.sizes) and trial._guard]
+    monkeypatch.setattr("fxamp.capture.sizes.TRIALS_BEFORE_GUARD", math.inf)
+    for trial in guards:
+        for rows in (1, 2, 5):
+            for length in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 16, 31, 64, 65, 100):
+                x = [torch.randn(rows, length, 4)]
+                assert not trial._guard(x) or trial._try(x), (rows, length)
+
+
+def test_a_condition_that_takes_too_long_is_given_up_once_for_all(monkeypatch):
+    monkeypatch.setattr("fxamp.capture.sizes.MOST_TRIALS", 0)
+    looked, look = [], size_guard
+    monkeypatch.setattr("fxamp.capture.sizes.size_guard", lambda *given: looked.append(look(*given)))
+    eager, converted = Model(truncated), fxamp.convert(Model(truncated), dtype=torch.bfloat16)
+    for length in range(9, 30):
+        x = torch.randn(2, length, 4)
+        torch.testing.assert_close(converted(x), eager(x), rtol=0.05, atol=0.05)
+    assert looked == [None] and len(graphs(converted)) == 2
 
 
 def test_answers_for_many_sizes_take_no_more_and_more_memory(monkeypatch):
