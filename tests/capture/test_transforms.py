@@ -87,9 +87,9 @@ def read_low(net, x):
 
 FUNCTIONS = (
     per_sample,
+    joined,
     gradient,
     jacobian,
-    joined,
     handed_on,
     closed_over,
     read_low,
@@ -97,13 +97,13 @@ FUNCTIONS = (
     force_by_statement,
     gradient_of_an_inner_value,
 )
-OF_TORCH_FUNC = FUNCTIONS[:7]
+LEFT_TO_DYNAMO = FUNCTIONS[2:7]
 
 
 @pytest.mark.parametrize("capture", ["auto", "symbolic"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_values_and_parameter_gradients_are_those_of_fp32(function, capture):
-    if function in OF_TORCH_FUNC and capture == "symbolic":
+    if function in LEFT_TO_DYNAMO and capture == "symbolic":
         with pytest.raises(fxamp.CaptureError, match=r"test_transforms\.py:\d+"):
             fxamp.convert(Net(function), LOW, capture=capture, example_inputs=(X,))
         return
@@ -232,7 +232,7 @@ def test_a_converted_model_that_is_compiled_is_transformed_as_the_model(around):
     assert (AROUND[around](compiled) - expected).norm() <= 0.02 * expected.norm()
 
 
-@pytest.mark.parametrize("function", OF_TORCH_FUNC)
+@pytest.mark.parametrize("function", LEFT_TO_DYNAMO)
 def test_a_cast_stands_outside_of_a_transform(function):
     converted = fxamp.convert(Net(function), LOW)
     converted(X)
