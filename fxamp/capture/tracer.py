@@ -119,7 +119,7 @@ class SymbolicTracer(fx.Tracer):
         self._assignments: Assignments | None = None
         self._opened: nn.Module | None = None
         self._region: Region | None = None
-        self._whole: fx.Graph | None = None  # while another is made, for one sample
+        self._around: list[fx.Graph] = []  # while the graph of one sample is made: the whole one, and those between
         self.device_type = "cpu"
 
     # ------------------------------------------------------------------------------------------ one trace
@@ -286,10 +286,8 @@ class SymbolicTracer(fx.Tracer):
         return self._weights[path]
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
-        if kind in ("get_attr", "placeholder") and self._whole is not None:
-            with self._recording_in(self._whole):
-                node = super().create_node(kind, *args, **kwargs)
-        else:
+        is_of_all = kind in ("get_attr", "placeholder") and self._around
+        with self._recording_in(self._around[0] if is_of_all else self.graph):
             node = super().create_node(kind, *args, **kwargs)
         if self._region is not None:
             node.meta[ir.REGION] = self._region
@@ -297,22 +295,15 @@ class SymbolicTracer(fx.Tracer):
 
     @contextlib.contextmanager
     def inside(self, graph: fx.Graph) -> Iterator[None]:
-        """Nodes are made in a graph for one sample of what is vmapped; weights and inputs are the whole graph's.
-
-        Raises:
-            CaptureError: what is decided there hangs on sizes or data, which one sample's graph does not tell.
-        """
+        """Nodes are made in a graph for one sample of what is vmapped; weights and inputs are the whole graph's."""
         self._follow_modes()
-        outermost, decisions = self._whole is None, self.questions.state()
-        self._whole = self._whole or self.graph
+        self._around.append(self.graph)
         try:
             with self._recording_in(graph):
                 yield
                 self._follow_modes()
         finally:
-            self._whole = None if outermost else self._whole
-        if self.questions.state() != decisions:
-            raise CaptureError(f"{user_line()}: a function under torch.vmap decides on sizes, or on what inputs hold")
+            self._around.pop()
 
     @contextlib.contextmanager
     def _recording_in(self, graph: fx.Graph) -> Iterator[None]:
@@ -343,7 +334,7 @@ class SymbolicTracer(fx.Tracer):
 
     def further_input(self, value: Any) -> fx.Proxy:
         """An input of the graph behind those of the call."""
-        graph = self._whole or self.graph
+        graph = self._around[0] if self._around else self.graph
         inputs = graph.find_nodes(op="placeholder")
         assert self.example is not None
         self.example.append(value)
@@ -366,6 +357,10 @@ class SymbolicTracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         if issubclass(type(a), fx.Proxy):
+            if a.node.graph not in (self.graph, *self._around):
+                line = user_line()
+                said = "a value of one sample leaves the function that is under torch.vmap"
+                raise CaptureError(f"{line and line + ': '}{said}")
             return a.node
         if isinstance(a, torch.Tensor):
             return self._constant(a)
@@ -380,7 +375,7 @@ class SymbolicTracer(fx.Tracer):
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
         self._follow_modes()
         target, args, kwargs = self._arrays.given(target, args, kwargs)
-        if self._whole is not None:
+        if self._around:
             target, args = index_of_tensors(target, args)
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         node = proxy.node

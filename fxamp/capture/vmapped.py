@@ -76,6 +76,7 @@ class _Sample:
             )
         self.graph = fx.Graph()
         self.dims = [dim for dim in dims if dim is not None]
+        decided = tracer.questions.state()
         with tracer.inside(self.graph):
             samples = [self._sample(value, dim) for value, dim in zip(flat, dims, strict=True)]
             args, kwargs = pytree.tree_unflatten(samples, form)
@@ -83,6 +84,8 @@ class _Sample:
             if not all(issubclass(type(each), (fx.Proxy, torch.Tensor)) for each in results):
                 raise CaptureError(f"{user_line()}: a function under torch.vmap gives something that is no tensor")
             self.graph.output(tuple(map(tracer.create_arg, results)))
+        if tracer.questions.state() != decided:
+            raise CaptureError(f"{user_line()}: a function under torch.vmap decides on sizes, or on what inputs hold")
         self.given = self._with_arguments()
         self._check()
 
