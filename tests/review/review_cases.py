@@ -205,6 +205,7 @@ CASES = (
         "user dtype", lambda m, x: m.a(x).softmax(-1, dtype=torch.float32), "softmax", "high", ("user dtype",), "dtype"
     ),
     Case("author", lambda m, x: Twice.apply(m.a(x)), "twice", "low", ("author",), "has torch.autocast give it float16"),
+    Case("inside", lambda m, x: torch.vmap(lambda row: m.b(row))(m.a(x)), "vmapped", "low", ("inside",), "linear"),
     Case("creation", lambda m, x: m.a(x) * torch.ones(8), "ones", "high", ("creation",), "default"),
     Case("cut, high", lambda m, x: torch.relu(x).exp(), "relu", "high", ("cut",), "minimum cut"),
     Case("cut, low", lambda m, x: m.b(m.a(x).relu()), "relu", "low", ("cut",), "linear"),
