@@ -20,6 +20,7 @@ from fxamp.fake_limits import is_a_limit
 from fxamp.grouped import GROUPED, like_grouped
 from fxamp.leaf_fakes import call_leaf
 from fxamp.recurrent_fakes import asks_cudnn, like_recurrent
+from fxamp.sparse_fakes import asks_a_sparse_one, like_compressed, makes_compressed, part_of_sparse
 
 UNKNOWN = object()
 
@@ -152,6 +153,10 @@ class Fakes:
         with quietly(), _kept_randomness(), self._mode:
             if node.target in _WHERE:
                 args, kwargs = _with_bool_condition(args, kwargs, _WHERE[node.target])
+            if asks_a_sparse_one(node.target, args):
+                return part_of_sparse(str(node.target), args[0], self._mode)
+            if makes_compressed(node.target):
+                return like_compressed(node.target, *args, **kwargs)
             if not kwargs and asks_cudnn(node.target, args):
                 return like_recurrent(*args)
             if node.target is draw:

@@ -16,12 +16,14 @@ class TensorType:
         shape: sizes, None when not known.
         requires_grad: whether backward passes through the value.
         stays: whether a float32 value is float32 where its op runs low, too: a kernel's sums, beside its result.
+        is_sparse: whether it stores some of its numbers alone.
     """
 
     dtype: torch.dtype | None
     shape: tuple[int, ...] | None = None
     requires_grad: bool = False
     stays: bool = False
+    is_sparse: bool = False
 
     @property
     def nbytes(self) -> int | None:

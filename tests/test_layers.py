@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent / "fxamp"
 GROUND = {"errors", "dtypes", "references", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
 CALLED = {"switches", "checks", "draws", "authors"}
-FAKES = {"fake_limits", "grouped", "leaf_fakes", "recurrent_fakes"}
-GRAPH = NAMES | CALLED | FAKES | {"canonical", "fakes", "inplace", "ir", "lists", "value_types"}
+FAKES = {"fake_limits", "grouped", "leaf_fakes", "recurrent_fakes", "sparse_fakes"}
+GRAPH = NAMES | CALLED | FAKES | {"canonical", "fakes", "inplace", "ir", "lists", "sparse", "value_types"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "words": set(),
@@ -27,11 +27,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "draws": set(),
     "authors": set(),
     "value_types": set(),
+    "sparse": set(),
     "ir": NAMES | {"value_types"},
     "inplace": NAMES | {"ir"},
     "canonical": NAMES | {"inplace", "ir", "switches"},
     "grouped": set(),
     "recurrent_fakes": set(),
+    "sparse_fakes": {"sparse"},
     "fake_limits": set(),
     "leaf_fakes": NAMES | {"fake_limits", "ir", "recurrent_fakes"},
     "fakes": NAMES | FAKES | {"authors", "draws"},

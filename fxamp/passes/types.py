@@ -24,6 +24,7 @@ from fxamp.passes.base import Pass
 from fxamp.passes.overrides import override_for
 from fxamp.passes.policy import Policy
 from fxamp.passes.reads import asked_dtype, float_reads
+from fxamp.sparse import is_sparse
 from fxamp.value_types import TensorType, ValueType, tensors_in
 
 
@@ -147,7 +148,8 @@ def _part_of(whole: ValueType, place: object, kind: ValueType) -> ValueType:
 def type_of(value: Any) -> ValueType:
     """The type of a (fake or real) value."""
     if isinstance(value, torch.Tensor):
-        return TensorType(value.dtype, tuple(map(size_of, value.shape)), value.requires_grad)
+        shape = tuple(map(size_of, value.shape))
+        return TensorType(value.dtype, shape, value.requires_grad, is_sparse=is_sparse(value))
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         parts = tuple(type_of(part) for part in value)
         return parts if any(part is not None for part in parts) else None
