@@ -20,7 +20,8 @@ from fxamp.fake_limits import is_a_limit
 from fxamp.grouped import GROUPED, like_grouped
 from fxamp.leaf_fakes import call_leaf
 from fxamp.recurrent_fakes import asks_cudnn, like_recurrent
-from fxamp.sparse_fakes import asks_a_sparse_one, like_compressed, makes_compressed, part_of_sparse
+from fxamp.sparse import is_sparse
+from fxamp.sparse_fakes import asks_a_sparse_one, like_compressed, like_sparse, makes_compressed, part_of_sparse
 
 UNKNOWN = object()
 
@@ -119,9 +120,13 @@ class Fakes:
 
     def _twin(self, value: torch.Tensor) -> FakeTensor:
         """A fake for another mode's fake tensor (torch.export's), or for one that must not be saved for backward."""
-        sizes, strides = [size_of(e) for e in value.shape], [size_of(e) for e in value.stride()]
+        sizes = [size_of(e) for e in value.shape]
         with self._mode:
-            twin = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+            if is_sparse(value):
+                twin = like_sparse(value, sizes)
+            else:
+                strides = [size_of(e) for e in value.stride()]
+                twin = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
         return twin.requires_grad_(value.requires_grad)  # type: ignore[return-value]
 
     def lowered(self, value: Any, dtype: torch.dtype) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxamp.sparse import is_sparse
 
@@ -14,12 +15,12 @@ from fxamp.sparse import is_sparse
 _PARTS = frozenset("values _values indices _indices col_indices row_indices".split())
 # What its numbers decide on.
 _NUMBERS = frozenset({"_nnz", "is_coalesced"})
-_COMPRESSED = {
+_BLOCKED = frozenset({torch.sparse_bsr, torch.sparse_bsc})
+_COMPRESSED: dict[Any, Any] = {
     torch.sparse_csr_tensor: torch.sparse_csr,
     torch.sparse_csc_tensor: torch.sparse_csc,
     torch.sparse_bsr_tensor: torch.sparse_bsr,
     torch.sparse_bsc_tensor: torch.sparse_bsc,
-    torch.sparse_compressed_tensor: None,
 }
 
 
@@ -55,7 +56,7 @@ def _counts_at(target: str, tensor: torch.Tensor) -> int:
 
 def makes_compressed(target: Any) -> bool:
     """Whether a function makes a sparse tensor of compressed rows or columns, which on fakes raises an error."""
-    return target in _COMPRESSED
+    return target in _COMPRESSED or target is torch.sparse_compressed_tensor
 
 
 def like_compressed(
@@ -67,9 +68,22 @@ def like_compressed(
         DynamicOutputShapeException: the places of the numbers decide on its sizes.
     """
     if size is None:
-        raise DynamicOutputShapeException(torch.ops.aten.sparse_compressed_tensor.default)
-    layout = options.get("layout") or _COMPRESSED[target]
-    blocks = tuple(values.shape[-2:]) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+        raise DynamicOutputShapeException(torch.ops.aten.sparse_compressed_tensor.comp_plain_value)
+    layout = _COMPRESSED[target] if target in _COMPRESSED else options["layout"]
     dense = values.sum().to(options.get("dtype") or values.dtype).expand(size)
-    made = dense.to_sparse(layout=layout, blocksize=blocks)
+    made = _laid_out(dense, layout, values, values.dim() - ends.dim() - 2 * (layout in _BLOCKED))
     return made.detach().requires_grad_() if options.get("requires_grad") else made
+
+
+def like_sparse(tensor: torch.Tensor, sizes: Any) -> torch.Tensor:
+    """One of other sizes, or in another mode: in the mode that is on."""
+    with _disable_current_modes():  # it may be a fake of another one
+        values = tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
+    dense = torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
+    return _laid_out(dense, tensor.layout, values, tensor.dense_dim())
+
+
+def _laid_out(dense: torch.Tensor, layout: torch.layout, values: torch.Tensor, dense_dim: int) -> torch.Tensor:
+    end = values.dim() - dense_dim
+    blocks = tuple(values.shape[end - 2 : end]) if layout in _BLOCKED else None
+    return dense.to_sparse(layout=layout, blocksize=blocks, dense_dim=dense_dim)

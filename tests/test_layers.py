@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sparse_fakes": {"sparse"},
     "fake_limits": set(),
     "leaf_fakes": NAMES | {"fake_limits", "ir", "recurrent_fakes"},
-    "fakes": NAMES | FAKES | {"authors", "draws"},
+    "fakes": NAMES | FAKES | {"authors", "draws", "sparse"},
     "data": GROUND,
     "whole": GROUND,
     "capability": set(),

@@ -22,6 +22,7 @@ from fxamp.capture.sizes import Decision, SizeGuard, SizeQuestions, SizeTrial, s
 from fxamp.capture.state import Cell
 from fxamp.errors import CaptureError
 from fxamp.fakes import Fakes
+from fxamp.sparse import without_numbers
 
 
 @dataclasses.dataclass
@@ -181,7 +182,7 @@ def _without_data(value: Any) -> Any:
         return value
     if is_functorch_wrapped_tensor(value):  # has operations only inside of its transform
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return torch.empty_like(value, device="meta")
+    return without_numbers(value, "meta")
 
 
 def settled(first: Captured, again: Callable[[], Captured]) -> Captured:

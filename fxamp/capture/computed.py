@@ -29,7 +29,8 @@ _READING = (
     "logical_or logical_xor long lt masked_fill masked_select max maximum mean meshgrid min minimum movedim mul "
     "nan_to_num narrow ne neg nonzero numel one_hot outer pad permute pow prod remainder repeat repeat_interleave "
     "reshape roll round scatter searchsorted select sign sin size sort split sqrt square squeeze stack sub sum t tile "
-    "to tolist topk transpose tril triu trunc type unbind unique unique_consecutive unsqueeze view vstack where"
+    "to tolist topk transpose tril triu trunc type unbind unique unique_consecutive unsqueeze view vstack where "
+    "_indices _nnz ccol_indices coalesce col_indices crow_indices indices is_coalesced row_indices to_dense values"
 )
 # They write into their statistics, which no input is.
 _STATISTICS = frozenset({"batch_norm", "instance_norm"})

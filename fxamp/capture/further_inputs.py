@@ -16,7 +16,9 @@ from fxamp.capture.reached import Reached
 from fxamp.capture.recomputed import Recomputed, check_plain
 from fxamp.capture.unseen import CONTAINERS, outside_of_the_call
 from fxamp.errors import OptionError
+from fxamp.fakes import memory_of
 from fxamp.opnames import canonical_name
+from fxamp.sparse import kind_of
 
 FIXED = (*CONSTANTS, int, float, complex, *FUNCTIONS)
 """What is the same at every call."""
@@ -43,10 +45,9 @@ class Held(NamedTuple):
 
 
 class Further(NamedTuple):
-    """The type of a further input: of a tensor, or a number's class."""
+    """The type of a further input: what `kind_of` says of a tensor, or a number's class."""
 
     kind: Any
-    dimensions: int | None = None
 
 
 class Result(NamedTuple):
@@ -135,7 +136,7 @@ def run_call(
     if _shares_containers(given, (args, kwargs), reached):
         raise CannotRunBefore(f"{call.function.__qualname__} gives a container that is not its own")
     leaves, form = pytree.tree_flatten(given)
-    memory = {_memory(value) for value in tensors}
+    memory = {memory_of(value) for value in tensors}
     kinds = tuple(_kind_of(leaf, memory) for leaf in leaves)
     made = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if isinstance(kind, Further)]
     return made, Result(form, kinds)
@@ -177,21 +178,17 @@ def _held_at(module: nn.Module, path: str, name: str | None) -> Any:
     return owner if name is None else vars(owner)[name]
 
 
-def _kind_of(leaf: Any, memory: set[int]) -> Any:
+def _kind_of(leaf: Any, memory: set[object]) -> Any:
     """What stands for a leaf of a result."""
     if type(leaf) is torch.Tensor:
-        if leaf.requires_grad or is_functorch_wrapped_tensor(leaf) or _memory(leaf) in memory:
+        if leaf.requires_grad or is_functorch_wrapped_tensor(leaf) or memory_of(leaf) in memory:
             raise CannotRunBefore("a function that runs before the graph gives a tensor that is not its own")
-        return Further(leaf.dtype, leaf.dim())
+        return Further(kind_of(leaf))
     if type(leaf) in (int, float):
         return Further(type(leaf))
     if not isinstance(leaf, FIXED):
         raise CannotRunBefore(f"a function that runs before the graph gives a {type(leaf).__qualname__}")
     return leaf
-
-
-def _memory(value: torch.Tensor) -> int:
-    return int(value.untyped_storage()._cdata)
 
 
 class _Watched(TorchFunctionMode):

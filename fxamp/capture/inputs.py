@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import CaptureError, InputError, OptionError
+from fxamp.sparse import kind_of
 
 CONSTANTS = (type(None), bool, str, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 
@@ -26,7 +27,7 @@ class CallSpec:
 
     Attributes:
         tree: pytree structure of (args, kwargs).
-        leaves: for each leaf ("tensor", (dtype, number of dimensions)), ("number", type) or ("constant", value).
+        leaves: for each leaf ("tensor", see `kind_of`), ("number", type) or ("constant", value).
     """
 
     tree: pytree.TreeSpec
@@ -39,8 +40,10 @@ class CallSpec:
 
 def _words(kind: str, value: Any) -> str:
     if kind == "tensor":
-        dtype, dimensions = value
-        return "tensor" if dtype is None else f"{dtype_name(dtype)} tensor of {dimensions} dimensions"
+        dtype, dimensions, *layout = value
+        layouts = [str(each).removeprefix("torch.") for each in layout[:1]]
+        words = " ".join([*layouts, f"tensor of {dimensions} dimensions"])
+        return "tensor" if dtype is None else f"{dtype_name(dtype)} {words}"
     return str(value.__name__) if kind == "number" else repr(value)
 
 
@@ -71,7 +74,7 @@ def _check_containers(tree: pytree.TreeSpec) -> None:
 
 def _describe_leaf(value: Any) -> tuple[str, Any]:
     if isinstance(value, torch.Tensor):
-        return "tensor", (value.dtype, value.dim())
+        return "tensor", kind_of(value)
     if isinstance(value, CONSTANTS):
         return "constant", value
     if isinstance(value, (int, float, complex)):
@@ -93,7 +96,7 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[A
         CaptureError: an argument is neither tensor, number, constant nor a container of them.
     """
     if not kwargs and all(isinstance(value, torch.Tensor) for value in args):
-        return tuple((value.dtype, value.dim()) for value in args), list(args)
+        return tuple([kind_of(value) for value in args]), list(args)
     inputs: list[Any] = []
     return (_structure(args, inputs), _structure(kwargs, inputs)), inputs
 
@@ -102,7 +105,7 @@ def _structure(value: Any, inputs: list[Any]) -> Any:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         inputs.append(value)
-        return value.dtype, value.dim()
+        return kind_of(value)
     if isinstance(value, CONSTANTS):
         return "constant", kind, value
     if isinstance(value, (int, float, complex)):

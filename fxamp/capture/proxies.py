@@ -86,7 +86,7 @@ _OF_PROXIES = frozenset({"node", "tracer"})
 # None or not, whoever asks: no proxy can be None where the next call's tensor is.
 _OF_AUTOGRAD = frozenset({"grad_fn", "grad", "_base", "_backward_hooks"})
 # Facts of a tensor that its graph is for, and that no cast changes.
-_PLAIN = frozenset({"ndim", "layout", "is_cuda", "is_sparse", "is_nested", "is_quantized"})
+_PLAIN = frozenset({"ndim", "layout", "is_cuda", "is_sparse", "is_sparse_csr", "is_nested", "is_quantized"})
 
 
 class ValueProxy(fx.Proxy):

@@ -29,6 +29,8 @@ from fxamp.capture.open_sizes import OpenRun
 from fxamp.capture.unseen import outside_of_the_call
 from fxamp.fakes import Fakes
 from fxamp.opnames import canonical_name
+from fxamp.sparse import is_sparse
+from fxamp.sparse_fakes import like_sparse
 
 log = logging.getLogger("fxamp")
 
@@ -302,7 +304,9 @@ def _of_any_size(value: Any) -> Any:
 
 
 def _empty(value: torch.Tensor, shape: Any) -> torch.Tensor:
-    """A tensor of a shape, and of a value's dtype and device."""
+    """A tensor of a shape, and of a value's dtype, device and layout."""
+    if is_sparse(value):
+        return like_sparse(value, shape)
     return torch.empty(shape, dtype=value.dtype, device=value.device)
 
 

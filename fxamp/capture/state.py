@@ -120,12 +120,12 @@ def switch_cells(path: str, module: nn.Module) -> list[Cell]:
 
 def type_of_weight(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What the graph takes for granted of a parameter or a buffer."""
-    return (tensor.shape, tensor.dtype, is_sharded(tensor))
+    return (tensor.shape, tensor.dtype, is_sharded(tensor), tensor.layout)
 
 
 def type_of_kept(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What the graph takes for granted of a tensor that is a plain attribute of a module."""
-    return (tensor.dtype, tensor.shape, tensor.device)
+    return (tensor.dtype, tensor.shape, tensor.device, tensor.layout)
 
 
 def read(holder: Any, name: str) -> Any:
@@ -251,6 +251,8 @@ class _Identities:
             return
         is_same = f"type({entry}) is {self._named(type(value))}"
         is_same += f" and {entry}.dtype is {self._named(value.dtype)} and {entry}.shape == {self._named(value.shape)}"
+        if cell.kind == "_buffers":  # of a parameter it is not asked: there are many, and optimizers keep them
+            is_same += f" and {entry}.layout is {self._named(value.layout)}"
         self._terms.append(f"{is_same} or type_of_weight({entry}) == {frozen}")
 
     def function(self) -> Callable[[], bool]:

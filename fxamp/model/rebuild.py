@@ -12,6 +12,7 @@ from fxamp.capture.unseen import no_inference_mode
 from fxamp.model.engine import Engine
 from fxamp.model.variant import Variant
 from fxamp.model.views import device_of, plain_tree
+from fxamp.sparse import without_numbers
 
 
 def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **changes: Any) -> Variant:
@@ -54,7 +55,7 @@ def with_data(value: Any, plain: nn.Module) -> Any:
     """A tensor of an example input's type; its numbers are never read."""
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty_like(value, device=device_of(plain))
+    return without_numbers(value, device_of(plain))
 
 
 @contextlib.contextmanager
