@@ -1,5 +1,7 @@
-"""Sparse tensors: which those are, and others of their kind without their numbers."""
+"""Sparse tensors: which those are, what they store, and others of their kind without their numbers."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,20 +24,51 @@ def kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.dim(), tensor.layout, dense
 
 
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that one is made of: of a sparse one those of the places, and last that of the numbers."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if not is_sparse(tensor):
+        return (tensor.values() if tensor.layout == torch.jagged else tensor,)
+    if tensor.layout in _BY_ROWS:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers that a tensor holds: of a sparse one, such as an embedding's gradient, those that it stores."""
+    tensor = tensor.detach()
+    return parts_of(tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor)[-1]
+
+
+def hold_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of the same dtype hold the same numbers, in the same places."""
+    if one.layout != other.layout or one.shape != other.shape:
+        return False
+    return all(map(torch.equal, parts_of(one.detach()), parts_of(other.detach())))
+
+
+def side_by_side(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What two sparse tensors hold in each place that one of them stores, 0 where it stores nothing."""
+    one, other = (each.detach().to_sparse(layout=torch.sparse_coo).coalesce() for each in (one, other))
+    places = torch.cat([one.indices(), other.indices()], 1)
+    ours, theirs = one.values(), other.values()
+    first, second = torch.cat([ours, torch.zeros_like(theirs)]), torch.cat([torch.zeros_like(ours), theirs])
+    first, second = (
+        torch.sparse_coo_tensor(places, values, one.shape, check_invariants=False).coalesce().values()
+        for values in (first, second)
+    )
+    return first, second
+
+
 def without_numbers(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """A tensor of another's sizes, dtype and layout; a sparse one for as many numbers, which nobody may ask for."""
     if not is_sparse(tensor):
         return torch.empty_like(tensor, device=device)
-    coo = tensor.layout == torch.sparse_coo
-    values = torch.empty_like(tensor._values() if coo else tensor.values(), device=device)
-    if coo:
-        places = torch.zeros_like(tensor._indices(), device=device)
-        is_coalesced = tensor.is_coalesced()
-        return torch.sparse_coo_tensor(places, values, tensor.shape, is_coalesced=is_coalesced, check_invariants=False)
-    by_rows = tensor.layout in _BY_ROWS
-    ends = tensor.crow_indices() if by_rows else tensor.ccol_indices()
-    places = tensor.col_indices() if by_rows else tensor.row_indices()
-    ends, places = (torch.zeros_like(part, device=device) for part in (ends, places))
-    return torch.sparse_compressed_tensor(
-        ends, places, values, tensor.shape, layout=tensor.layout, check_invariants=False
-    )
+    *places, values = parts_of(tensor)
+    places = [torch.zeros_like(part, device=device) for part in places]
+    values = torch.empty_like(values, device=device)
+    make: Callable[..., torch.Tensor] = functools.partial(torch.sparse_compressed_tensor, layout=tensor.layout)
+    if tensor.layout == torch.sparse_coo:
+        make = functools.partial(torch.sparse_coo_tensor, is_coalesced=tensor.is_coalesced())
+    return make(*places, values, size=tensor.shape, check_invariants=False)

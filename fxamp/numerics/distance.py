@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fxamp.sparse import is_sparse, side_by_side
+
 
 def error_of(exact: torch.Tensor, mixed: torch.Tensor) -> float:
     """Norm of the difference by the norm of `exact`; inf where only `mixed` is not finite."""
@@ -49,6 +51,8 @@ def share_not_finite(exact: Sequence[torch.Tensor], mixed: Sequence[torch.Tensor
 
 
 def _pair(exact: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as float64, the mixed one without its padding."""
+    """Both as float64, the mixed one without its padding; of two sparse ones what either stores."""
+    if is_sparse(exact) and is_sparse(mixed):
+        exact, mixed = side_by_side(exact, mixed.to(exact.device))
     part = tuple(slice(0, size) for size in exact.shape)
     return exact.double(), mixed[part].to(exact.device).double()

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError
+from fxamp.sparse import held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +44,6 @@ class Extent:
         return f"{kind} {list(self.shape)} {span}" + (f", {' and '.join(bad)}" if bad else "")
 
 
-def held(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers that a tensor holds: of a sparse one, such as an embedding's gradient, those that are stored."""
-    if tensor.layout == torch.strided:
-        return tensor.detach()
-    return tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach().values()
-
-
 def extent_of(tensor: torch.Tensor) -> Extent:
     """The extent of a floating tensor."""
     values = held(tensor)
@@ -72,7 +66,8 @@ def check_finite(tensors: Iterable[torch.Tensor], what: str) -> None:
         OptionError: a NaN, or a positive infinity; `what` names what holds it.
     """
     for tensor in tensors:
-        if bool((tensor.isnan() | tensor.isposinf()).any()):
+        values = held(tensor)
+        if bool((values.isnan() | values.isposinf()).any()):
             raise OptionError(f"{what} NaN or infinite inputs ({extent_of(tensor)}): ranges of such data mean nothing.")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
+from fxamp.sparse import held
 
 LOWEST, HIGHEST = -149, 128
 """Exponents of float32: 2**-149 is its smallest number, 2**127 times almost 2 its largest."""
@@ -37,7 +38,7 @@ class Histogram:
 
     def add(self, values: torch.Tensor) -> None:
         """Count a tensor's values."""
-        flat = values.detach().reshape(-1)
+        flat = held(values).reshape(-1)
         flat = flat.float() if flat.dtype != torch.float64 else flat
         finite = torch.isfinite(flat)
         count = int(finite.sum())

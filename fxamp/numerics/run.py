@@ -27,6 +27,7 @@ from fxamp.numerics.extent import check_not_empty
 from fxamp.numerics.given import copied
 from fxamp.numerics.modes import plain_modes, usable
 from fxamp.numerics.runner import Edge, Part, Runner, See, converted_again, run_part
+from fxamp.sparse import hold_the_same, is_sparse
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -244,8 +245,9 @@ def _random_and_buffers_kept(*models: nn.Module) -> Iterator[None]:
             for state in attributes:
                 state.restore()
             for value, before in saved:
-                if not torch.equal(value, before):  # by .data: a backward that saved the buffer may still come
-                    value.data.copy_(before)
+                if not hold_the_same(value, before):  # by .data: a backward that saved the buffer may still come
+                    with torch.no_grad():
+                        (value if is_sparse(value) else value.data).copy_(before)  # which a sparse one's .data ignores
 
 
 def floats_in(value: Any) -> list[torch.Tensor]:

@@ -12,11 +12,12 @@ from torch.utils import _pytree as pytree
 from fxamp import ir
 from fxamp.inplace import mutated
 from fxamp.lists import TRAITS
-from fxamp.numerics.extent import extent_of, extent_of_all, held
+from fxamp.numerics.extent import extent_of, extent_of_all
 from fxamp.numerics.flow import CallFlow, Edge, Flow
 from fxamp.numerics.run import Call, Rewriter, floats_in, loss_of, run, state_kept, takes_derivative
 from fxamp.numerics.runner import Part
 from fxamp.numerics.twin import given_to, takes_part
+from fxamp.sparse import held, is_sparse, parts_of
 
 
 def watch_flow(
@@ -163,8 +164,8 @@ class Watcher:
         That takes its hook away, and those of the views it is of; then all their gradients are told by what they are
         views of, before it was written.
         """
-        if not _has_gradient(value):
-            return value
+        if not _has_gradient(value) or is_sparse(value):
+            return self._probed(edge, value)
         view, seen, version = value.view_as(value), value.detach(), value._version
         views = list(_view_edges(given))
 
@@ -266,7 +267,7 @@ def nonzero(tensor: torch.Tensor) -> int:
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     """What tells whose memory it is; an address would not: the next value may get a freed one's."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(parts_of(tensor.detach())[-1].untyped_storage())  # type: ignore[no-untyped-call]
 
 
 class _Probe(torch.autograd.Function):
@@ -275,7 +276,7 @@ class _Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, note: Callable[[torch.Tensor], None]) -> torch.Tensor:
         ctx.note = note
-        return value.view_as(value)
+        return value.clone() if is_sparse(value) else value.view_as(value)  # torch has no view of a sparse one
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -16,6 +16,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from fxamp import ir
 from fxamp.dtypes import dtype_name, smallest_subnormal
+from fxamp.sparse import held
 
 # op -> the (position, keyword) of scalars that take part in its arithmetic.
 _SCALARS: dict[str, tuple[tuple[int, str], ...]] = {
@@ -164,12 +165,6 @@ def _is_number(node: fx.Node) -> bool:
 Fit = Literal["normal", "small", "beyond"]
 
 
-def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers that a sparse tensor stores."""
-    tensor = tensor.detach()
-    return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.values()
-
-
 def fit_in(tensor: Any, low: torch.dtype) -> Fit:
     """How a parameter or buffer fits into `low`: "beyond" where a finite number overflows, "small" where those of
     ordinary size are no normal numbers.
@@ -182,10 +177,9 @@ def fit_in(tensor: Any, low: torch.dtype) -> Fit:
         tensor = torch._C._functorch.get_unwrapped(tensor)
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta or not tensor.is_floating_point():
         return "normal"
-    if isinstance(tensor, FakeTensor) or tensor.numel() == 0:
+    if isinstance(tensor, FakeTensor) or (values := held(tensor)).numel() == 0:
         return "normal"
     with torch.no_grad():
-        values = tensor.detach() if tensor.layout == torch.strided else _stored(tensor)
         largest = float(values.abs().max())
         if not math.isfinite(largest):
             values = torch.where(values.isfinite(), values, 0)
