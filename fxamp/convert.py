@@ -40,6 +40,7 @@ from fxamp.passes.overrides import check_overrides, unmatched_overrides
 from fxamp.pipeline import build_variant, keep_weights, rewrite
 from fxamp.review.announce import announce
 from fxamp.review.plan import as_plan
+from fxamp.sparse import is_sparse
 
 
 def convert(
@@ -239,11 +240,12 @@ def _lowered_paths(graph: fx.Graph, opt_level: str, model: nn.Module) -> list[st
     """O2: the parameters that are only read low; O3: every float32 parameter and buffer.
 
     At O3 those of a module that runs high as a whole (a batch norm whose override says so) stay: nothing casts them.
+    So do sparse ones, which are read in float32.
     """
     if opt_level == "O3":
         whole = [node for node in graph.nodes if node.op == "call_module" and ir.mark(node).precision == "high"]
         high = tuple(f"{node.target}." for node in whole)
-        tensors = _named_tensors(model)
+        tensors = [(name, value) for name, value in _named_tensors(model) if not is_sparse(value)]
         return [name for name, value in tensors if value.dtype == torch.float32 and not name.startswith(high)]
     lowered = []
     for node in graph.nodes:
