@@ -41,7 +41,7 @@ class Graph(nn.Module):
         self.kept = kept
 
     def forward(self, x, given=None):
-        edges = next(each for each in (given, self.edges, self.kept) if each is not None)
+        edges = given if given is not None else self.kept if self.edges is None else self.edges
         hidden = (edges @ self.first(x)).relu()
         return torch.sparse.mm(edges * 0.5, self.last(hidden))
 
@@ -176,10 +176,74 @@ def test_a_whole_step(where, layout):
 
 @LAYOUTS
 @WHERE
-def test_dynamo(where, layout):
+def test_dynamo_says_that_it_takes_none(where, layout, caplog):
     torch._dynamo.reset()
     model, inputs = make(where, layout)
     converted = fxamp.convert(model, torch.bfloat16, example_inputs=inputs, capture="dynamo")
     exact = model(*inputs)
     assert (converted(*inputs) - exact).norm() <= 8 * torch.finfo(torch.bfloat16).eps * exact.norm()
     loss(converted(*inputs)).backward()
+    assert "nothing of Graph was converted" in caplog.text and "a sparse tensor among its variables" in caplog.text
+    with pytest.raises(fxamp.OptionError, match=r"made no graph of this call of Graph .*a sparse tensor"):
+        fxamp.find_nan(converted, inputs)
+
+
+@LAYOUTS
+@WHERE
+def test_compiled(where, layout):
+    torch._dynamo.reset()
+    model, inputs = make(where, layout)
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=inputs)
+    expected = converted(*inputs)
+    assert torch.equal(torch.compile(converted, backend="eager")(*inputs), expected)
+
+
+class Hop(nn.Module):
+    """One convolution, of a graph that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x, edges):
+        return torch.sparse.mm(edges, self.fc(x)).relu()
+
+
+class Attending(nn.Module):
+    """Gives a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return (self.fc(x) @ self.fc(x).t()).relu().to_sparse()
+
+
+class Hops(nn.Module):
+    """Blocks between which sparse tensors cross."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attending, self.hops = Attending(), nn.ModuleList([Hop(), Hop()])
+
+    def forward(self, x, edges):
+        edges = edges * 0.5 if edges.layout == torch.sparse_csr else edges + self.attending(x)
+        for hop in self.hops:
+            x = hop(x, edges)
+        return x
+
+
+@pytest.mark.parametrize("boundaries", [(), (Hop,), (Hop, Attending)])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_blocks(layout, boundaries):
+    model, inputs = Hops(), (X, near().to_sparse(layout=layout))
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=inputs, boundaries=boundaries)
+    exact = model(*inputs)
+    assert (converted(*inputs) - exact).norm() <= 8 * torch.finfo(torch.bfloat16).eps * exact.norm()
+    loss(converted(*inputs)).backward()
+    found = fxamp.compare(model, converted, inputs, loss)
+    assert found.output == pytest.approx(float((converted(*inputs) - exact).norm() / exact.norm()), rel=1e-5)
+    assert fxamp.find_nan(converted, inputs, loss) is None
+    assert fxamp.what_if(converted, deny=["linear"]).low_precision_nodes < fxamp.report(converted).low_precision_nodes

@@ -200,8 +200,9 @@ def run(
         call.dynamo.watch = None
     if next(numbers) == 0:
         raise OptionError(
-            f"Dynamo made no graph of this call of {base.__qualname__} (a graph break in a loop, Dynamo switched off, "
-            "or a TorchDispatchMode): every op runs as it is written. Convert the submodules it consists of."
+            f"Dynamo made no graph of this call of {base.__qualname__} (a graph break in a loop, a sparse tensor, "
+            "Dynamo switched off, or a TorchDispatchMode): every op runs as it is written. Convert the submodules it "
+            "consists of."
         )
     return result
 

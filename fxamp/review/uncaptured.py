@@ -13,8 +13,8 @@ _NAMED = 3
 """Weights that are named."""
 _WHY = (
     "Dynamo gives up a whole frame where it meets what it does not follow: a graph break inside a loop or a with "
-    "block, such as hooks on saved tensors. TORCH_LOGS=graph_breaks names the line: move it out of "
-    "there{by_themselves}. Weights that forward does not use count, too"
+    "block, such as hooks on saved tensors, or a sparse tensor among its variables. TORCH_LOGS=graph_breaks names the "
+    "line: move it out of there{by_themselves}. Weights that forward does not use count, too"
 )
 _BY_THEMSELVES = ", or convert what is called there by itself (fxamp.convert(model, boundaries={blocks}))"
 _WHY_RECURRENT = (
