@@ -8,6 +8,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from fxamp.sparse import is_sparse
+
 log = logging.getLogger("fxamp")
 
 
@@ -34,7 +36,10 @@ def _copied_leaf(value: Any, memo: dict[int, Any]) -> Any:
 
 
 class _Connected(TorchFunctionMode):
-    """copy.deepcopy of a tensor with a gradient is a clone, which autograd follows to the original."""
+    """copy.deepcopy of a tensor with a gradient is a clone, which autograd follows to the original.
+
+    So is that of a sparse one: torch copies no rows that are compressed.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.Tensor.__deepcopy__:
@@ -42,5 +47,6 @@ class _Connected(TorchFunctionMode):
         tensor, memo = args
         if id(tensor) not in memo:
             with torch.enable_grad():
-                memo[id(tensor)] = tensor.clone() if tensor.requires_grad else func(*args)  # type: ignore[no-untyped-call]
+                is_cloned = tensor.requires_grad or is_sparse(tensor)
+                memo[id(tensor)] = tensor.clone() if is_cloned else func(*args)  # type: ignore[no-untyped-call]
         return memo[id(tensor)]

@@ -139,7 +139,7 @@ def _key(part: Part, node: fx.Node) -> Key:
 
 def _keep_gradient(tensor: torch.Tensor, key: Key, kept: Values, scale: float) -> None:
     def keep(gradient: torch.Tensor) -> None:
-        kept[key] = [gradient.detach().float() / scale]
+        kept[key] = [gradient.detach().float() * (1 / scale)]  # torch divides no compressed rows
 
     if tensor.requires_grad:
         tensor.register_hook(keep)  # type: ignore[no-untyped-call]

@@ -147,6 +147,32 @@ def test_a_look_leaves_buffers_as_they_were(layout):
     assert not hold_the_same(model.edges, before)
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_a_look_leaves_inputs_as_they_were(layout):
+    class Decaying(Input):
+        def forward(self, x, edges):
+            return super().forward(x, edges.mul_(0.5))
+
+    model, edges = Decaying(None), near().to_sparse(layout=layout)
+    before = edges.clone()
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=(X, edges))
+    fxamp.compare(model, converted, (X, edges), loss)
+    fxamp.find_nan(converted, (X, edges), loss)
+    assert hold_the_same(edges, before)
+
+
+def test_gradients_in_compressed_rows():
+    class Attention(Input):
+        def forward(self, x, edges):
+            h = self.first(x)
+            return torch.sparse.mm(torch.sparse.sampled_addmm(edges, h, h.t()), self.last(h))
+
+    model, inputs = Attention(None), (X, near().to_sparse_csr())
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=inputs)
+    found = fxamp.compare(model, converted, inputs, loss, scale=1024.0)
+    assert max(row.gradient or 0.0 for row in found.rows) < 0.03 and found.output < 0.02
+
+
 @pytest.mark.parametrize("measure", [error_of, largest_difference, share_flushed])
 @pytest.mark.parametrize("layout", [*"coo csr csc".split(), "bsr"])
 def test_distances_are_those_of_the_dense_tensors(measure, layout):
