@@ -293,6 +293,12 @@ def holds_float32(node: fx.Node) -> bool:
     return any(found.dtype == torch.float32 for found in tensors_in(mark(node).type))
 
 
+def sparse_values(node: fx.Node) -> list[fx.Node]:
+    """Of a node and what it reads, those that give a sparse tensor."""
+    around = [*node.all_input_nodes, node]
+    return [each for each in around if any(found.is_sparse for found in tensors_in(mark(each).type))]
+
+
 def has_gradient(node: fx.Node) -> bool:
     """Whether backward passes through any tensor that the node gives."""
     return any(found.requires_grad for found in tensors_in(mark(node).type))

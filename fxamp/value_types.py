@@ -27,7 +27,9 @@ class TensorType:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes of the dense value, None when shape or dtype is not known."""
+        """Bytes of the dense value, None when shape or dtype is not known; 0 for a sparse one, which may be any."""
+        if self.is_sparse:
+            return 0
         if self.shape is None or self.dtype is None:
             return None
         count = 1

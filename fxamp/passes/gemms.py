@@ -95,6 +95,8 @@ def describe(node: fx.Node) -> Gemm | str:
     out = ir.shape_of(node)
     if out is None or any(ir.shape_of(value) is None for value in operands(node)):
         return UNKNOWN_SIZES
+    if ir.sparse_values(node):
+        return "a sparse product multiplies what is stored: no Tensor Core is involved"
     if "out" in node.kwargs:
         return "it writes into out="
     groups = ir.argument_of(node, 6, "groups", 1) if op.startswith("conv") else 1

@@ -205,8 +205,9 @@ def _untouchable(ruling: Ruling, node: fx.Node) -> str | None:
                 return f"the dtype of its input {given.name} is not known before real inputs are seen"
             if found.dtype != torch.float32 and is_inexact(found.dtype) and not is_conversion(node):
                 return f"its input {given.name} is {dtype_name(found.dtype)} by the user's own choice"
-    if (sparse := _sparse_one(node)) is not None and not is_conversion(node):
-        return f"{sparse} is sparse: few kernels take a low one, and torch has no gradient for some casts of it"
+    if (sparse := ir.sparse_values(node)) and not is_conversion(node):
+        name = "its result" if sparse[0] is node else f"its input {sparse[0].name}"
+        return f"{name} is sparse: few kernels take a low one, and torch has no gradient for some casts of it"
     if any(found.dtype is not None and found.dtype.is_complex for found in own):
         return "it makes complex numbers"
     if ir.is_returned_whole(node):
@@ -219,13 +220,6 @@ def _untouchable(ruling: Ruling, node: fx.Node) -> str | None:
     if ruling.policy.device == "cpu" and op in TRAITS["no_low_kernel_cpu"]:
         return f"the CPU has no {dtype_name(ruling.policy.low)} kernel for it"
     return None
-
-
-def _sparse_one(node: fx.Node) -> str | None:
-    """What is sparse, of the values that a node reads and the one that it gives."""
-    kinds = {f"its input {given.name}": ir.mark(given).type for given in node.all_input_nodes}
-    kinds["its result"] = ir.mark(node).type
-    return next((name for name, kind in kinds.items() if any(found.is_sparse for found in tensors_in(kind))), None)
 
 
 def _is_of_unknown_block(node: fx.Node) -> bool:

@@ -97,6 +97,8 @@ def gemms_of(
 
 
 def _sizes(node: fx.Node, op: str, root: nn.Module | None) -> list[Sizes]:
+    if ir.sparse_values(node):
+        return []  # it multiplies what is stored, and how much that is only the data tells
     if node.op == "call_module":
         is_worth = root is not None and ir.mark(node).colour == "allow"
         return inside_module(node, ir.submodule(root, str(node.target))) if is_worth else []

@@ -141,3 +141,13 @@ def test_what_the_user_made_low_stays_low():
     model = check(Net(body, near().to_sparse_coo()), torch.bfloat16)
     (row,) = (row for row in fxamp.report(model).rows if row.op == "matmul")
     assert row.dtype == "bfloat16"
+
+
+@LAYOUT
+def test_no_work_and_no_bytes_are_told_of_a_sparse_product(layout):
+    net = Net(scaled, LAYOUTS[layout](near()))
+    net.body = lambda net, h: (net.near * 0.5) @ h
+    report = fxamp.report(fxamp.convert(net, torch.bfloat16, example_inputs=(X,), pad="always"))
+    assert report.coverage == 1 and {gemm.node for gemm in report.gemms} == {"linear", "linear_1"}
+    assert not [row for row in report.padded if row.node == "matmul"]
+    assert max(region.nbytes for region in report.regions) == 10 * 16 * 4
