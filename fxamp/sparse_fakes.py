@@ -16,6 +16,8 @@ _PARTS = frozenset("values _values indices _indices col_indices row_indices".spl
 # What its numbers decide on.
 _NUMBERS = frozenset({"_nnz", "is_coalesced"})
 _BLOCKED = frozenset({torch.sparse_bsr, torch.sparse_bsc})
+_ENDS = {"compressed_indices", "crow_indices", "ccol_indices"}
+_PLACES = {"plain_indices", "col_indices", "row_indices"}
 _COMPRESSED: dict[Any, Any] = {
     torch.sparse_csr_tensor: torch.sparse_csr,
     torch.sparse_csc_tensor: torch.sparse_csc,
@@ -59,20 +61,27 @@ def makes_compressed(target: Any) -> bool:
     return target in _COMPRESSED or target is torch.sparse_compressed_tensor
 
 
-def like_compressed(
-    target: Any, ends: torch.Tensor, places: torch.Tensor, values: torch.Tensor, size: Any = None, **options: Any
-) -> torch.Tensor:
+def like_compressed(target: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What such a function gives for fakes: numbers of the values' dtype and device, and with their gradient.
 
     Raises:
         DynamicOutputShapeException: the places of the numbers decide on its sizes.
     """
+    ends, values, size, options = _taken_apart(*args, **kwargs)
     if size is None:
         raise DynamicOutputShapeException(torch.ops.aten.sparse_compressed_tensor.comp_plain_value)
     layout = _COMPRESSED[target] if target in _COMPRESSED else options["layout"]
     dense = values.sum().to(options.get("dtype") or values.dtype).expand(size)
     made = _laid_out(dense, layout, values, values.dim() - ends.dim() - 2 * (layout in _BLOCKED))
     return made.detach().requires_grad_() if options.get("requires_grad") else made
+
+
+def _taken_apart(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """The ends of rows or columns, the numbers, the sizes, and the options of such a call."""
+    names = _ENDS, _PLACES, {"values"}, {"size"}
+    rest = [kwargs.pop(name, None) for given in names[len(args) :] for name in given & kwargs.keys() or {""}]
+    ends, _, values, size = (*args, *rest)
+    return ends, values, size, kwargs
 
 
 def like_sparse(tensor: torch.Tensor, sizes: Any) -> torch.Tensor:

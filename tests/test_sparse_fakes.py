@@ -75,6 +75,12 @@ def test_constructors_of_compressed_tensors(layout, trained, dtype):
         nodes = {graph.placeholder(f"x{at}"): fakes.of(each) for at, each in enumerate((ends, places, values))}
         node = graph.call_function(function, (*nodes, real.shape), how)
         assert type_of(fakes.run(node, nodes.__getitem__)) == type_of(function(ends, places, values, real.shape, **how))
+        ends_by, places_by = ("crow_indices", "col_indices") if by_rows else ("ccol_indices", "row_indices")
+        if how.get("layout"):
+            ends_by, places_by = "compressed_indices", "plain_indices"
+        named = dict(zip((ends_by, places_by, "values"), nodes, strict=True))
+        by_name = graph.call_function(function, (), {**named, "size": tuple(real.shape), **how})
+        assert type_of(fakes.run(by_name, nodes.__getitem__)) == type_of(fakes.run(node, nodes.__getitem__))
         without_size = graph.call_function(function, tuple(nodes), how)
         with pytest.raises(DynamicOutputShapeException):
             fakes.run(without_size, nodes.__getitem__)
