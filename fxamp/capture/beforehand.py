@@ -68,7 +68,7 @@ class Beforehand:
         tracer: "SymbolicTracer",
         root: nn.Module,
         fakes: Fakes,
-        again: Sequence[Result] | None,
+        again: Sequence[Result | None] | None,
         made: Sequence[Any],
         decide_on: Callable[[fx.Node], Any],
         functions: Sequence[FunctionType],
@@ -79,6 +79,7 @@ class Beforehand:
         self._globals = Reached(self._names)
         self._has_gradients = torch.is_grad_enabled()
         self._calls: list[Call] = []
+        self._results: list[Result | None] = []
         self._held: dict[int, list[tuple[str, str | None]]] = {}
 
     def leave_out(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -112,15 +113,27 @@ class Beforehand:
         arguments = tuple(Value(next(places)) if _is_proxy(leaf) else self._argument(leaf, name) for leaf in flat)
         values = self._recomputed(nodes, name)
         call = Call(function, form, arguments, values, torch.is_grad_enabled(), Result(form, ()))
-        made, result = self._run(call, name) if self._again is None else self._made_before()
+        made, result = self._run_first(call, name) if self._again is None else self._made_before(name)
         self._calls.append(call._replace(result=result))
         inputs = map(self._tracer.further_input, made)
         filled = [next(inputs) if isinstance(leaf, Further) else leaf for leaf in result.leaves]
         return pytree.tree_unflatten(filled, result.form)
 
-    def _made_before(self) -> tuple[list[Any], Result]:
+    def _run_first(self, call: Call, name: str) -> tuple[list[Any], Result]:
+        try:
+            made, result = self._run(call, name)
+        except CannotRunBefore:
+            self._results.append(None)
+            raise
+        self._results.append(result)
+        return made, result
+
+    def _made_before(self, name: str) -> tuple[list[Any], Result]:
         assert self._again is not None
-        result = self._again[len(self._calls)]
+        result = self._again[len(self._results)]
+        self._results.append(result)
+        if result is None:
+            raise CannotRunBefore(f"{name} did not run before the graph when it was first captured")
         return [next(self._made) for leaf in result.leaves if isinstance(leaf, Further)], result
 
     def _recomputed(self, nodes: list[fx.Node], name: str) -> Recomputed:
@@ -173,9 +186,9 @@ class Beforehand:
             raise CannotRunBefore(f"{name} is given a {type(value).__qualname__} that is neither input nor constant")
         return Held(tuple(self._held[id(value)]))
 
-    def results(self) -> tuple[Result, ...]:
-        """What each of them gave."""
-        return tuple(call.result for call in self._calls)
+    def results(self) -> tuple[Result | None, ...]:
+        """What each of them gave, None for one that was run in vain."""
+        return tuple(self._results)
 
     def trial(self) -> "FurtherInputs | None":
         """What runs them again; None where there are none."""

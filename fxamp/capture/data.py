@@ -53,7 +53,8 @@ class Answers(NamedTuple):
 
     Attributes:
         questions: the answers, one by one.
-        results: what was run before the graph gave, whose tensors stand among the inputs.
+        results: what was run before the graph gave, whose tensors stand among the inputs; None for what may not run
+            there, as running it has shown.
         left_out: what that was.
     """
 

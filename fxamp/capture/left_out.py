@@ -73,8 +73,9 @@ def _functions_of(code: types.CodeType) -> tuple[types.FunctionType, ...]:
 
 def _is_of_layers(frame: types.FrameType) -> bool:
     """Whether it is the forward of a module that has parameters."""
-    owner = frame.f_locals.get("self")
-    if frame.f_code.co_name != "forward" or not isinstance(owner, nn.Module):
+    code = frame.f_code
+    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if code.co_name != "forward" or not isinstance(owner, nn.Module):
         return False
     return any(True for _ in owner.parameters())
 

@@ -5,16 +5,18 @@ import copy
 import itertools
 import pickle
 import random
+import sys
 import threading
 import types
 
 import numpy
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 import fxamp
+from fxamp.capture.left_out import functions_to_leave_out
 from fxamp.model.engine import engine_of
 
 GRIDS = [torch.tensor(grids) for grids in ([[2, 4], [4, 2]], [[4, 4], [2, 2]], [[2, 8], [2, 2]], [[6, 2], [2, 6]])]
@@ -712,3 +714,39 @@ def test_the_function_of_many_models_is_found_for_each():
     models = [fxamp.convert(Spans(), torch.bfloat16, CALLS[Spans][0], capture="symbolic") for _ in range(10)]
     left_out = {engine_of(model).left_out.functions for model in models}
     assert left_out == {(Spans.places_of,)}
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_who_captures_again_runs_the_same_calls_before_the_graph(is_given):
+    """The first call of `places` gives what it is given, which is traced; the second one runs before the graph."""
+
+    def places(grids, given=None):
+        if given is not None:
+            return given
+        return torch.cat([torch.arange(h * w) % (8 if h > w else 16) for h, w in grids.tolist()])
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.embed = nn.Linear(8, 8), nn.Embedding(16, 8)
+
+        def forward(self, x, grids):
+            first = places(grids, grids) if is_given else places(grids)
+            return self.fc(x + self.embed(places(grids))) * first.sum()
+
+    model, inputs = Twice(), (_rows(GRIDS[0]), GRIDS[0])
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=inputs, capture="symbolic")
+    found = fxamp.compare(model, converted, inputs)
+    assert 0 < found.output < 0.02
+
+
+@pytest.mark.parametrize("is_of_layers", [True, False])
+def test_forward_of_layers_does_not_run_before_the_graph_whatever_its_first_argument_is_called(is_of_layers):
+    class Net(nn.Module):
+        def forward(net, x):
+            return functions_to_leave_out([sys._getframe()], ())
+
+    net, x = Net(), fx.Proxy(fx.Graph().placeholder("x"))
+    if is_of_layers:
+        net.fc = nn.Linear(2, 2)
+    assert bool(net.forward(x)) is not is_of_layers
