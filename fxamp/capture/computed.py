@@ -7,6 +7,7 @@
 What they hold is known while forward is traced, so that Python may decide on it.
 """
 
+import operator
 import weakref
 from typing import Any
 
@@ -90,10 +91,18 @@ def _is_written(nodes: set[fx.Node]) -> bool:
     that may be a view."""
     last, made, waiting = max(nodes), set(nodes), list(nodes)
     while waiting:
-        new = [user for user in waiting.pop().users if user < last and user not in made]
+        given = waiting.pop()
+        new = [user for user in given.users if user < last and user not in made]
         made.update(new)
-        waiting += new
+        waiting += [user for user in new if user.target is operator.getitem] if _are_read(given) else new
     return any(made.intersection(mutated(node)) for node in made)
+
+
+def _are_read(node: fx.Node) -> bool:
+    """Whether a node gives numbers, or a list of them, of which nothing can be a view: a layer may be made of them."""
+    while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return _is_number(node) or (node.op == "call_method" and node.target in ("item", "tolist"))
 
 
 def _writes_into_what_is_given(last: fx.Node) -> bool:
@@ -102,41 +111,39 @@ def _writes_into_what_is_given(last: fx.Node) -> bool:
     The inputs of another call may lie in one memory.
     """
     scan = _scans.get(last.graph)
-    if scan is None or not scan.is_before(last):
+    if scan is None or scan.is_stale:
         scan = _scans[last.graph] = _Scan()
-    scan.go_on(last)
-    return scan.has_found
+    return scan.has_found(last)
 
 
 class _Scan:
-    """What has been seen of one graph, which grows at its end.
-
-    Attributes:
-        done: the last node that was looked at.
-    """
+    """What has been seen of one graph, which grows at its end."""
 
     def __init__(self) -> None:
-        self.done: fx.Node | None = None
-        self.has_found = False
+        self._done: fx.Node | None = None  # the last node that was looked at
+        self._first: fx.Node | None = None  # the first that writes
         self._made_by: dict[object, fx.Node] = {}
 
-    def is_before(self, last: fx.Node) -> bool:
-        """Whether it can go on to a node."""
-        return self.done is None or (not self.done._erased and self.done < last)
+    @property
+    def is_stale(self) -> bool:
+        """Whether it cannot go on."""
+        return any(node is not None and node._erased for node in (self._done, self._first))
 
-    def go_on(self, last: fx.Node) -> None:
-        """Look at the nodes before another one."""
-        node = next(iter(last.graph.nodes)) if self.done is None else self.done.next
-        while not self.has_found and node is not last:
+    def has_found(self, last: fx.Node) -> bool:
+        """Whether one comes before a node."""
+        node = next(iter(last.graph.nodes)) if self._done is None else self._done.next
+        while self._first is None and (self._done is None or self._done < last) and node is not last:
             self._look_at(node)
-            self.done, node = node, node.next
+            self._done, node = node, node.next
+        return self._first is not None and self._first < last
 
     def _look_at(self, node: fx.Node) -> None:
         if "val" in node.meta:
             self._made_by.setdefault(memory_of(node.meta["val"]), node)
         for written in mutated(node) if canonical_name(node.target) not in _STATISTICS else ():
             maker = self._made_by.get(memory_of(written.meta["val"])) if "val" in written.meta else None
-            self.has_found |= maker is None or maker.op in ("placeholder", "get_attr") or not _is_known(maker)
+            if maker is None or maker.op in ("placeholder", "get_attr") or not _is_known(maker):
+                self._first = node
 
 
 _scans: "weakref.WeakKeyDictionary[fx.Graph, _Scan]" = weakref.WeakKeyDictionary()

@@ -1,10 +1,13 @@
 """Numbers that Python reads of tensors which forward makes of constants and sizes alone."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
 
 import fxamp
+from fxamp.capture.computed import sources
 from fxamp.errors import CaptureError
 from fxamp.model.engine import engine_of
 
@@ -101,3 +104,47 @@ def test_a_number_of_the_model_that_a_tensor_is_made_of_is_read_again():
 def test_what_data_decides_on_is_not(head):
     with pytest.raises(CaptureError, match="decides the control flow"):
         fxamp.convert(Model(OF_DATA[head]), LOW, capture="symbolic", example_inputs=(torch.randn(3, 8),))
+
+
+def _graph():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(3)
+    return graph, x
+
+
+def _made(graph, method, *args):
+    """A node whose value is known."""
+    node = graph.call_method(method, args)
+    node.meta["val"] = torch.ones(3)
+    return node
+
+
+def test_what_comes_before_a_write_into_an_input_is_of_the_input_whenever_it_is_asked():
+    graph, x = _graph()
+    before = _made(graph, "mul", x, 2)
+    write = _made(graph, "add_", x, 1)
+    write.meta["val"] = x.meta["val"]
+    after = _made(graph, "mul", x, 2)
+    for _ in range(2):
+        assert sources(after, from_inputs=True) is None
+        assert sources(before, from_inputs=True) == [x]
+
+
+def test_a_write_into_what_numbers_make_is_none_into_them():
+    graph, x = _graph()
+    numbers = graph.call_method("tolist", (x,))
+    made = graph.call_function(torch.full, ((3,), graph.call_function(operator.getitem, (numbers, 0))))
+    made.meta["val"] = torch.ones(3)
+    _made(graph, "add_", _made(graph, "relu", made), 1)
+    assert sources(graph.call_method("tolist", (x,)), from_inputs=True) == [x]
+    assert sources(graph.call_function(torch.tensor, (numbers,)), from_inputs=True) == [x]
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_write_into_a_list_of_numbers_is_seen(is_inner):
+    graph, x = _graph()
+    numbers = graph.call_method("tolist", (x,))
+    part = graph.call_function(operator.getitem, (numbers, 0)) if is_inner else numbers
+    graph.call_function(operator.setitem, (part, 0, 1))
+    assert sources(graph.call_function(torch.tensor, (numbers,)), from_inputs=True) is None
