@@ -78,6 +78,20 @@ def item_at(listed: Any, places: tuple[int, ...]) -> Any:
 _OURS = frozenset({together, item_at})
 
 
+class Forms:
+    """What nodes compute, as texts: equal for nodes that compute the same, as those of equal layers may."""
+
+    def __init__(self) -> None:
+        self._of: dict[fx.Node, str] = {}
+        self._numbers: dict[str, str] = {}
+
+    def of(self, node: fx.Node) -> str:
+        if node not in self._of:
+            text = f"{node.op}:{node.target}{fx.node.map_arg((node.args, node.kwargs), self.of)!r}"
+            self._of[node] = self._numbers.setdefault(text, f"%{len(self._numbers)}")
+        return self._of[node]
+
+
 def _is_computed(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and canonical_name(node.target) in _COMPUTED
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fxamp.capture.computed import computed, item_at
+from fxamp.capture.computed import Forms, computed, item_at
 from fxamp.capture.recomputed import Recomputed, check_plain
 from fxamp.capture.sizes import is_made_up
 from fxamp.capture.unseen import outside_of_the_call
@@ -81,14 +81,13 @@ class DataQuestions:
         self._again = again
         self._example = None if is_made_up(example) else example
         self._asked: dict[str, _Question] = {}
-        self._forms: dict[fx.Node, str] = {}
-        self._numbers: dict[str, str] = {}
+        self.forms = Forms()
 
     def answer(self, node: fx.Node, sources: list[fx.Node]) -> Any:
         """True or False for the call that is captured; UNKNOWN where its data does not tell."""
         if self._example is None:
             return UNKNOWN
-        form = self.form(node)
+        form = self.forms.of(node)
         if form not in self._asked:
             if len(self._asked) >= (MOST_NUMBERS if _is_of_numbers(node) else MOST_QUESTIONS):
                 return UNKNOWN
@@ -111,13 +110,6 @@ class DataQuestions:
     def answers(self) -> tuple[bool, ...]:
         """What was answered."""
         return tuple(question.answer for question in self._asked.values())
-
-    def form(self, node: fx.Node) -> str:
-        """The same for nodes that compute the same: each layer may ask anew."""
-        if node not in self._forms:
-            text = f"{node.op}:{node.target}{fx.node.map_arg((node.args, node.kwargs), self.form)!r}"
-            self._forms[node] = self._numbers.setdefault(text, f"%{len(self._numbers)}")
-        return self._forms[node]
 
     def trial(self, fakes: Fakes, attribute: Callable[[fx.Node], Any]) -> "DataTrial | None":
         """What asks once more; None where nothing was asked.

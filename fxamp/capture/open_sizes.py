@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
-from fxamp.capture.computed import item_at
+from fxamp.capture.computed import Forms, item_at, sources
 from fxamp.capture.ranks import LOOSE_RANK
 from fxamp.capture.splits import sizes_of_parts
 from fxamp.fakes import UNKNOWN, Fakes, memory_of
@@ -35,7 +35,8 @@ _WRONG = frozenset({torch._pack_padded_sequence})
 class OpenRun:
     """Runs nodes where sizes may be open.
 
-    1. `counts.tolist()` and `count.item()` give open numbers: which node gives which is noted.
+    1. `counts.tolist()` and `count.item()` give open numbers: which node gives which is noted. Those that read the same
+       of inputs, as each layer may, give the same.
     2. The sizes that `x.split(sizes)` asks for are x's together: so the parts that are put together again are as long.
     3. Attention asks of each size whether it is 0, which changes nothing about what it gives.
 
@@ -48,6 +49,8 @@ class OpenRun:
         self._fakes = fakes.in_mode(mode)
         self.of = self._fakes.of
         self._origins: dict[Any, tuple[fx.Node, tuple[int, ...]]] = {}  # of the symbol that stands for a number
+        self._forms = Forms()
+        self._numbers: dict[str, Any] = {}  # by the form of what reads them of inputs
         self._rest: dict[Any, Any] = {}  # of the symbol for the last of a split's sizes: what the others leave
 
     def run(self, node: fx.Node, values: Callable[[fx.Node], Any]) -> Any:
@@ -58,15 +61,28 @@ class OpenRun:
         if canonical_name(node.target) == "scaled_dot_product_attention":
             query, value = fx.node.map_arg([ir.argument_of(node, 0, "query"), ir.argument_of(node, 2, "value")], values)
             if any(map(_is_open, (query, value))):
-                return self._known_again(query.sum(-1, keepdim=True) * value.new_empty(value.shape[-1:]))
-        given = self._fakes.run(node, values)
+                requires_grad = torch.is_grad_enabled() and (query.requires_grad or value.requires_grad)
+                made = query.new_empty((*query.shape[:-1], value.shape[-1]))
+                return self._known_again(made.requires_grad_(requires_grad))
         if node.op == "call_method" and node.target in ("tolist", "item"):
-            self._note_origins(node, given, ())
+            return self._numbers_read(node, values)
+        given = self._fakes.run(node, values)
         return self._known_again(given) if self._rest else given
 
     def origin(self, value: Any) -> tuple[fx.Node, tuple[int, ...]] | None:
         """The list, and the places in it, that an open number comes from; None for any other value."""
         return self._origins.get(value.node.expr) if isinstance(value, torch.SymInt) else None
+
+    def _numbers_read(self, node: fx.Node, values: Callable[[fx.Node], Any]) -> Any:
+        if sources(node, from_inputs=True) is None:
+            given = self._fakes.run(node, values)
+        else:
+            form = self._forms.of(node)
+            if form not in self._numbers:
+                self._numbers[form] = self._fakes.run(node, values)
+            given = pytree.tree_map(lambda number: number, self._numbers[form])  # a list of its own
+        self._note_origins(node, given, ())
+        return given
 
     def _note_origins(self, node: fx.Node, given: Any, places: tuple[int, ...]) -> None:
         if isinstance(given, list):
@@ -79,8 +95,9 @@ class OpenRun:
         last = sizes[-1]
         if isinstance(last, torch.SymInt) and last.node.expr.is_symbol:
             self._rest[last.node.expr] = _expression(whole.shape[dim]) - sum(map(_expression, sizes[:-1]))
-        row = whole.select(dim, 0).unsqueeze(dim)
-        return tuple(row.expand(*row.shape[:dim], size, *row.shape[dim:][1:]).clone() for size in sizes)
+        shapes = ((*whole.shape[:dim], size, *whole.shape[dim:][1:]) for size in sizes)
+        requires_grad = torch.is_grad_enabled() and whole.requires_grad
+        return tuple(whole.new_empty(shape).requires_grad_(requires_grad) for shape in shapes)
 
     def _known_again(self, value: Any) -> Any:
         """A tensor whose sizes, open as they look, are known: in memory of its own."""

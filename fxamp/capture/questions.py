@@ -201,7 +201,7 @@ class Questions:
 
     def _closed_form(self, opened: fx.Proxy) -> fx.Proxy | None:
         """A tensor as a further input, None for what is none, or may not be computed before the graph."""
-        form = self.of_data.form(opened.node)
+        form = self.of_data.forms.of(opened.node)
         if form not in self._closed:
             self._closed[form] = None
             with contextlib.suppress(CannotRunBefore):

@@ -1,6 +1,7 @@
 """Behind sizes that the data decides, what does not hang on the data is known as everywhere else."""
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -201,6 +202,33 @@ def test_a_number_that_torch_takes_for_an_open_size_ends_it():
     assert OpenSizes(fakes).closed(added) is UNKNOWN
     assert sizes.closed(after).shape == ()
     assert sizes.closed(added) is UNKNOWN and sizes.closed(after) is UNKNOWN
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_those_that_read_the_same_numbers_of_an_input_have_the_same(is_written):
+    graph, sizes = torch.fx.Graph(), OpenSizes(fakes := Fakes(nn.Module()))
+    x, counts = map(graph.placeholder, ("x", "counts"))
+    x.meta["val"], counts.meta["val"] = fakes.of(torch.ones(6, 8)), fakes.of(torch.ones(2).long())
+
+    def split():
+        doubled = graph.call_method("mul", (counts, 2))
+        doubled.meta["val"] = fakes.of(torch.ones(2).long())
+        numbers = graph.call_method("tolist", (doubled,))
+        parts = graph.call_method("split", (x, numbers))
+        assert sizes.closed(numbers) is UNKNOWN and sizes.closed(parts) is UNKNOWN
+        return numbers, parts
+
+    numbers, parts = split()
+    if is_written:
+        graph.call_method("add_", (counts, 1))
+    others, other_parts = split()
+    is_same = graph.call_function(operator.eq, (numbers, others))
+    assert sizes.closed(is_same) is (UNKNOWN if is_written else True)
+    row = [graph.call_function(operator.getitem, (each, 0)) for each in (parts, other_parts)]
+    assert [sizes.closed(each) for each in row] == [UNKNOWN, UNKNOWN]
+    assert sizes.closed(graph.call_function(torch.cat, ([parts, other_parts],))) is UNKNOWN
+    whole = graph.call_function(torch.cat, (parts,))
+    assert sizes.closed(whole).shape == (6, 8)
 
 
 ROWS, MASK = torch.randn(6, 8), torch.tensor([True, False, True, True, False, True])
