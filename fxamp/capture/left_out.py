@@ -4,6 +4,7 @@ import contextlib
 import dis
 import functools
 import gc
+import itertools
 import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -31,13 +32,41 @@ def functions_to_leave_out(
         frames: of a trace, innermost first.
         known: the code of those that were found before.
     """
+    for code in _codes_to_leave_out(frames, known):
+        if found := _functions_of(code):
+            return found
+    return ()
+
+
+class Openings:
+    """The functions of one trace in which it met the first of those values whose sizes the data decides.
+
+    Args:
+        known: the code of those that are left out by now.
+    """
+
+    def __init__(self, known: Collection[types.CodeType]) -> None:
+        self._known = known
+        self._codes: dict[types.CodeType, None] = {}
+
+    def note(self, frames: Iterable[types.FrameType]) -> None:
+        """Such a value is made in these frames, innermost first."""
+        self._codes.update(dict.fromkeys(itertools.islice(_codes_to_leave_out(frames, self._known), 1)))
+
+    def functions(self) -> tuple[types.FunctionType, ...]:
+        """Those that look into inputs alone, with their copies."""
+        return tuple(function for code in self._codes for function in _functions_of(code))
+
+
+def _codes_to_leave_out(
+    frames: Iterable[types.FrameType], known: Collection[types.CodeType]
+) -> Iterator[types.CodeType]:
     for frame in frames:
         code = frame.f_code
         if code in known or is_library_file(code.co_filename):
             continue
-        if not _is_of_layers(frame) and _looks_at_inputs_alone(frame) and (found := _functions_of(code)):
-            return found
-    return ()
+        if not _is_of_layers(frame) and _looks_at_inputs_alone(frame):
+            yield code
 
 
 def frames_of(error: BaseException) -> list[types.FrameType]:

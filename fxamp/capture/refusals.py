@@ -5,28 +5,37 @@ has changed (`model.debug = False`).
 import collections
 import dataclasses
 import weakref
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from fxamp.capture.left_out import Openings
 from fxamp.capture.state import Cell, StateCheck
 from fxamp.errors import CaptureError, FxampError
 
-_STATE, _OPEN = "read_before", "has_open_sizes"
+_STATE, _OPEN, _OPENINGS = "read_before", "has_open_sizes", "openings"
 
 
-def with_state(error: FxampError, cells: tuple[Cell, ...], has_open: bool) -> FxampError:
+def with_state(error: FxampError, cells: tuple[Cell, ...], has_open: bool, openings: Openings) -> FxampError:
     """The error, which now tells what the trace had read when it was raised, and of sizes that the data decides."""
     setattr(error, _STATE, cells)
     setattr(error, _OPEN, has_open)
+    setattr(error, _OPENINGS, openings)
     return error
 
 
 def has_open_sizes(error: FxampError) -> bool:
     """Whether the trace that ended so had met sizes that the data decides."""
     return bool(getattr(error, _OPEN, False))
+
+
+def opened_in(error: FxampError) -> tuple[FunctionType, ...]:
+    """The functions of the model that had made the first of these, of inputs alone."""
+    openings = getattr(error, _OPENINGS, None)
+    return () if openings is None else openings.functions()
 
 
 @dataclasses.dataclass

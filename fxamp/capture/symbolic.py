@@ -15,7 +15,7 @@ from fxamp.capture.inputs import CallSpec
 from fxamp.capture.left_out import MOST_FUNCTIONS, called_through, frames_of, functions_to_leave_out
 from fxamp.capture.locations import explained
 from fxamp.capture.reads import Place
-from fxamp.capture.refusals import has_open_sizes, with_state
+from fxamp.capture.refusals import has_open_sizes, opened_in, with_state
 from fxamp.capture.sizes import is_made_up
 from fxamp.capture.surroundings import fill_override_tables, load_einops, opened_wraps
 from fxamp.capture.tracer import SymbolicTracer
@@ -107,7 +107,10 @@ def _more_left_out(error: CaptureError, left_out: LeftOut) -> LeftOut | None:
     """What else may run before the graph, so that a trace does not end as it did; None for nothing."""
     if len(left_out.codes) < MOST_FUNCTIONS and (found := functions_to_leave_out(frames_of(error), left_out.codes)):
         return left_out._replace(functions=(*left_out.functions, *found))
-    return left_out._replace(closes=True) if has_open_sizes(error) and not left_out.closes else None
+    if left_out.closes or not has_open_sizes(error):
+        return None
+    functions = (*left_out.functions, *opened_in(error))
+    return LeftOut(functions if len(functions) <= MOST_FUNCTIONS else left_out.functions, closes=True)
 
 
 def _trace_once(asked: _Trace) -> Captured:
@@ -118,11 +121,11 @@ def _trace_once(asked: _Trace) -> Captured:
         with uncaught_captures(), called_through(asked.left_out.functions, tracer.beforehand.leave_out):
             graph = tracer.trace(asked.root)
     except FxampError as error:
-        with_state(error, tracer.state_so_far(), tracer.values.has_open)
+        with_state(error, tracer.state_so_far(), tracer.values.has_open, tracer.openings)
         raise
     except Exception as error:
         found = explained(error, asked.root, asked.example is not None)
-        raise with_state(found, tracer.state_so_far(), tracer.values.has_open) from error
+        raise with_state(found, tracer.state_so_far(), tracer.values.has_open, tracer.openings) from error
     finally:
         if tracer.questions.has_hashed:
             clear_caches_of(tracer)

@@ -33,9 +33,10 @@ from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.functions import whole_functions
 from fxamp.capture.inputs import CallSpec, unflatten_call
 from fxamp.capture.leaves import has_hooks, hooks_on, is_leaf
+from fxamp.capture.left_out import Openings
 from fxamp.capture.lengths import hands_on_open_length, lists_parts_of_inputs
 from fxamp.capture.live import LiveNumbers
-from fxamp.capture.locations import user_line
+from fxamp.capture.locations import user_frames, user_line
 from fxamp.capture.mode_nodes import ModeNodes
 from fxamp.capture.numbers import plain_number
 from fxamp.capture.outputs import OutputForm, flatten_output
@@ -101,6 +102,7 @@ class SymbolicTracer(fx.Tracer):
         self.grad_mode: bool | None = None
         self.gradients_outside = True
         self._closes = left_out.closes
+        self.openings = Openings(left_out.codes)
         self._numbers = LiveNumbers(live, self._attribute)
         self.beforehand = Beforehand(
             self, root, fakes, again and again.results, made[many:], self._numbers.decide_on, left_out.functions
@@ -403,6 +405,8 @@ class SymbolicTracer(fx.Tracer):
             proxy = self.proxy(node)
         elif self.example is not None:
             node.meta[ir.GUESS] = self.values.guess(node)
+            if not self._closes and all("val" in given.meta for given in node.all_input_nodes):
+                self.openings.note(user_frames())
         if value is None and (kind == "call_module" or node.target is operator.getitem):
             self.questions.take_for_none(proxy)
             return None  # type: ignore[return-value]

@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
+from fxamp.capture import symbolic
+from fxamp.capture.data import NOTHING_LEFT_OUT, LeftOut
 from fxamp.model.engine import engine_of
 from tests.work import lines
 
@@ -68,6 +70,14 @@ def test_each_layer_costs_what_the_one_before_does_and_a_layer_without_images():
     few, more, many = work(2), work(6), work(24)
     assert per_node(more, many) < 1.2 * per_node(few, more)
     assert per_node(few, more) < 2 * per_node(work(2, is_apart=False), work(6, is_apart=False))
+
+
+def test_one_trace_tells_that_sizes_are_open_and_where_they_begin(monkeypatch):
+    traced, trace_once = [], symbolic._trace_once
+    monkeypatch.setattr(symbolic, "_trace_once", lambda asked: traced.append(asked.left_out) or trace_once(asked))
+    model = converted(Tower(2))
+    assert traced == [NOTHING_LEFT_OUT, LeftOut((ends_of,), closes=True)]
+    assert engine_of(model).left_out == traced[-1]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
