@@ -69,10 +69,29 @@ def may_be_compared_by_identity(frame: types.FrameType | None) -> bool:
     return False
 
 
+def is_asked_whether_none(frame: types.FrameType, name: str) -> bool:
+    """Whether the current instruction of a frame reads an attribute and asks that of it alone: `self.last is None`."""
+    return (frame.f_lasti, name) in _none_questions(frame.f_code)
+
+
 def is_asked_for_its_class(frame: types.FrameType) -> bool:
     """Whether the current instruction of a frame is a class pattern of `match`, or reads `.__class__`, as functions of
     `functools.singledispatch` do."""
     return frame.f_lasti in _class_questions(frame.f_code) and not is_torchs_file(frame.f_code.co_filename)
+
+
+@functools.lru_cache(maxsize=1024)
+def _none_questions(code: types.CodeType) -> frozenset[tuple[int, str]]:
+    """(place in a function, attribute) of these instructions, with their caches."""
+    instructions = _instructions(code)
+    found: set[tuple[int, str]] = set()
+    ends = {each.offset: following.offset for each, following in itertools.pairwise(dis.get_instructions(code))}
+    for number, each in enumerate(instructions):
+        asking = instructions[number + 1 : number + 3]
+        is_constant = [after.opname for after in asking] == ["LOAD_CONST", "IS_OP"] and asking[0].argval is None
+        if each.opname == "LOAD_ATTR" and asking and (is_constant or _is_jump_at_none(asking[0])):
+            found.update((offset, each.argval) for offset in range(each.offset, ends[each.offset]))
+    return frozenset(found)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -108,8 +127,11 @@ def _taker(instructions: list[dis.Instruction], place: int) -> dis.Instruction |
 
 
 def _is_identity(instruction: dis.Instruction) -> bool:
-    name = instruction.opname
-    return name == "IS_OP" or (name.startswith("POP_JUMP") and name.endswith("NONE"))
+    return instruction.opname == "IS_OP" or _is_jump_at_none(instruction)
+
+
+def _is_jump_at_none(instruction: dis.Instruction) -> bool:
+    return instruction.opname.startswith("POP_JUMP") and instruction.opname.endswith("NONE")
 
 
 def _is_local(instruction: dis.Instruction) -> bool:

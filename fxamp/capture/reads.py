@@ -1,6 +1,7 @@
 """What a trace reads of Python's state; see state.py for what is done with it."""
 
 import contextlib
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from fxamp.capture.assignments import Assignments
 from fxamp.capture.effects import Effects
 from fxamp.capture.functions_of import codes_of, functions_in, globals_of
 from fxamp.capture.hooks import hook_writes
+from fxamp.capture.identity import is_asked_whether_none
 from fxamp.capture.leaves import HOOKS, recomputed_weights
 from fxamp.capture.locations import is_library_file
 from fxamp.capture.objects import (
@@ -30,7 +32,7 @@ from fxamp.capture.objects import (
 )
 from fxamp.capture.selves import check_agrees
 from fxamp.capture.settings import Settings
-from fxamp.capture.state import LIFTED, Cell, paths_of, read
+from fxamp.capture.state import LIFTED, NOT_NONE, Cell, paths_of, read
 from fxamp.errors import CaptureError, FxampError, OptionError
 from fxamp.ir import ENGINE, RUN
 
@@ -69,6 +71,7 @@ class Reads:
         self._lift = lift
         self._found: dict[tuple[int, str], tuple[Any, Any]] = {}  # (id of owner, name) -> owner, value
         self._registered: dict[tuple[int, str], tuple[nn.Module, str, torch.Tensor | None]] = {}  # -> kind, value
+        self._looked_at: set[tuple[int, str]] = set()  # those that hold tensors of which not only None was asked
         self._known: dict[int, nn.Module] = {id(module): module for module in root.modules()}
         self._lifted: set[Place] = set()
         self._functions: dict[int, types.FunctionType] = {}
@@ -105,7 +108,10 @@ class Reads:
                 return value
             if name in module.__dict__ and self._assignments.has(module, name):
                 return self._assignments.value(module, name)
-            return self._note(self._own(module, name), name, value)
+            owner = self._own(module, name)
+            if isinstance(value, torch.Tensor) and not is_asked_whether_none(sys._getframe(1), name):
+                self._looked_at.add((id(owner), name))
+            return self._note(owner, name, value)
 
         if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self._root.modules())):
             raise CaptureError("the call is made inside parametrize.cached(), and a graph computes its weights itself")
@@ -157,6 +163,8 @@ class Reads:
             cell = Cell(name, (), path, None if path is not None else owner, title, names, tie=tie)
             if path is not None and (path, name) in self._lifted - decided:
                 found.append(cell.with_frozen((type(value), LIFTED)))
+            elif path is not None and isinstance(value, torch.Tensor) and (id(owner), name) not in self._looked_at:
+                found.append(cell.with_frozen((torch.Tensor, NOT_NONE)))
             else:
                 found.append(cell.with_frozen(cell.standing_for(value, scope)))
         for (_, name), (owner, kind, value) in self._registered.items():

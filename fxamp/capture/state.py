@@ -32,6 +32,7 @@ from fxamp.capture.objects import (
 from fxamp.fakes import is_sharded
 
 LIFTED = object()  # a number that the graph reads anew at each call: its type alone matters
+NOT_NONE = object()  # a tensor of which nothing was asked but that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,11 @@ class Cell:
         return self.path is not None and not self.kind and isinstance(self.frozen[0], torch.dtype)
 
     @property
+    def is_not_none(self) -> bool:
+        """Whether it is such an attribute, of which nothing matters but that it is no None."""
+        return self.path is not None and self.frozen[-1] is NOT_NONE
+
+    @property
     def is_weight(self) -> bool:
         """Whether it is a parameter or a buffer."""
         return self.path is not None and bool(self.kind) and isinstance(self.frozen[0], torch.Size)
@@ -98,6 +104,8 @@ class Cell:
     def standing_for(self, value: Any, scope: Scope) -> tuple[Any, ...]:
         """What `frozen` is to be equal to for the graph to be valid."""
         if self.path is not None and isinstance(value, torch.Tensor):
+            if self.frozen and self.frozen[-1] is NOT_NONE:
+                return self.frozen  # type: ignore[no-any-return]
             return type_of_weight(value) if self.kind else type_of_kept(value)  # read anew at each call
         if self.frozen and self.frozen[-1] is LIFTED:
             return (type(value), LIFTED)
@@ -246,6 +254,9 @@ class _Identities:
         call, is not kept alive.
         """
         frozen = self._named(cell.frozen)
+        if cell.is_not_none:
+            self._terms.append(f"isinstance({entry}, {self._named(torch.Tensor)})")
+            return
         if not cell.kind:
             self._terms.append(f"type_of_kept({entry}) == {frozen}")
             return

@@ -81,6 +81,7 @@ class Variant:
         self.plain = [(cell.path or "", cell.name, cell.frozen[1]) for cell in cells if cell.is_plain]
         self.empty = [(cell.path or "", cell.name) for cell in cells if cell.is_none]
         self.kept = [(cell.path or "", cell.name, cell.frozen[0], cell.frozen[1]) for cell in cells if cell.is_kept]
+        self.filled = [(cell.path or "", cell.name) for cell in cells if cell.is_not_none]
         weights = [cell for cell in cells if cell.is_weight]
         self.stored = [(cell.path or "", cell.name, cell.frozen[1], cell.frozen[0]) for cell in weights]
         self.tied = [(cell.path or "", cell.name, cell.tie[0], cell.tie[2]) for cell in cells if cell.tie is not None]
@@ -135,6 +136,9 @@ class Variant:
                 return False
         for path, name in self.empty:
             if _value_at(module, path, name) is not None:
+                return False
+        for path, name in self.filled:
+            if _value_at(module, path, name) is None:
                 return False
         for path, name, dtype, shape in self.kept:
             kept = _value_at(module, path, name)

@@ -623,3 +623,57 @@ def test_what_another_thread_sets_meanwhile_is_not_in_the_graph():
     for step in (0, 1):
         same(converted(inputs(step)), plain(inputs(step)), rtol=0.05, atol=0.05)
         same(converted.first.seen, plain.first.seen)
+
+
+class Keeping(nn.Module):
+    """Keeps what is as long as its batch, as vision-language models keep their positions from call to call."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.fc, self.ask, self.last = nn.Linear(16, 16), ask, None
+
+    def forward(self, x):
+        y = self.fc(x) if self.ask(self) else self.fc(x) + 1
+        self.last = y.sum(1)
+        return y
+
+
+def is_none(model):
+    return model.last is None
+
+
+def is_none_at_first(model):
+    has_last = model.last is not None
+    return not has_last or model.training
+
+
+@pytest.mark.parametrize("ask", [is_none, is_none_at_first])
+def test_a_tensor_that_is_asked_whether_it_is_none_alone_may_have_any_shape(ask):
+    torch.manual_seed(0)
+    model = Keeping(ask)
+    converted = fxamp.convert(copy.deepcopy(model), LOW, capture="symbolic", **EXACT)
+    for rows in (4, 3, 4, 5, 3, 3, 4):
+        x = torch.randn(rows, 16)
+        assert torch.equal(converted(x), model(x)) and torch.equal(converted.last, model.last)
+    assert len(engine_of(converted).all_variants()) == 2, "one for None"
+    model.last = converted.last = None
+    assert torch.equal(converted(x), model(x))
+    assert len(engine_of(converted).all_variants()) == 2
+
+
+def has_one_row(model):
+    return model.last is None or model.last.shape[0] == 1
+
+
+def sums_up(model):
+    return model.last is None or ((last := model.last) is not None and last.dim() == 1 and len(last) == 1)
+
+
+@pytest.mark.parametrize("ask", [has_one_row, sums_up])
+def test_a_tensor_that_is_asked_more_has_its_shape(ask):
+    torch.manual_seed(0)
+    model = Keeping(ask)
+    converted = fxamp.convert(copy.deepcopy(model), LOW, capture="symbolic", **EXACT)
+    for rows in (4, 1, 4, 4, 1, 1):
+        x = torch.randn(rows, 16)
+        assert torch.equal(converted(x), model(x)) and torch.equal(converted.last, model.last)
