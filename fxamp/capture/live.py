@@ -35,6 +35,8 @@ class LiveNumbers:
 
     def decide_on(self, node: fx.Node) -> bool:
         """Note which numbers a value that Python asked for hangs on; whether it hangs on anything else too."""
+        if not self._proxies:
+            return True
         places = {proxy.node: place for place, proxy in self._proxies.items()}
         waiting, seen, is_elsewhere = [node], {node}, False
         while waiting:

@@ -51,8 +51,7 @@ class SplitGradients(Pass):
         return ir.dtype_of(value) == torch.float32 and ir.has_gradient(node) and ir.is_tensor(value)
 
     def _split(self, graph: fx.Graph, cast: fx.Node) -> bool:
-        order = {node: place for place, node in enumerate(graph.nodes)}
-        readers = sorted(filter(lambda user: _is_way_back(user, cast), cast.users), key=order.__getitem__)
+        readers = sorted(user for user in cast.users if _is_way_back(user, cast))
         changed = False
         for group in self._groups(readers)[1:]:
             with graph.inserting_before(_place(group[0], cast)):
