@@ -68,12 +68,16 @@ class Fakes:
         if found is None:
             with quietly():
                 twin: torch.Tensor = self._twin(value) if isinstance(value, FakeTensor) else self._plain(value)
-                dtype = self._logical_dtype(value)
+                dtype = self.dtype_of(value)
                 if twin.dtype != dtype:
                     with temporarily_clear_interpreter_stack():  # torch.func's transforms allow no requires_grad_
                         twin = twin.detach().to(dtype).requires_grad_(value.requires_grad)
             self._known[id(value)] = found = (twin, value)
         return found[0]
+
+    def dtype_of(self, value: torch.Tensor) -> torch.dtype:
+        """The dtype that a real tensor stands for."""
+        return self._logical_dtype(value)
 
     def seen(self, value: Any) -> Any:
         """The fake twin of a tensor, and a number for a size, where those vary."""

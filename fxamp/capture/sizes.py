@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxamp import ir
+from fxamp.capture.on_meta import OnMeta, is_plain
 from fxamp.capture.open_sizes import OpenRun
 from fxamp.capture.unseen import outside_of_the_call
 from fxamp.fakes import Fakes
@@ -40,11 +41,11 @@ VARYING = "_fxamp_varying"
 MOST_SIZES = 4096
 """So many sizes a trial remembers its answers for."""
 
-TRIALS_BEFORE_GUARD = 4
+TRIALS_BEFORE_GUARD = 16
 """So many sizes are tried before a condition on them is looked for, the example's own among them."""
 
-MOST_TRIALS = 12
-"""A condition may take the time of so many trials to find: of language models it takes that of about six."""
+MOST_TRIALS = 32
+"""A condition may take the time of so many trials to find: of language models it takes that of 6 to 20."""
 
 
 class Decision(NamedTuple):
@@ -89,6 +90,9 @@ class Sizes:
         inputs = graph.find_nodes(op="placeholder")
         self.read = [place for place, node in enumerate(inputs) if node in needed]
         self.has_open = any(ir.GUESS in node.meta for node in copies)
+        self.is_told_on_meta = not self.has_open and all(
+            node.op in ("placeholder", "get_attr") or is_plain(node) for node in self._graph.nodes
+        )
         self._fakes, self._attribute = fakes, attribute
 
     def on_fakes(self, inputs: list[Any]) -> tuple[FakeTensorMode, list[Any]]:
@@ -97,18 +101,22 @@ class Sizes:
         with mode:
             return mode, [_empty(value, value.shape) if _is_tensor(value) else value for value in inputs]
 
-    def of(self, mode: FakeTensorMode, inputs: list[Any], until: float = math.inf) -> Iterator[tuple[int, Any]]:
+    def on_meta(self, inputs: list[Any]) -> tuple[None, list[Any]]:
+        """Meta tensors of such sizes."""
+        return None, [value.new_empty(value.shape, device="meta") if _is_tensor(value) else value for value in inputs]
+
+    def of(self, mode: FakeTensorMode | None, inputs: list[Any], until: float = math.inf) -> Iterator[tuple[int, Any]]:
         """(place among the nodes, what that gives), as soon as it is known.
 
         Args:
-            mode: of the inputs' fake tensors.
+            mode: of the inputs' fake tensors; None: they are meta tensors.
             until: a time, of `time.monotonic()`.
 
         Raises:
             TimeoutError: it is later than that.
             Exception: what torch raises for such inputs.
         """
-        fakes = OpenRun(self._fakes, mode)
+        fakes = OnMeta(self._fakes) if mode is None else OpenRun(self._fakes, mode)
         given = iter(inputs)
         values: dict[fx.Node, Any] = {}
         for node in self._graph.nodes:
@@ -138,6 +146,10 @@ def _stand_ins(node: fx.Node) -> dict[fx.Node, fx.Node]:
     return {source: whole} if is_apart else {}  # type: ignore[dict-item]
 
 
+class AnswersDiffer(RuntimeError):
+    """A question about sizes has another answer than it had."""
+
+
 class SizeQuestions(Sizes):
     """What a graph's model asked of sizes, to be asked again for other sizes.
 
@@ -153,20 +165,20 @@ class SizeQuestions(Sizes):
         super().__init__(graph, list(asked), fakes, attribute)
         self._answers = list(asked.values())
 
-    def ask(self, mode: FakeTensorMode, inputs: list[Any], until: float = math.inf) -> None:
+    def ask(self, mode: FakeTensorMode | None, inputs: list[Any], until: float = math.inf) -> None:
         """Ask once more.
 
         Args:
-            mode: of the inputs' fake tensors.
+            mode: of the inputs' fake tensors; None: they are meta tensors.
             until: see `of`.
 
         Raises:
-            RuntimeError: an answer is another one.
+            AnswersDiffer: an answer is another one.
             TimeoutError, Exception: see `of`.
         """
         for place, value in self.of(mode, inputs, until):
             if _answer(value) != self._answers[place]:
-                raise RuntimeError(f"a size is {value}, and was {self._answers[place]}")
+                raise AnswersDiffer(f"a size is {value}, and was {self._answers[place]}")
 
 
 class SizeTrial:
@@ -199,9 +211,11 @@ class SizeTrial:
 
     def _try(self, inputs: list[Any]) -> bool:
         began = time.monotonic()
+        questions = self._questions
         with outside_of_the_call(), torch.no_grad():
             try:
-                self._questions.ask(*self._questions.on_fakes(inputs))
+                if not (questions.is_told_on_meta and self._holds_on_meta(inputs)):
+                    questions.ask(*questions.on_fakes(inputs))
             except Exception as error:  # for such sizes forward may fail, and is to say so itself
                 log.debug("the graph does not hold for these sizes: %s: %s", type(error).__name__, error)
                 return False
@@ -211,6 +225,21 @@ class SizeTrial:
                 self._guard = size_guard(
                     self._questions, list(map(_of_any_size, inputs)), now + MOST_TRIALS * (now - began)
                 )
+        return True
+
+    def _holds_on_meta(self, inputs: list[Any]) -> bool:
+        """Whether meta tensors tell that the graph holds; fakes have the last word where they do not.
+
+        Raises:
+            AnswersDiffer: it does not.
+        """
+        try:
+            self._questions.ask(*self._questions.on_meta(inputs))
+        except AnswersDiffer:
+            raise
+        except Exception as error:
+            log.debug("sizes are not told on meta tensors: %s: %s", type(error).__name__, error)
+            return False
         return True
 
 

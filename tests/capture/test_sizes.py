@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxamp
+from fxamp.capture.open_sizes import OpenRun
 from fxamp.capture.sizes import TRIALS_BEFORE_GUARD, SizeQuestions, size_guard
 from fxamp.model.engine import engine_of
 
@@ -250,6 +251,28 @@ def test_a_trial_is_made_as_a_capture_is():
             x = torch.randn(3, length, 4)
             torch.testing.assert_close(converted(x), model(x), rtol=0.05, atol=0.05)
     assert len(graphs(converted)) == 2
+
+
+def masked(model, h):
+    known = torch.arange(h.shape[1], device=h.device) < h.shape[1] - 1
+    h = h * (2 if h[:, known].flip(1).shape[0] > 1 else 3)
+    return h[:, :8] if h.shape[1] > 8 else h
+
+
+@pytest.mark.parametrize(
+    ("decide", "lengths", "is_plain"),
+    [(truncated, (5, 7, 3, 8), True), (odd, (5, 7, 9, 11), True), (masked, (5, 7, 3, 8), False)],
+)
+def test_sizes_of_plain_ops_are_tried_on_meta_tensors(decide, lengths, is_plain, monkeypatch):
+    eager, converted = Model(decide), fxamp.convert(Model(decide), dtype=torch.bfloat16)
+    run_on_fakes, ran = OpenRun.run, []
+    for number, length in enumerate(lengths):
+        if number == 2:  # the first has a graph of its own, the second one for others
+            monkeypatch.setattr(OpenRun, "run", lambda *given: ran.append(given) or run_on_fakes(*given))
+        x = torch.randn(3, length, 4)
+        assert (converted(x) - eager(x)).norm() <= 0.03 * eager(x).norm()
+    assert len(graphs(converted)) == 2
+    assert bool(ran) is not is_plain
 
 
 class Seen(TorchDispatchMode):
