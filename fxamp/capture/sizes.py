@@ -45,7 +45,7 @@ TRIALS_BEFORE_GUARD = 16
 """So many sizes are tried before a condition on them is looked for, the example's own among them."""
 
 MOST_TRIALS = 32
-"""A condition may take the time of so many trials to find: of language models it takes that of 6 to 20."""
+"""A condition may take the time of so many trials to find, or a second: of language models it takes that of 5 to 20."""
 
 
 class Decision(NamedTuple):
@@ -222,9 +222,8 @@ class SizeTrial:
             self._tried += 1
             if self._tried == TRIALS_BEFORE_GUARD and not self._questions.has_open:
                 now = time.monotonic()
-                self._guard = size_guard(
-                    self._questions, list(map(_of_any_size, inputs)), now + MOST_TRIALS * (now - began)
-                )
+                most = max(1.0, MOST_TRIALS * (now - began))
+                self._guard = size_guard(self._questions, list(map(_of_any_size, inputs)), now + most)
         return True
 
     def _holds_on_meta(self, inputs: list[Any]) -> bool:
