@@ -76,6 +76,8 @@ class Reads:
         self._lifted: set[Place] = set()
         self._functions: dict[int, types.FunctionType] = {}
         self._names: set[str] = set()  # what these functions name
+        self._beginnings: set[str] = set()  # of names that they make: getattr(config, f"output_{key}")
+        self._objects: dict[int, Any] = {}  # of the user's classes
         self._classes: dict[type, None] = {}  # of the user's objects: where they have defaults and methods from
         self._modules: set[int] = set()
         self._effects = Effects()
@@ -122,6 +124,7 @@ class Reads:
         nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
         try:
             yield
+            self._name_what_is_made()
             self._check_hooks()
         finally:
             del nn.Module.__getattribute__
@@ -267,7 +270,9 @@ class Reads:
                 continue
             self._functions[id(function)] = function
             codes = list(codes_of(function.__code__))
-            self._named({name for code in codes for name in (*code.co_names, *_strings(code))})
+            strings = {text for code in codes for text in _strings(code)}
+            self._beginnings |= {text for text in strings if text.endswith("_") and text.isidentifier()}
+            self._named(strings.union(*(code.co_names for code in codes)))
             for code in codes:
                 for name in globals_of(code):
                     self._global(function.__globals__, name, code.co_names)
@@ -284,11 +289,19 @@ class Reads:
             for name in new & vars(kind).keys():
                 self._function(vars(kind)[name])
 
+    def _name_what_is_made(self) -> None:
+        """Take for named what has a name that a function makes of a text such as "output_" and something else."""
+        beginnings = tuple(self._beginnings)
+        held = [*map(vars, self._classes), *(getattr(value, "__dict__", {}) for value in self._objects.values())]
+        self._named({name for names in held for name in names if isinstance(name, str) and name.startswith(beginnings)})
+
     def _class(self, value: Any) -> None:
         """Note an object's class, or a class that is a namespace, and follow its methods of names that are known."""
         kind = value if isinstance(value, type) else type(value)
         if issubclass(kind, (nn.Module, torch.Tensor, *SCALARS)):
             return
+        if kind is not value and not is_library(kind):
+            self._objects[id(value)] = value
         for each in kind.__mro__:
             if not is_library(each) and each not in self._classes:
                 self._classes[each] = None

@@ -38,6 +38,7 @@ class Names:
 
 class Defaults:
     base = 2.0
+    base_2 = 2.0
 
 
 class Config(Defaults):
@@ -45,6 +46,7 @@ class Config(Defaults):
         self.gain = gain
         self.rate = 2.0
         self.note = "not read"
+        self.note_2 = 2.0
 
     def twice(self):
         return self.gain + self.gain
@@ -58,6 +60,10 @@ class Config(Defaults):
     @property
     def half(self):
         return self.gain / 2
+
+    @property
+    def gain_of_both(self):
+        return self.rate * 1.5
 
     def __call__(self, y):
         return y * self.gain
@@ -233,6 +239,18 @@ CASES = {
     "a method": (method, lambda net: setattr(Net, "scaled", lambda net, y: y * 9)),
     "an attribute that was not there": (absent, put("extra", 1)),
     "a name made at run time": (computed_name, put("beta", 9.0)),
+    "a name that begins so, of an object": (
+        lambda net, y: y * getattr(net.config, f"note_{len('of')}"),
+        put("config.note_2", 9.0),
+    ),
+    "a default that begins so": (
+        lambda net, y: y * getattr(net.config, "base_" + str(len("of"))),
+        put("config.base_2", 9.0),
+    ),
+    "a property that begins so": (
+        lambda net, y: y * getattr(net.config, f"gain_of_{'both' if net.factor else 'none'}"),
+        put("config.rate", 9.0),
+    ),
     "a global": (lambda net, y: y * SCALE, set_global("SCALE", 9.0)),
     "a global of a function that is called": (lambda net, y: helper(y), set_global("SCALE", 9.0)),
     "a global function": (lambda net, y: helper(y), set_global("helper", lambda y: y - 1)),
