@@ -1,4 +1,4 @@
-"""Random numbers that forward draws from Python and does not use: nodes that draw at each call."""
+"""Random numbers that forward draws and does not use: nodes that draw at each call."""
 
 import contextlib
 import operator
@@ -10,6 +10,7 @@ from torch import fx
 
 from fxamp.draws import DRAWS, draw
 from fxamp.errors import CaptureError
+from fxamp.opnames import canonical_name
 
 # What each comparison with a number that is not above what can be drawn gives.
 _CERTAIN: dict[Any, bool] = {operator.lt: False, operator.ge: True}
@@ -53,6 +54,21 @@ def whatever_is_drawn(node: fx.Node) -> bool | None:
         if limit <= low <= high:  # type: ignore[operator]
             return _CERTAIN[node.target]
     raise frozen(drawn[0])
+
+
+# What a number of [0, 1) gives beside a limit: whether it is below one that is not above 0, or not below 1.
+_UNIFORM: dict[Any, Callable[[float], bool | None]] = {
+    operator.lt: lambda limit: False if limit <= 0 else True if limit >= 1 else None,
+    operator.ge: lambda limit: True if limit <= 0 else False if limit >= 1 else None,
+}
+
+
+def whatever_torch_draws(node: fx.Node) -> bool | None:
+    """What a comparison of `torch.rand([])` gives for any number; None where it hangs on the number."""
+    drawn, *limit = node.args if node.op == "call_function" and node.target in _UNIFORM else (None,)
+    if not (isinstance(drawn, fx.Node) and canonical_name(drawn.target) == "rand" and set(drawn.kwargs) <= {"device"}):
+        return None
+    return _UNIFORM[node.target](limit[0]) if type(limit[0]) in (int, float) else None  # type: ignore[arg-type]
 
 
 def frozen(node: fx.Node) -> CaptureError:

@@ -16,6 +16,7 @@ from torch import fx
 
 from fxamp.capture.computed import computed, sources
 from fxamp.capture.data import DataQuestions
+from fxamp.capture.drawn import whatever_torch_draws
 from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.further_inputs import CannotRunBefore
 from fxamp.capture.guesses import known_or_guessed
@@ -93,6 +94,8 @@ class Questions:
             return check.way_on
         if (held := self.computed(node)) is not UNKNOWN:
             return held
+        if question == "bool" and (certain := whatever_torch_draws(node)) is not None:
+            return certain
         if question == "bool" and (held := self._answered_by_data(node)) is not UNKNOWN:
             return held
         raise self.unfollowable(f"Python's {question}() of a traced value", data=isinstance(value, torch.Tensor))

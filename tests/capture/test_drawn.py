@@ -16,6 +16,7 @@ DRAWS = {
     "uniform": lambda: random.uniform(0, 1),
     "numpy's random": lambda: numpy.random.random(),
     "numpy's uniform": lambda: numpy.random.uniform(0, 1),
+    "torch's rand": lambda: torch.rand([]),
 }
 
 
@@ -52,10 +53,11 @@ class Using(nn.Module):
 
 
 def seeded(model, x, seed):
-    """A result, and the next numbers of both generators."""
+    """A result, and the next numbers of all generators."""
     random.seed(seed)
     numpy.random.seed(seed)
-    return model(x), random.random(), numpy.random.random()
+    torch.manual_seed(seed)
+    return model(x), random.random(), numpy.random.random(), float(torch.rand([]))
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -66,12 +68,29 @@ def test_what_decides_nothing_is_drawn_by_the_graph(name, train):
     converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, opt_level="O2", example_inputs=(x,))
     before = random.getstate()
     converted(x)
-    assert (random.getstate() == before) is ("numpy" in name)
+    assert (random.getstate() == before) is (name not in ("random", "uniform"))
     for seed in range(3):
         expected, result = seeded(model, x, seed), seeded(converted, x, seed)
         torch.testing.assert_close(result[0], expected[0], rtol=0.05, atol=0.05)
         assert result[1:] == expected[1:]
     assert fxamp.report(converted).captures == ("symbolic",)
+
+
+@pytest.mark.parametrize("layerdrop", [1.0, 2])
+def test_all_layers_may_be_left_out_for_certain(layerdrop):
+    model, x = Dropping(DRAWS["torch's rand"], layerdrop), torch.randn(2, 8)
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, (x,), capture="symbolic")
+    assert torch.equal(converted(x), x)
+
+
+def test_what_hangs_on_the_number_is_left_to_dynamo():
+    model, x = Dropping(DRAWS["torch's rand"], 0.5), torch.randn(2, 8)
+    with pytest.raises(CaptureError, match=r"test_drawn\.py:\d+"):
+        fxamp.convert(copy.deepcopy(model), torch.bfloat16, (x,), capture="symbolic")
+    changed = fxamp.convert(model, torch.bfloat16, (x,))
+    for layerdrop in (0.0, 1.0, 0.0):  # of the converted one: they share layers alone
+        changed.layerdrop = model.layerdrop = layerdrop
+        torch.testing.assert_close(changed(x), model(x), rtol=0.05, atol=0.05)
 
 
 def test_a_capture_draws_nothing():
