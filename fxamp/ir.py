@@ -50,8 +50,10 @@ WRITTEN_OUT = "fxamp_written_out"
 BLOCK_PATH = "fxamp_block_path"
 # Set on what Dynamo makes of an autograd.Function around one op of a library: a `Kernel`.
 KERNEL = "fxamp_kernel"
-# Set by a capture on a function under torch.vmap whose results have the dtype of what it is given: the ops inside.
+# Set by a capture on a function under torch.vmap in which nothing is known to need float32: the ops inside.
 INSIDE = "fxamp_inside"
+# Set by a capture, inside the graph of such a function, on what stands for one sample of an argument.
+SAMPLE = "fxamp_sample"
 # The attribute under which a converted model keeps what runs its forward.
 ENGINE = "_fxamp_engine"
 # And what asks that: a function with code of the model's own, as Dynamo's caches and limits belong to code.

@@ -22,11 +22,10 @@ from fxamp import ir
 from fxamp.capture.creations import holds_proxy
 from fxamp.capture.functions import named_like
 from fxamp.capture.locations import user_line
+from fxamp.capture.low_samples import ops_that_may_be_low
 from fxamp.checks import require
 from fxamp.draws import draw
 from fxamp.errors import CaptureError
-from fxamp.lists import TRAITS
-from fxamp.opnames import canonical_name
 from fxamp.switches import set_switches, switches_found
 
 if TYPE_CHECKING:
@@ -86,12 +85,17 @@ class _Sample:
             self.graph.output(tuple(map(tracer.create_arg, results)))
         if tracer.questions.state() != decided:
             raise CaptureError(f"{user_line()}: a function under torch.vmap decides on sizes, or on what inputs hold")
+        self.low_ops = ops_that_may_be_low(self.graph)
         self.given = self._with_arguments()
         self._check()
 
     def _sample(self, value: Any, dim: int | None) -> Any:
         """What the function is given of an argument."""
-        return value if dim is None else self.tracer.create_proxy("call_function", _sample_of, (value, dim), {})
+        if dim is None:
+            return value
+        sample = self.tracer.create_proxy("call_function", _sample_of, (value, dim), {})
+        sample.node.meta[ir.SAMPLE] = True
+        return sample
 
     def _with_arguments(self) -> list[fx.Node]:
         """Make placeholders of the samples, then of what lies in the graph around; gives what they stand for."""
@@ -130,8 +134,8 @@ class _Sample:
         in_dims = (*self.dims, *(None for _ in self.given[len(self.dims) :]))
         function = named_like(_run(self.graph, run_all, in_dims, tuple(dims)), self.function)
         made: Any = self.tracer.create_proxy("call_function", function, tuple(map(self.tracer.proxy, self.given)), {})
-        if (inside := _ops_of_one_dtype(self.graph)) is not None:
-            made.node.meta[ir.INSIDE] = inside
+        if self.low_ops is not None:
+            made.node.meta[ir.INSIDE] = self.low_ops
         return pytree.tree_unflatten([made[place] for place in range(len(dims))], self.form)
 
 
@@ -155,33 +159,6 @@ def _run(
         return run_all(sample, in_dims, out_dims)(*values)
 
     return vmapped
-
-
-def _ops_of_one_dtype(graph: fx.Graph) -> tuple[str, ...] | None:
-    """The ops of a graph whose results have the dtype of what it is given; None where that is not certain, or where it
-    has numbers that float16 does not hold."""
-    ops: dict[str, None] = {}
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if ir.INSIDE in node.meta:
-            ops.update(dict.fromkeys(node.meta[ir.INSIDE]))
-            continue
-        op = canonical_name(node.target)
-        numbers = [each for each in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(each, float)]
-        if op in _OTHER_DTYPES or "dtype" in node.kwargs or not all(map(_is_held_low, numbers)):
-            return None
-        ops[op] = None
-    return tuple(ops)
-
-
-def _is_held_low(number: float) -> bool:
-    held = torch.finfo(torch.float16)
-    return number == 0 or held.tiny <= abs(number) <= held.max
-
-
-_OTHER_DTYPES = TRAITS["factory"] | {"to", "type", "type_as", "float", "double", "half", "bfloat16", "as_tensor"}
-"""Ops that give another dtype than that of what they read."""
 
 
 def index_of_tensors(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

@@ -142,7 +142,9 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
 
 def _fix_unlisted(ruling: Ruling, node: fx.Node) -> None:
     op, asked = ir.mark(node).op, cast_by_autocast(node.target, ruling.policy.device)
-    if multiplies := _multiplies_low_inside(ruling, node):
+    if ir.INSIDE in node.meta and (problem := _unfit_operand(ruling, node)):
+        ruling.fix(node, "high", "operand", problem)
+    elif multiplies := _multiplies_low_inside(ruling, node):
         ruling.fix(node, "low", "inside", f"calls `{multiplies}` for each sample, and nothing that is to be float32")
     elif asked is None:
         ruling.fix(node, "high", "unlisted", f"`{op}` is on no list, so it runs in the dtypes it had before")
@@ -159,6 +161,17 @@ def _multiplies_low_inside(ruling: Ruling, node: fx.Node) -> str | None:
     if not {"allow", "infer", "clear"}.issuperset(colours.values()):
         return None
     return next((op for op, colour in colours.items() if colour == "allow"), None)
+
+
+def _unfit_operand(ruling: Ruling, node: fx.Node) -> str:
+    """Which operand low precision would destroy where more than products is made of it; "" if there is none."""
+    for source in ruling.sources(node):
+        origin = ruling.through_clear(source)
+        if source in ruling.tainted or (ir.is_weight(origin) and ruling.fit_of(origin) != "normal"):
+            return f"{source.name} holds numbers that {dtype_name(ruling.policy.low)} does not"
+        if origin in ruling.integers:
+            return f"{origin.name} is made of positions or exact integers, which low precision rounds"
+    return ""
 
 
 def _fix_default_dtype(ruling: Ruling, node: fx.Node) -> None:

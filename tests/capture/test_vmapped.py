@@ -272,6 +272,115 @@ def a_conversion(self, h):
     return torch.vmap(lambda row: self.first(row).double().square().float())(h)
 
 
+def a_whole_number(self, h):
+    return torch.vmap(lambda row: self.first(row) * 100000)(h)
+
+
+def a_number_made_of_sizes(self, h):
+    return torch.vmap(lambda row: self.first(row) * (row.shape[0] * 20000))(h)
+
+
+def a_denominator(self, h):
+    epsilon = torch.tensor(1e-8)
+    return torch.vmap(lambda row: self.first(row) / (row.abs() + epsilon))(h * 0)
+
+
+def a_small_addend(self, h):
+    return torch.vmap(lambda row: ((self.first(row) + 1e-4) - self.first(row)) * 1e4)(h)
+
+
+def a_product_with_itself(self, h):
+    def squares(row):
+        made = self.first(row * 1000)
+        return made * made.view(-1)
+
+    return torch.vmap(squares)(h)
+
+
+def a_dot_product(self, h):
+    return torch.vmap(lambda row: row @ row)(h * 300).unsqueeze(-1).expand(-1, 8)
+
+
+def an_equation(self, h):
+    return torch.vmap(lambda row: torch.einsum("i,i->", row, row))(h * 300).unsqueeze(-1).expand(-1, 8)
+
+
+def whole_numbers(self, h):
+    places = torch.arange(8) + 4097
+    return torch.vmap(lambda row: (self.first(row) + places) - places)(h)
+
+
+def a_bound(self, h):
+    return torch.vmap(lambda row: self.first(row).gt(row))(h).float()
+
+
+def without_autocast(self, h):
+    def products(row):
+        with torch.autocast("cpu", enabled=False):
+            return self.first(row * 1e4)
+
+    return torch.vmap(products)(h)
+
+
+IN_FLOAT32 = [
+    *(a_whole_number, a_number_made_of_sizes, a_denominator),
+    *(a_small_addend, a_product_with_itself, a_dot_product, an_equation, whole_numbers, a_bound, without_autocast),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("function", IN_FLOAT32, ids=lambda function: function.__name__)
+def test_what_low_numbers_would_destroy_keeps_the_function_in_float32(function, dtype):
+    model = Bare(function)
+    converted = fxamp.convert(copy.deepcopy(model), dtype, (torch.randn(5, 8),), capture="symbolic")
+    assert _precision(converted) == "high"
+    for rows in (5, 3):
+        _check_alike(model, converted, torch.randn(rows, 8))
+
+
+def a_buffer(self, h):
+    return torch.vmap(lambda row: self.first(row) * self.offset)(h)
+
+
+def a_number(self, h):
+    return torch.vmap(lambda row: self.first(row) * self.factor)(h)
+
+
+LARGE = torch.tensor(1e6)
+
+
+def a_large_constant(self, h):
+    return torch.vmap(lambda row: self.first(row) * LARGE)(h)
+
+
+@pytest.mark.parametrize("function", [a_buffer, a_number, a_large_constant], ids=lambda function: function.__name__)
+def test_what_float16_does_not_hold_now_takes_the_function_out_of_it(function):
+    model = Bare(function)
+    converted = fxamp.convert(copy.deepcopy(model), torch.float16)
+    for number in (3.0, 1e6, 1e-6, 2.0):
+        for each in (model, converted):
+            each.offset.fill_(number)
+            each.factor = number
+        _check_alike(model, converted, torch.randn(3, 8))
+
+
+class Bare(Around):
+    """The same without the last layer, which would not hold what is large in float16."""
+
+    def forward(self, x):
+        return self.function(self, self.first(x))
+
+
+def _precision(converted):
+    return next(row.precision for row in fxamp.report(converted).rows if "<loc" in row.op)
+
+
+def _check_alike(model, converted, x):
+    expected = model(x).detach()
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(converted(x).detach(), expected, rtol=0.03, atol=0.03 * largest)
+
+
 def layers_inside_of_another(self, h):
     return torch.vmap(lambda one: torch.vmap(lambda row: self.first(row))(one))(h.unsqueeze(0)).squeeze(0)
 
