@@ -8,7 +8,7 @@ The one representation is a torch-level functional `fx.Graph`: `call_function` o
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -50,8 +50,10 @@ WRITTEN_OUT = "fxamp_written_out"
 BLOCK_PATH = "fxamp_block_path"
 # Set on what Dynamo makes of an autograd.Function around one op of a library: a `Kernel`.
 KERNEL = "fxamp_kernel"
-# Set by a capture on a function under torch.vmap in which nothing is known to need float32: the ops inside.
+# Set by a capture on a function under torch.vmap: an `OpInside` for each op inside.
 INSIDE = "fxamp_inside"
+# And whether nothing there is known to need float32.
+MAY_BE_LOW = "fxamp_may_be_low"
 # Set by a capture, inside the graph of such a function, on what stands for one sample of an argument.
 SAMPLE = "fxamp_sample"
 # The attribute under which a converted model keeps what runs its forward.
@@ -142,6 +144,13 @@ def set_mark(node: fx.Node, **changes: Any) -> None:
 def keep_place(made: fx.Node, served: fx.Node) -> None:
     """Give a node that a pass has made the source line and the modules of the node that it serves."""
     made.meta.update({key: served.meta[key] for key in ("source", "nn_module_stack") if key in served.meta})
+
+
+class OpInside(NamedTuple):
+    """An op of a function under torch.vmap, and the (path, class) of the modules whose forward calls it there."""
+
+    op: str
+    modules: tuple[tuple[Any, Any], ...]
 
 
 @dataclasses.dataclass(frozen=True)

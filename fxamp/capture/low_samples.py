@@ -28,23 +28,26 @@ _SMALLEST_ADDEND = max(torch.finfo(low).eps for low in LOW_DTYPES) / 2
 """A smaller number is lost beside 1."""
 
 
-def ops_that_may_be_low(graph: fx.Graph) -> tuple[str, ...] | None:
-    """The ops of one sample's graph; None where it needs float32, or where that is not certain.
+def ops_inside(graph: fx.Graph) -> tuple[ir.OpInside, ...]:
+    """The ops of one sample's graph, each once."""
+    ops: dict[ir.OpInside, None] = {}
+    for node in _calls(graph):
+        modules = tuple((node.meta.get("nn_module_stack") or {}).values())
+        ops.update(dict.fromkeys(node.meta.get(ir.INSIDE, [ir.OpInside(canonical_name(node.target), modules)])))
+    return tuple(ops)
+
+
+def all_may_be_low(graph: fx.Graph) -> bool:
+    """Whether nothing in one sample's graph is known to need float32.
 
     Args:
         graph: as traced: what lies around it is still read from there.
     """
-    ops: dict[str, None] = {}
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output") or node.meta.get(ir.SAMPLE):
-            continue
-        if ir.INSIDE in node.meta:
-            ops.update(dict.fromkeys(node.meta[ir.INSIDE]))
-        elif _may_be_low(node):
-            ops[canonical_name(node.target)] = None
-        else:
-            return None
-    return tuple(ops)
+    return all(node.meta[ir.MAY_BE_LOW] if ir.INSIDE in node.meta else _may_be_low(node) for node in _calls(graph))
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op.startswith("call") and ir.SAMPLE not in node.meta]
 
 
 def _may_be_low(node: fx.Node) -> bool:

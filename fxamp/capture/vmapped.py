@@ -22,7 +22,7 @@ from fxamp import ir
 from fxamp.capture.creations import holds_proxy
 from fxamp.capture.functions import named_like
 from fxamp.capture.locations import user_line
-from fxamp.capture.low_samples import ops_that_may_be_low
+from fxamp.capture.low_samples import all_may_be_low, ops_inside
 from fxamp.checks import require
 from fxamp.draws import draw
 from fxamp.errors import CaptureError
@@ -85,7 +85,7 @@ class _Sample:
             self.graph.output(tuple(map(tracer.create_arg, results)))
         if tracer.questions.state() != decided:
             raise CaptureError(f"{user_line()}: a function under torch.vmap decides on sizes, or on what inputs hold")
-        self.low_ops = ops_that_may_be_low(self.graph)
+        self.inside, self.may_be_low = ops_inside(self.graph), all_may_be_low(self.graph)
         self.given = self._with_arguments()
         self._check()
 
@@ -134,8 +134,7 @@ class _Sample:
         in_dims = (*self.dims, *(None for _ in self.given[len(self.dims) :]))
         function = named_like(_run(self.graph, run_all, in_dims, tuple(dims)), self.function)
         made: Any = self.tracer.create_proxy("call_function", function, tuple(map(self.tracer.proxy, self.given)), {})
-        if self.low_ops is not None:
-            made.node.meta[ir.INSIDE] = self.low_ops
+        made.node.meta.update({ir.INSIDE: self.inside, ir.MAY_BE_LOW: self.may_be_low})
         return pytree.tree_unflatten([made[place] for place in range(len(dims))], self.form)
 
 

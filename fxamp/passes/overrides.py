@@ -38,12 +38,21 @@ def override_for(node: fx.Node, overrides: Mapping[str, Colour]) -> str | None:
     """The override key that applies to a node: its name, then its innermost module, then a glob."""
     if node.op in ("placeholder", "get_attr", "output") or not overrides:
         return None
-    paths = module_paths(node)
-    exact = next((name for name in (node.name, *reversed(paths)) if name in overrides), None)
+    return _override_of(module_paths(node), node.name, overrides)
+
+
+def override_inside(found: ir.OpInside, overrides: Mapping[str, Colour]) -> str | None:
+    """The same of an op of a function under torch.vmap, which has no name."""
+    paths = [around for path, _ in found.modules if path for around in _around(str(path))]
+    return _override_of(list(dict.fromkeys(paths)), "", overrides)
+
+
+def _override_of(paths: list[str], name: str, overrides: Mapping[str, Colour]) -> str | None:
+    exact = next((each for each in (name, *reversed(paths)) if each in overrides), None)
     if exact is not None:
         return exact
-    names = (*paths, node.name)
-    return next((key for key in overrides if any(fnmatch.fnmatchcase(name, key) for name in names)), None)
+    names = (*paths, name) if name else paths
+    return next((key for key in overrides if any(fnmatch.fnmatchcase(each, key) for each in names)), None)
 
 
 def protected_part(node: fx.Node, policy: Policy) -> str | None:
@@ -116,6 +125,7 @@ def unmatched_overrides(
     nodes = [node for graph in ((graphs,) if isinstance(graphs, fx.Graph) else graphs) for node in graph.nodes]
     outer = [node for node in nodes if ir.BLOCK_PATH not in node.meta]  # a block's own know paths inside it alone
     matched = {override_for(node, overrides) for node in outer}
+    matched |= {override_inside(found, overrides) for node in outer for found in node.meta.get(ir.INSIDE, ())}
     known = {node.name for node in nodes}.union(*map(module_paths, outer))
     return {
         key: f"overrides: {key!r} matches no module and no node.{nearest(key, sorted(known))}"

@@ -27,7 +27,7 @@ from fxamp.fakes import UNKNOWN
 from fxamp.ir import Colour, Reason
 from fxamp.lists import TRAITS
 from fxamp.passes.literals import Fit
-from fxamp.passes.overrides import override_for, protected_part
+from fxamp.passes.overrides import override_for, override_inside, protected_part
 from fxamp.passes.pin import follow_pin
 from fxamp.passes.policy import Policy
 from fxamp.passes.positions import protect_positions
@@ -142,7 +142,7 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
 
 def _fix_unlisted(ruling: Ruling, node: fx.Node) -> None:
     op, asked = ir.mark(node).op, cast_by_autocast(node.target, ruling.policy.device)
-    if ir.INSIDE in node.meta and (problem := _unfit_operand(ruling, node)):
+    if node.meta.get(ir.MAY_BE_LOW) and (problem := _unfit_operand(ruling, node)):
         ruling.fix(node, "high", "operand", problem)
     elif multiplies := _multiplies_low_inside(ruling, node):
         ruling.fix(node, "low", "inside", f"calls `{multiplies}` for each sample, and nothing that is to be float32")
@@ -157,10 +157,17 @@ def _fix_unlisted(ruling: Ruling, node: fx.Node) -> None:
 
 def _multiplies_low_inside(ruling: Ruling, node: fx.Node) -> str | None:
     """An op of a function under torch.vmap that is worth low precision, where no other one is denied that."""
-    colours = {op: _list_colour(ruling.policy, op) for op in node.meta.get(ir.INSIDE, ())}
+    if not node.meta.get(ir.MAY_BE_LOW):
+        return None
+    colours = {found: _colour_inside(ruling.policy, found) for found in node.meta[ir.INSIDE]}
     if not {"allow", "infer", "clear"}.issuperset(colours.values()):
         return None
-    return next((op for op, colour in colours.items() if colour == "allow"), None)
+    return next((found.op for found, colour in colours.items() if colour == "allow"), None)
+
+
+def _colour_inside(policy: Policy, found: ir.OpInside) -> Colour:
+    key = override_inside(found, policy.overrides)
+    return _list_colour(policy, found.op) if key is None else policy.overrides[key]
 
 
 def _unfit_operand(ruling: Ruling, node: fx.Node) -> str:

@@ -409,6 +409,19 @@ def test_layers_for_each_sample_run_low_where_nothing_beside_them_needs_float32(
         torch.testing.assert_close(converted.first.weight.grad, model.first.weight.grad, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("key", ["last", "la*"])
+def test_an_override_of_a_module_that_the_function_calls_holds_for_the_function(key):
+    low = lambda self, h: torch.vmap(lambda row: self.last(row).relu())(h)  # noqa: E731
+    high = lambda self, h: torch.vmap(lambda row: self.last(row).exp() * 1e6)(h)  # noqa: E731
+    for function, colour, precision in (
+        *((low, "deny", "high"), (low, "infer", "high"), (low, "allow", "low")),
+        *((high, "deny", "high"), (high, "allow", "high")),
+    ):
+        options = {"overrides": {key: colour}, "capture": "symbolic"}
+        converted = fxamp.convert(Bare(function), torch.float16, (torch.randn(5, 8),), **options)
+        assert _precision(converted) == precision
+
+
 class Ensemble(nn.Module):
     """Many small networks at once, as torch.func writes it: one call for weights that are stacked."""
 
