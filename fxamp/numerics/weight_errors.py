@@ -11,10 +11,14 @@ from torch import fx, nn
 from fxamp import ir
 from fxamp.numerics.distance import difference_of, error_of, introduced, largest_difference, share_flushed
 from fxamp.numerics.recording import Key, Recorded
+from fxamp.sparse import held
 from fxamp.words import listed
 
 ROUNDING = 1e-3
 """Share of the whole gradient's norm below which a difference may be the low dtype's rounding, bfloat16's included."""
+
+CANCELLED = 0.02
+"""Share of what was added up below which a difference may be the rounding of its terms."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +36,8 @@ class WeightError:
         norm: of the fp32 gradient.
         share: norm of the difference by the norm of the whole model's fp32 gradient.
         readers: names of the nodes that read it.
+        of_terms: norm of the difference by the sum of the sizes of the fp32 gradients of its readers' values, which it
+            is added up of; 0 where these are not known.
     """
 
     name: str
@@ -42,14 +48,16 @@ class WeightError:
     norm: float
     share: float
     readers: tuple[str, ...] = ()
+    of_terms: float = 0.0
 
     @property
     def cancels(self) -> bool:
         """Whether both gradients are rounding alone, so that `error` says nothing.
 
-        What should be zero is so: the gradient of a bias before a batch norm, or of the bias of attention's keys.
+        What should be zero is so: the gradient of a bias before a batch norm, or of the bias of attention's keys. One
+        that is small because its part of the loss is, is not.
         """
-        return self.error > 1 and self.share < ROUNDING
+        return self.error > 1 and self.share < ROUNDING and self.of_terms < CANCELLED
 
 
 def weight_errors(exact: Recorded, mixed: Recorded, model: nn.Module) -> list[WeightError]:
@@ -66,6 +74,7 @@ def weight_errors(exact: Recorded, mixed: Recorded, model: nn.Module) -> list[We
     for name, (one, other) in pairs.items():
         error = error_of(one, other)
         reading = readers.get(name, [])
+        difference, terms = difference_of(one, other), sum(_size_of_gradient(exact, key) for key in reading)
         before = max((_gradient_error(exact, mixed, key) for key in reading), default=0.0)
         rows.append(
             WeightError(
@@ -75,8 +84,9 @@ def weight_errors(exact: Recorded, mixed: Recorded, model: nn.Module) -> list[We
                 largest_difference(one, other),
                 share_flushed(one, other),
                 norms[name],
-                difference_of(one, other) / whole if whole else 0.0,
+                difference / whole if whole else 0.0,
                 tuple(dict.fromkeys(node for _, _, node in reading)),
+                difference / terms if terms else 0.0,
             )
         )
     return sorted(rows, key=lambda row: (row.cancels, -row.error))
@@ -86,6 +96,11 @@ def _gradient_error(exact: Recorded, mixed: Recorded, key: Key) -> float:
     """Of the gradient of a node's value; 0 where it has none in one of the runs."""
     one, other = exact.gradients.get(key), mixed.gradients.get(key)
     return error_of(one[0], other[0]) if one and other else 0.0
+
+
+def _size_of_gradient(exact: Recorded, key: Key) -> float:
+    """Sum of the absolute gradients of a node's value; 0 where it has none."""
+    return sum(float(held(gradient).double().abs().sum()) for gradient in exact.gradients.get(key, []))
 
 
 def weight_table(rows: Sequence[WeightError]) -> str:

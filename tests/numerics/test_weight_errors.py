@@ -210,3 +210,26 @@ def test_a_large_error_in_what_matters_does_not_cancel():
         converted.scale.copy_(-model.scale)  # its weights' gradients are another model's
     worst = fxamp.compare(model, converted, (X,), squares).weights[0]
     assert not worst.cancels and worst.share > 0.01
+
+
+class TwoParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.large, self.small = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.large(x), self.small(x)
+
+
+def test_a_wrong_gradient_of_a_part_that_hardly_counts_does_not_cancel():
+    model = TwoParts()
+    converted = fxamp.convert(copy.deepcopy(model), BF16, (X,))
+    with torch.no_grad():
+        for parameter in converted.small.parameters():
+            parameter.mul_(-3)
+    loss_fn = lambda outputs: squares(outputs[0]) + 1e-4 * squares(outputs[1])  # noqa: E731
+    rows = fxamp.compare(model, converted, (X,), loss_fn).weights
+    assert {row.name for row in rows[:2]} == {"small.weight", "small.bias"}
+    assert not any(row.cancels for row in rows) and min(row.error for row in rows[:2]) > 1
+    assert max(row.share for row in rows[:2]) < 1e-3
