@@ -64,11 +64,13 @@ _UNIFORM: dict[Any, Callable[[float], bool | None]] = {
 
 
 def whatever_torch_draws(node: fx.Node) -> bool | None:
-    """What a comparison of `torch.rand([])` gives for any number; None where it hangs on the number."""
-    drawn, *limit = node.args if node.op == "call_function" and node.target in _UNIFORM else (None,)
-    if not (isinstance(drawn, fx.Node) and canonical_name(drawn.target) == "rand" and set(drawn.kwargs) <= {"device"}):
+    """What a comparison of `torch.rand([])` gives for any number; None where it hangs on the number, or is of more."""
+    if node.target not in _UNIFORM or getattr(node.meta.get("val"), "ndim", None) != 0:
         return None
-    return _UNIFORM[node.target](limit[0]) if type(limit[0]) in (int, float) else None  # type: ignore[arg-type]
+    drawn, limit = node.args
+    if not isinstance(drawn, fx.Node) or canonical_name(drawn.target) != "rand" or not set(drawn.kwargs) <= {"device"}:
+        return None
+    return _UNIFORM[node.target](limit) if isinstance(limit, (int, float)) else None
 
 
 def frozen(node: fx.Node) -> CaptureError:

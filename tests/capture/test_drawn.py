@@ -93,6 +93,17 @@ def test_what_hangs_on_the_number_is_left_to_dynamo():
         torch.testing.assert_close(changed(x), model(x), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("layerdrop", [0.0, 1.0])
+@pytest.mark.parametrize("many", [0, 3])
+def test_of_many_numbers_nothing_is_certain(many, layerdrop):
+    """Python's bool() of several is an error of the model, and of none, too."""
+    model, x = Dropping(lambda: torch.rand(many), layerdrop), torch.randn(2, 8)
+    with pytest.raises(RuntimeError, match="Boolean value of Tensor with"):
+        model(x)
+    with pytest.raises(CaptureError, match=r"test_drawn\.py:\d+"):
+        fxamp.convert(model, torch.bfloat16, (x,), capture="symbolic")
+
+
 def test_a_capture_draws_nothing():
     model = Dropping(DRAWS["uniform"], 0.0)
     before = random.getstate()
