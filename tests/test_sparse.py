@@ -8,6 +8,7 @@ from torch import nn
 
 import fxamp
 from fxamp.sparse import hold_the_same
+from tests.sparse_graphs import LAYOUTS, X, near
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC):UserWarning"),
@@ -15,14 +16,6 @@ pytestmark = [
 ]
 LOW = pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 LEVELS = pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
-LAYOUTS = pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
-X = torch.randn(10, 8, generator=torch.Generator().manual_seed(4))
-
-
-def near(seed=3):
-    """Weights of the edges between ten nodes."""
-    numbers = torch.Generator().manual_seed(seed)
-    return torch.rand(10, 10, generator=numbers) * (torch.rand(10, 10, generator=numbers) > 0.6)
 
 
 class Graph(nn.Module):

@@ -5,21 +5,12 @@ import torch
 from torch import nn
 
 import fxamp
+from tests.sparse_graphs import LAYOUTS, X, near
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR):UserWarning"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
 ]
-LAYOUTS = pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
-
-
-def near(seed=3, size=10):
-    """Weights of the edges between ten nodes."""
-    numbers = torch.Generator().manual_seed(seed)
-    return torch.rand(size, size, generator=numbers) * (torch.rand(size, size, generator=numbers) > 0.6)
-
-
-X = torch.randn(10, 8, generator=torch.Generator().manual_seed(4))
 
 
 class Net(nn.Module):

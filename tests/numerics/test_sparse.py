@@ -8,19 +8,12 @@ import fxamp
 from fxamp.numerics.distance import error_of, largest_difference, share_flushed
 from fxamp.numerics.histogram import Histogram
 from fxamp.sparse import hold_the_same
+from tests.sparse_graphs import LAYOUTS, X, near
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC):UserWarning"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
 ]
-LAYOUTS = pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
-X = torch.randn(10, 8, generator=torch.Generator().manual_seed(4))
-
-
-def near(seed=3):
-    """Weights of the edges between ten nodes."""
-    numbers = torch.Generator().manual_seed(seed)
-    return torch.rand(10, 10, generator=numbers) * (torch.rand(10, 10, generator=numbers) > 0.6)
 
 
 class Buffer(nn.Module):

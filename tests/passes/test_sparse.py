@@ -6,6 +6,7 @@ from torch import nn
 
 import fxamp
 from fxamp.dtypes import dtype_name
+from tests.sparse_graphs import X, near
 
 LOW = pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 LAYOUTS = {
@@ -16,15 +17,6 @@ LAYOUTS = {
 LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC):UserWarning")
-
-
-def near() -> torch.Tensor:
-    """Weights of the edges between ten nodes."""
-    numbers = torch.Generator().manual_seed(3)
-    return torch.rand(10, 10, generator=numbers) * (torch.rand(10, 10, generator=numbers) > 0.6)
-
-
-X = torch.randn(10, 8, generator=torch.Generator().manual_seed(4))
 
 
 class Net(nn.Module):
