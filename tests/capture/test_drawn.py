@@ -93,6 +93,13 @@ def test_what_hangs_on_the_number_is_left_to_dynamo():
         torch.testing.assert_close(changed(x), model(x), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("layerdrop", [-1, 0.0, 1.0])
+def test_a_layer_may_be_kept_where_the_number_is_not_below(layerdrop):
+    model, x = Using(lambda y: y * 3 if torch.rand([]) >= layerdrop else y), torch.randn(2, 8)
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, (x,), capture="symbolic")
+    torch.testing.assert_close(converted(x), model(x), rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("layerdrop", [0.0, 1.0])
 @pytest.mark.parametrize("many", [0, 3])
 def test_of_many_numbers_nothing_is_certain(many, layerdrop):
