@@ -7,25 +7,23 @@ converted model of its own, and everything below is the user's. In the graph aro
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxamp.capture.leaves import TABLES
 from fxamp.errors import OptionError, nearest
-from fxamp.ir import Colour
 from fxamp.model.converted import make_sibling
 from fxamp.model.engine import Engine
-from fxamp.model.structure import Structure
+from fxamp.model.likeness import likeness
 from fxamp.model.variant import Variant
 from fxamp.model.views import take_state
 from fxamp.options import Options
+from fxamp.override_keys import overrides_within
 from fxamp.references import repointed
 
 BLOCKS = "blocks"
-_OF_MODULE = frozenset(nn.Module().__dict__)
 
 
 class AsWritten:
@@ -134,14 +132,13 @@ def make_tree(
     sibling = make_sibling(model, engine)
     copies: dict[int, nn.Module] = {}
     shared: dict[Any, Engine] = {}
-    modules = {path for path, _ in model.named_modules()}
-    nodes = {key: colour for key, colour in engine.options.overrides.items() if key not in modules}
+    modules = [path for path, _ in model.named_modules(remove_duplicate=False)]
     for path in paths:
         owner = sibling
         *above, name = path.split(".")
         for part in above:
             owner = _replaced(owner, part, copies, _shallow_copy)
-        _replaced(owner, name, copies, lambda block, path=path: _converted(block, path, engine, shared, build, nodes))  # type: ignore[misc]
+        _replaced(owner, name, copies, lambda block, path=path: _converted(block, path, engine, shared, build, modules))  # type: ignore[misc]
     for copy in {id(model): sibling, **copies}.values():
         own = {name: value for name, value in copy.__dict__.items() if name not in TABLES}
         copy.__dict__.update({name: repointed(value, {id(model): sibling, **copies}) for name, value in own.items()})
@@ -173,53 +170,13 @@ def _converted(
     outer: Engine,
     shared: dict[Any, Engine],
     build: Callable[[Options], Engine],
-    nodes: Mapping[str, Colour],
+    modules: Collection[str],
 ) -> nn.Module:
-    parts = {inner for inner, _ in block.named_modules()}
-    overrides = {key: colour for key, colour in nodes.items() if key.isidentifier() and key not in parts}
-    overrides |= _inner_overrides(block, path, outer.options.overrides)
-    key = (*_likeness(block), tuple(sorted(overrides.items())))
+    overrides = overrides_within(block, path, outer.options.overrides, modules)
+    key = (*likeness(block), tuple(sorted(overrides.items())))
     if key not in shared:
         shared[key] = build(dataclasses.replace(outer.options, overrides=overrides))
         shared[key].is_boundary = True
     shared[key].paths += (path,)
     outer.blocks[path] = shared[key]
     return make_sibling(block, shared[key])
-
-
-def _likeness(block: nn.Module) -> tuple[Any, ...]:
-    """Equal for blocks of one structure: classes, shapes, flags, numbers and names, and the same objects."""
-    plain = [
-        (path, name, type(value), value)
-        for path, module in block.named_modules()
-        for name, value in sorted(module.__dict__.items())
-        if isinstance(value, (bool, int, float, str, torch.dtype))
-    ]
-    others = [
-        (path, name, value if _is_plain_tuple(value) else id(value))
-        for path, module in block.named_modules()
-        for name, value in sorted(module.__dict__.items())
-        if name not in _OF_MODULE
-        and not isinstance(value, (bool, int, float, str, torch.dtype, torch.Tensor, type(None)))
-    ]
-    shapes = [
-        (name, tensor.shape, tensor.requires_grad)
-        for name, tensor in (*block.named_parameters(), *block.named_buffers())
-    ]
-    return type(block), Structure(block).fingerprint, tuple(plain), tuple(others), tuple(shapes)
-
-
-def _is_plain_tuple(value: Any) -> bool:
-    return type(value) in (tuple, torch.Size) and all(isinstance(each, (bool, int, float, str)) for each in value)
-
-
-def _inner_overrides(block: nn.Module, path: str, overrides: Mapping[str, Colour]) -> dict[str, Colour]:
-    """The overrides of the whole model that concern a block, by paths inside it."""
-    found: dict[str, Colour] = {}
-    for key, colour in overrides.items():
-        if fnmatch.fnmatchcase(path, key):
-            found["*"] = colour
-        for inner, _ in block.named_modules():
-            if inner and fnmatch.fnmatchcase(f"{path}.{inner}", key):
-                found[inner] = colour
-    return found

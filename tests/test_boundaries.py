@@ -484,6 +484,36 @@ class Doubled(nn.Module):
         return self.head(torch.exp(self.inner(x)))
 
 
+@pytest.mark.parametrize(
+    "overrides, low",
+    [
+        ({"blocks": "deny"}, ["head"]),
+        ({"blocks": "deny", "blocks.1": "allow"}, ["blocks.1", "head"]),
+        ({"blocks.0": "deny", "blocks.*.0": "allow"}, ["blocks.1", "head"]),
+        ({"*": "deny", "blocks.1.0": "allow"}, ["blocks.1"]),
+        ({"linear*": "deny"}, []),
+    ],
+    ids=str,
+)
+def test_overrides_around_blocks_hold_inside_as_without_blocks(overrides, low):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    for boundaries in ((), "blocks.*"):
+        x = torch.ones(2, 8)
+        converted = fxamp.convert(Net(), LOW, (x,), overrides=overrides, boundaries=boundaries)
+        rows = [row for row in fxamp.report(converted).rows if row.op == "linear" and row.precision == "low"]
+        assert sorted({row.module.removesuffix(".0") for row in rows}) == low
+
+
 def test_overrides_of_nodes_reach_into_blocks_and_those_of_the_models_modules_do_not():
     model = nn.Sequential(OrderedDict(body=nn.Sequential(Doubled(), Doubled()), head=nn.Linear(8, 4)))
     x = torch.randn(2, 8)

@@ -13,7 +13,9 @@ GROUND = {"errors", "dtypes", "references", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
 CALLED = {"switches", "checks", "draws", "authors"}
 FAKES = {"fake_limits", "grouped", "leaf_fakes", "recurrent_fakes", "sparse_fakes"}
-GRAPH = NAMES | CALLED | FAKES | {"canonical", "fakes", "inplace", "ir", "lists", "sparse", "value_types"}
+GRAPH = (
+    NAMES | CALLED | FAKES | {"canonical", "fakes", "inplace", "ir", "lists", "override_keys", "sparse", "value_types"}
+)
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "words": set(),
@@ -29,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "value_types": set(),
     "sparse": set(),
     "ir": NAMES | {"value_types"},
+    "override_keys": {"ir"},
     "inplace": NAMES | {"ir"},
     "canonical": NAMES | {"inplace", "ir", "switches"},
     "grouped": set(),

@@ -26,7 +26,7 @@ from fxamp.runtime.masters import (
     set_master,
 )
 
-_LOWERED = "_fxamp_lowered"  # on a module: {name of its tensor that was lowered: whether it has a master}
+LOWERED = "_fxamp_lowered"  # on a module: {name of its tensor that was lowered: whether it has a master}
 
 
 def speak_float32(model: nn.Module, original: nn.Module) -> list[Any]:
@@ -44,7 +44,7 @@ def speak_float32(model: nn.Module, original: nn.Module) -> list[Any]:
             name: hasattr(tensor, MASTER) for name, tensor in _own_tensors(module).items() if is_stored_low(tensor)
         }
         if lowered:
-            module.__dict__[_LOWERED] = lowered
+            module.__dict__[LOWERED] = lowered
             handles.append(_Names(module))
             handles.append(module.register_state_dict_post_hook(_raise_to_float32))  # type: ignore[no-untyped-call]
             handles.append(module.register_load_state_dict_post_hook(_end_load))  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ class _Names:
     module: nn.Module
 
     def remove(self) -> None:
-        self.module.__dict__.pop(_LOWERED, None)
+        self.module.__dict__.pop(LOWERED, None)
 
 
 @dataclasses.dataclass
@@ -153,7 +153,7 @@ def _end_load(module: nn.Module, _: Any) -> None:
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     own = {name: value for name, value in (*module._parameters.items(), *module._buffers.items()) if value is not None}
-    for name, has_master in module.__dict__.get(_LOWERED, {}).items():
+    for name, has_master in module.__dict__.get(LOWERED, {}).items():
         if name in own and is_shard(own[name]) and own[name].dtype in LOW_DTYPES and not is_stored_low(own[name]):
             _mark_shard(own[name], has_master)
     return own

@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import fx
 from fxamp import ir
 from fxamp.errors import OptionError, nearest
 from fxamp.ir import Colour
+from fxamp.override_keys import around, override_of
 from fxamp.passes.policy import Policy
 
 
@@ -19,13 +20,7 @@ def module_paths(node: fx.Node) -> list[str]:
     paths = [str(path) for path, _ in _stack(node)]
     if node.op == "call_module" and str(node.target) not in paths:
         paths.append(str(node.target))
-    return list(dict.fromkeys(around for path in paths if path for around in _around(path)))
-
-
-def _around(path: str) -> Iterator[str]:
-    """ "a.b.c" -> "a", "a.b", "a.b.c"."""
-    yield from (path[:place] for place, letter in enumerate(path) if letter == ".")
-    yield path
+    return list(dict.fromkeys(each for path in paths if path for each in around(path)))
 
 
 def _stack(node: fx.Node) -> list[tuple[Any, Any]]:
@@ -38,21 +33,13 @@ def override_for(node: fx.Node, overrides: Mapping[str, Colour]) -> str | None:
     """The override key that applies to a node: its name, then its innermost module, then a glob."""
     if node.op in ("placeholder", "get_attr", "output") or not overrides:
         return None
-    return _override_of(module_paths(node), node.name, overrides)
+    return override_of(module_paths(node), node.name, overrides)
 
 
 def override_inside(found: ir.OpInside, overrides: Mapping[str, Colour]) -> str | None:
     """The same of an op of a function under torch.vmap, which has no name."""
-    paths = [around for path, _ in found.modules if path for around in _around(str(path))]
-    return _override_of(list(dict.fromkeys(paths)), "", overrides)
-
-
-def _override_of(paths: list[str], name: str, overrides: Mapping[str, Colour]) -> str | None:
-    exact = next((each for each in (name, *reversed(paths)) if each in overrides), None)
-    if exact is not None:
-        return exact
-    names = (*paths, name) if name else paths
-    return next((key for key in overrides if any(fnmatch.fnmatchcase(each, key) for each in names)), None)
+    paths = [each for path, _ in found.modules if path for each in around(str(path))]
+    return override_of(list(dict.fromkeys(paths)), "", overrides)
 
 
 def protected_part(node: fx.Node, policy: Policy) -> str | None:
