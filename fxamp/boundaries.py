@@ -31,6 +31,8 @@ class AsWritten:
 
     variants: tuple[Variant, ...] = ()
     weights: frozenset[str] = frozenset()
+    how = "runs as written around its blocks"
+    runs = "as it is written"
 
     def stay_outside(self, name: str) -> None:
         """Nothing: a compiler may trace what is written, and finds the blocks."""
@@ -178,5 +180,5 @@ def _converted(
         shared[key] = build(dataclasses.replace(outer.options, overrides=overrides))
         shared[key].is_boundary = True
     shared[key].paths += (path,)
-    outer.blocks[path] = shared[key]
+    outer.boundaries[path] = shared[key]
     return make_sibling(block, shared[key])

@@ -1,20 +1,22 @@
 """convert(): build the converted model, with its first graph where there are example inputs."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from fxamp import ir
 from fxamp.boundaries import AsWritten, check_boundaries, make_tree
 from fxamp.capture.inputs import check_call_fits, normalise_example
+from fxamp.dtypes import dtype_name
 from fxamp.dynamo.backend import DynamoForward
 from fxamp.dynamo.preview import trace_on_fakes
 from fxamp.errors import CaptureError, OptionError
 from fxamp.lists import OpLists
 from fxamp.lists.environment import disabled_by
+from fxamp.lowering import lowered_by_graph, lowered_by_layers
 from fxamp.model.block_calls import calls_of_blocks
 from fxamp.model.blocks import mark_blocks
 from fxamp.model.converted import make_sibling
@@ -26,6 +28,7 @@ from fxamp.model.unconverted import leave
 from fxamp.model.variant import Variant
 from fxamp.model.views import device_of, forward_arguments, plain_tree, plain_view
 from fxamp.model.workshop import Workshop
+from fxamp.model.written import Written
 from fxamp.numerics.pins import as_ranges
 from fxamp.options import (
     Options,
@@ -40,7 +43,12 @@ from fxamp.passes.overrides import check_overrides, unmatched_overrides
 from fxamp.pipeline import build_variant, keep_weights, rewrite
 from fxamp.review.announce import announce
 from fxamp.review.plan import as_plan
-from fxamp.sparse import is_sparse
+
+log = logging.getLogger("fxamp")
+
+_BY_LAYERS = (
+    "%s: no graph of it is known, so that %s is the dtype of what its layers read low by themselves: %d tensors"
+)
 
 
 def convert(
@@ -113,7 +121,7 @@ def convert(
     known = engine_of(model)
     if known is not None:
         paths = check_boundaries(model, boundaries, options)
-        adds = bool(paths) and not known.blocks
+        adds = bool(paths) and not known.boundaries
         changed = differing(model, known.options, options, names_dtype=dtype is not None, stays=not adds)
         check_blocks(model, known, paths, changed)
         if not changed and adds:
@@ -141,7 +149,8 @@ def convert_as(
     workshop = Workshop(build_variant, tell, keep_weights)
     if boundaries:
         return _convert_blocks(model, options, example, boundaries, workshop)
-    engine = Engine(options, workshop, DynamoForward(options, rewrite))
+    otherwise = DynamoForward if opt_level == "O1" else Written
+    engine = Engine(options, workshop, otherwise(options, rewrite))
     sibling = make_sibling(model, engine)
     first = _first_graph(sibling, engine, example)
     if graphs := [variant.graph for variant in engine.all_variants()]:
@@ -149,13 +158,20 @@ def convert_as(
         check_overrides(graphs, options.overrides, modules, is_partial=first is None)  # Dynamo may have stopped early
     if opt_level in ("O2", "O3"):
         if first is None:
-            raise OptionError(f"opt_level={opt_level!r} lowers what the graph reads low: give example_inputs.")
-        paths = _lowered_paths(first.graph, opt_level, sibling)
+            if options.plan is not None or options.ranges is not None:
+                raise OptionError(
+                    f"opt_level={opt_level!r} with plan= or ranges=, which are for one graph: give example_inputs."
+                )
+            paths = lowered_by_layers(sibling, options)
+            log.info(_BY_LAYERS, type(model).__qualname__, dtype_name(options.low), len(paths))
+        else:
+            paths = lowered_by_graph(first.graph, sibling, options)
         lowered = lower_parameters(sibling, paths, options.low, opt_level == "O2", options.pad_to or 1)
         handles = speak_float32(sibling, model)
         try:
             engine.start_again()
-            _first_graph(sibling, engine, example)
+            if first is not None:
+                _first_graph(sibling, engine, example)
         except BaseException:
             put_back(lowered)
             for handle in handles:
@@ -197,10 +213,10 @@ def _convert_blocks(
     first = _first_graph(sibling, outer, example)
     if example is not None and first is not None:
         _capture_blocks(sibling, first, device_of(model))
-    for path, inner in outer.blocks.items():
+    for path, inner in outer.boundaries.items():
         if not inner.all_variants():
             _first_graph(sibling.get_submodule(path), inner, None)
-    mark_blocks(sibling, outer.blocks)
+    mark_blocks(sibling, outer.boundaries)
     check_overrides(
         [each.graph for each in outer.graphs()], options.overrides, [path for path, _ in model.named_modules()]
     )
@@ -227,33 +243,8 @@ def _first_graph(model: nn.Module, engine: Engine, example: tuple[Any, Any] | No
                 return engine.capture(model, *example, is_example=True)
             return engine.preview(model)
         except CaptureError as error:
-            if engine.options.opt_level != "O1" and not engine.variants:  # nothing is stored low yet
-                raise
             engine.fall_back(model, error)
-    if example is not None:
+    if example is not None and engine.options.opt_level == "O1":
         previews = trace_on_fakes(plain_tree(model), *example, engine.options, rewrite)
-        engine.previews = [] if engine.blocks else previews  # around its blocks it runs as written
+        engine.previews = [] if engine.boundaries else previews  # around its blocks it runs as written
     return None
-
-
-def _lowered_paths(graph: fx.Graph, opt_level: str, model: nn.Module) -> list[str]:
-    """O2: the parameters that are only read low; O3: every float32 parameter and buffer.
-
-    At O3 those of a module that runs high as a whole (a batch norm whose override says so) stay: nothing casts them.
-    So do sparse ones, which are read in float32.
-    """
-    if opt_level == "O3":
-        whole = [node for node in graph.nodes if node.op == "call_module" and ir.mark(node).precision == "high"]
-        high = tuple(f"{node.target}." for node in whole)
-        tensors = [(name, value) for name, value in _named_tensors(model) if not is_sparse(value)]
-        return [name for name, value in tensors if value.dtype == torch.float32 and not name.startswith(high)]
-    lowered = []
-    for node in graph.nodes:
-        if node.op == "get_attr" and isinstance(ir.attribute(model, node.target), nn.Parameter):
-            if node.users and all(ir.mark(user).role == "weight cast" for user in node.users):
-                lowered.append(str(node.target))
-    return lowered
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]

@@ -229,10 +229,10 @@ def check_blocks(model: nn.Module, known: Engine, asked: tuple[str, ...], change
         asked: paths that `boundaries=` names now.
         changed: the options that differ.
     """
-    if known.blocks and (changed or (asked and set(asked) != set(known.blocks))):
+    if known.boundaries and (changed or (asked and set(asked) != set(known.boundaries))):
         different = ", ".join(_ARGUMENTS.get(field, field) for field in changed) or f"boundaries={list(asked)}"
         raise OptionError(
-            f"{type(model).__qualname__} is converted already, with boundaries={list(known.blocks)}, and cannot be "
+            f"{type(model).__qualname__} is converted already, with boundaries={list(known.boundaries)}, and cannot be "
             f"converted again with another {different}. Convert the original model."
         )
 

@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ABOVE = {
     "options",
     "boundaries",
+    "lowering",
     "weight_fits",
     "number_fits",
     "dynamo",

@@ -84,6 +84,8 @@ class DynamoForward:
         given_up: functions that Dynamo does not capture any more, and why.
     """
 
+    how = "captured by Dynamo"
+
     def __init__(self, options: Options, rewrite: Rewrite) -> None:
         self.options = options
         self.rewrite = rewrite

@@ -103,7 +103,7 @@ def _make_class(base: Any) -> type:
         "__doc__": base.__doc__,
         "_fxamp_base": base,
     }
-    return _subclass(base, names)
+    return subclass(base, names)
 
 
 def _run(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,7 +123,7 @@ def _run(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return engine(self, args, kwargs, number)
 
 
-def _subclass(base: Any, names: dict[str, Any]) -> type:
+def subclass(base: Any, names: dict[str, Any]) -> type:
     """Without a call of the user's `__init_subclass__`, which may ask for arguments, or note the class somewhere."""
     made: Any = type(base)(base.__name__, (nn.Module,), names)
     try:

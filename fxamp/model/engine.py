@@ -25,7 +25,7 @@ from fxamp.capture.symbolic import one_at_a_time
 from fxamp.capture.unseen import outside_of_the_call
 from fxamp.errors import CaptureError, InvariantError, OpListError, OptionError
 from fxamp.ir import ENGINE
-from fxamp.model.autocasting import outside_autocast, run_low
+from fxamp.model.autocasting import outside_autocast
 from fxamp.model.blocks import mark_block, mark_blocks
 from fxamp.model.changes import Changes
 from fxamp.model.structure import Structure
@@ -56,7 +56,7 @@ class Engine:
         self.options = options
         self.workshop = workshop
         self.dynamo = dynamo
-        self.blocks: dict[str, Engine] = {}  # boundaries inside this model, by path
+        self.boundaries: dict[str, Engine] = {}  # inside this model, by path
         self.is_boundary = False
         self.paths: tuple[str, ...] = ()  # of a boundary and those equal to it, in the model they belong to
         self.is_trained = False  # whether it was called while gradients were on
@@ -76,8 +76,14 @@ class Engine:
         self.successor: Engine | None = None
 
     def __reduce__(self) -> Any:
-        boundaries = {"blocks": self.blocks, "is_boundary": self.is_boundary, "paths": self.paths}
+        boundaries = {"boundaries": self.boundaries, "is_boundary": self.is_boundary, "paths": self.paths}
         return Engine, (self.options, self.workshop, self.dynamo, self.is_frozen), boundaries
+
+    @property
+    def blocks(self) -> dict[str, "Engine"]:
+        """Of the submodules that are converted by themselves, by path: boundaries, or parts of a forward that runs as
+        it is written."""
+        return {**self.boundaries, **getattr(self.dynamo, "blocks", {})}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Engine":
         return self  # graphs read everything by path, so copies of the model can share them
@@ -95,40 +101,49 @@ class Engine:
             if structure is None or not structure.holds():
                 return self._recheck(module)(module, args, kwargs)
         if self.options.capture == "dynamo":
-            return self._call_dynamo(module, args, kwargs)
+            return self._call_otherwise(module, args, kwargs)
+        variant: Variant | None
         try:
-            key, inputs = call_key(args, kwargs)
-            chosen = None if number is None else self.numbered.get(number)
-            for variant in self.variants.get(key, ()) if chosen is None else (chosen,):
-                if (given := variant.inputs_for(module, inputs)) is not None:
-                    break
-            else:
-                variant = self.capture(module, args, kwargs)
-                given = variant.captured.inputs_for(module, inputs)
-                self.announce_new(module)
-            if given is None:
-                raise CaptureError("a function that runs before the graph gives values of other types at each call")
+            variant, given = self._variant_for(module, args, kwargs, number)
         except CaptureError as error:
             self.fall_back(module, error)
-            if self.options.opt_level != "O1":
-                return outside_autocast(run_low, module, self.options, args, kwargs)
-            return self._call_dynamo(module, args, kwargs)
+            variant, given = None, []
         except TraceError as error:  # from reading arguments, which are proxies: what a capture meets is a CaptureError
             raise CaptureError(
                 f"torch.fx traces {type(module).__qualname__}, which is converted: its calls choose among graphs of "
                 "its own. Trace the model first (as create_feature_extractor and torch.fx passes do), then convert the "
                 "GraphModule that comes of it."
             ) from error
+        if variant is None:  # not while the error is handled: what forward raises then is the model's own
+            return self._call_otherwise(module, args, kwargs)
         result = outside_autocast(variant.compiled.run, module, *given)
-        if self.blocks:
+        if self.boundaries:
             self.announce_new(module)  # of graphs that the blocks have made
         return result
+
+    def _variant_for(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], number: str | None
+    ) -> tuple[Variant, list[Any]]:
+        """The graph that a call takes, a new one where none holds, and what it is given."""
+        key, inputs = call_key(args, kwargs)
+        chosen = None if number is None else self.numbered.get(number)
+        for variant in self.variants.get(key, ()) if chosen is None else (chosen,):
+            if (given := variant.inputs_for(module, inputs)) is not None:
+                return variant, given
+        variant = self.capture(module, args, kwargs)
+        given = variant.captured.inputs_for(module, inputs)
+        self.announce_new(module)
+        if given is None:
+            raise CaptureError("a function that runs before the graph gives values of other types at each call")
+        return variant, given
 
     def _recheck(self, module: nn.Module) -> "Engine":
         """The engine for a model that is new here, or whose modules or hooks have changed: itself, or a fresh one."""
         engine, structure = self, Structure(module)
         if self.fingerprint is not None and structure.fingerprint != self.fingerprint:
-            engine = module.__dict__[ENGINE] = self._succeeded(module, structure.fingerprint)
+            engine = self._succeeded(module, structure.fingerprint)
+            if module.__dict__.get(ENGINE) is self:  # a part of a model that runs as it is written has none
+                module.__dict__[ENGINE] = engine
         for variant in engine.all_variants():
             variant.forget(module)
         engine.refusals.forget(module)
@@ -142,7 +157,7 @@ class Engine:
             log.info("%s has changed since it was captured: it is captured again", type(module).__qualname__)
             self.successor = Engine(self.options, self.workshop, copy.deepcopy(self.dynamo), self.is_frozen)
             self.successor.is_boundary, self.successor.paths = self.is_boundary, self.paths
-            self.successor.fingerprint, self.successor.blocks = fingerprint, _blocks_of(module, self.blocks)
+            self.successor.fingerprint, self.successor.boundaries = fingerprint, _blocks_of(module, self.boundaries)
         self.successor.is_trained |= self.is_trained
         return self.successor
 
@@ -152,36 +167,39 @@ class Engine:
         return self if structure is not None and structure.holds() else self._recheck(module)
 
     def fall_back(self, module: nn.Module, reason: CaptureError) -> None:
-        """Leave calls that symbolic capture cannot follow to Dynamo, saying why the first time.
+        """Leave calls that symbolic capture cannot follow to Dynamo, or at O2 and O3 to torch.autocast, saying why the
+        first time.
 
         Before any call was captured it is convert()'s preview that failed, which says nothing of the calls to come.
 
         Raises:
-            CaptureError: the reason, where the user asked for symbolic capture, or trains at O2 or O3.
+            CaptureError: the reason, where the user asked for symbolic capture, or at O2 and O3 for a plan or ranges,
+                which are for one graph.
         """
-        is_o1 = self.options.opt_level == "O1"
-        if self.options.capture == "symbolic" or not (is_o1 or self._may_run_low()):
+        options = self.options
+        is_o1 = options.opt_level == "O1"
+        is_for_one_graph = not is_o1 and not (options.plan is None and options.ranges is None)
+        if options.capture == "symbolic" or is_for_one_graph:
             raise reason
         text, name = str(reason), type(module).__qualname__
         if self.fingerprint is None:
             log.info("no preview of %s from assumed types; its first call decides how it is captured: %s", name, text)
         elif text not in self.fallbacks:
-            level = logging.DEBUG if self.fallbacks else logging.INFO
-            instead = "captured by Dynamo" if is_o1 else "runs as torch.autocast would, as no gradients are asked for"
-            instead = "runs as written around its blocks" if self.blocks else instead
-            log.log(level, "%s: %s, because symbolic capture cannot follow it: %s", name, instead, text)
+            level = logging.DEBUG if self.fallbacks or self.is_boundary else logging.INFO
+            log.log(level, "%s: %s, because symbolic capture cannot follow it: %s", name, self.dynamo.how, text)
             self.fallbacks[text] = None
 
     @property
     def _may_use_dynamo(self) -> bool:
-        return bool(self.options.capture == "auto" and self.options.opt_level == "O1")
+        return self._falls_back and bool(self.options.opt_level == "O1")
 
-    def _may_run_low(self) -> bool:
-        """Whether a call is one of inference, of a model whose weights are stored low by now."""
-        return self.fingerprint is not None and not torch.is_grad_enabled()
+    @property
+    def _falls_back(self) -> bool:
+        """Whether there is another way for calls that symbolic capture cannot follow."""
+        return bool(self.options.capture == "auto")
 
-    def _call_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        base: Any = type(module)._fxamp_base  # type: ignore[attr-defined]
+    def _call_otherwise(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base: Any = getattr(type(module), "_fxamp_base", type(module))
         if not torch.compiler.is_compiling():  # Dynamo of torch 2.11 cannot follow the check
             self.others.check(module)
         result = outside_autocast(self.dynamo, base, module, args, kwargs)
@@ -261,8 +279,8 @@ class Engine:
             with outside_of_the_call():
                 variant = self._build(module, spec, inputs, sizes)
         except CaptureError as error:
-            if self._may_use_dynamo and sizes_vary is None:  # torch.compile has no data that might have answered
-                self.refusals.add(key, module, error)  # Dynamo takes such calls; where it does not, try again
+            if self._falls_back and sizes_vary is None:  # torch.compile has no data that might have answered
+                self.refusals.add(key, module, error)
             raise
         if (settings := variant.captured.settings) is not None:
             settings.make(module)
@@ -299,7 +317,7 @@ class Engine:
         """The variant of a call.
 
         1. A batch norm that torch takes apart would give float32 of low values and its float32 statistics: it is high.
-        2. A defect of the passes that an invariant shows is no reason to refuse a model that Dynamo can take.
+        2. A defect of the passes that an invariant shows is no reason to refuse a model that can run another way.
         3. What torch.func's transforms forbid (a draw of their own kind, a write into what they were not given) is for
            the call; in a capture it would meet values that stand for none of theirs.
         """
@@ -311,7 +329,7 @@ class Engine:
                 plain, live = plain_tree(module), self.changes.live
                 variant = self.workshop.build(plain, spec, inputs, options, live, sizes, left_out=self.left_out)
         except InvariantError as error:
-            if not self._may_use_dynamo:
+            if not self._falls_back:
                 raise
             name = type(module).__qualname__
             log.warning(_BROKEN_RULE, name, error)
@@ -347,7 +365,7 @@ class Engine:
     def freeze(self, module: nn.Module) -> None:
         """Keep the low weights from call to call while gradients are off, in these graphs and in later ones."""
         self.is_frozen = True
-        for path, inner in _blocks_of(module, self.blocks).items():
+        for path, inner in {**self.blocks, **_blocks_of(module, self.boundaries)}.items():
             inner.freeze(module.get_submodule(path))
         for variant in self._own_variants() or self.previews:
             self.workshop.keep_weights(variant, module)

@@ -70,6 +70,11 @@ def takes_derivative(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is torch.autograd.grad
 
 
+_NO_GRAPH = (
+    "no graph holds this call of {name}: at {level} it runs as under torch.autocast, and what it calls as graphs. Look "
+    "at those submodules, converted by themselves, or at a copy of the model at O1, where Dynamo makes graphs of all."
+)
+
 _looking: "weakref.WeakKeyDictionary[Engine, Any]" = weakref.WeakKeyDictionary()
 
 
@@ -91,6 +96,8 @@ def call_of(converted: nn.Module, inputs: Any) -> Call:
     check_not_empty((args, kwargs), "the inputs are")
     args, kwargs = forward_arguments(converted, args, kwargs)
     variant = _symbolic(converted, engine, args, kwargs)
+    if variant is None and engine.options.opt_level != "O1":
+        raise OptionError(_NO_GRAPH.format(name=type(converted).__qualname__, level=engine.options.opt_level))
     if variant is None:
         return Call(converted, engine, args, kwargs, converted, dynamo=looking_dynamo(engine))
     flat = pytree.tree_leaves((args, kwargs), is_leaf=lambda value: value is None)

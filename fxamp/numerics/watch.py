@@ -146,17 +146,22 @@ def _watched_by(watch: NanWatch, engine: Engine) -> Iterator[None]:
         variant.compiled = dataclasses.replace(variant.compiled, run=_watching(watch, engine, variant))
         return variant
 
-    for variant in engine.all_variants():
-        watched(variant)
-    engine.workshop = dataclasses.replace(
-        workshop, build=lambda *given, **more: watched(workshop.build(*given, **more))
-    )
+    def parts() -> Iterator[Engine]:
+        yield from (engine, *getattr(dynamo, "engines", {}).values())
+
+    building = dataclasses.replace(workshop, build=lambda *given, **more: watched(workshop.build(*given, **more)))
+    for part in parts():
+        part.workshop = building
+        for variant in part.all_variants():
+            watched(variant)
     if dynamo is not None:
         engine.dynamo = _WatchedDynamo(watch, engine, dynamo)
     try:
         yield
     finally:
-        engine.workshop, engine.dynamo = workshop, dynamo
+        engine.dynamo = dynamo
+        for part in parts():  # also those that are new
+            part.workshop = workshop
         for variant, compiled in changed:
             variant.compiled = compiled
 

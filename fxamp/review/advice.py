@@ -35,9 +35,11 @@ def outside_of(rows: Iterable[Row]) -> list[str]:
 def unread_parameters(model: nn.Module, variants: Sequence[Variant]) -> list[str]:
     """One sentence on the parameters that no graph reads, by themselves or inside a module that stays whole.
 
-    Of what Dynamo captured, one graph of which may serve many modules, fxamp.review.uncaptured tells.
+    Of what Dynamo captured, one graph of which may serve many modules, and of forwards that no graph holds,
+    fxamp.review.uncaptured tells.
     """
-    if getattr(getattr(engine_of(model), "dynamo", None), "calls", 0):
+    engine = engine_of(model)
+    if engine is not None and (engine.fallbacks or bool(getattr(engine.dynamo, "calls", 0))):
         return []
     read: set[int] = set()
     parts = dict(model.named_modules(remove_duplicate=False))

@@ -26,12 +26,12 @@ _WHY_RECURRENT = (
 def uncaptured(engine: Engine, model: nn.Module) -> tuple[float, str]:
     """The share of the matrix weights that no graph reads, and what to know about them ("" where there are none).
 
-    Only of models that Dynamo has been asked to capture, or that run as written around their blocks; a symbolic graph
-    holds all of forward. It says nothing of other calls: where Dynamo made no graph, or is asked in training and the
-    symbolic graph is one for evaluation, what that reads does not count.
+    Only of models that Dynamo has been asked to capture, or that run as written around blocks or parts; a symbolic
+    graph holds all of forward. It says nothing of other calls: where Dynamo made no graph, or is asked in training and
+    the symbolic graph is one for evaluation, what that reads does not count.
     """
-    if engine.blocks:
-        return _around_blocks(engine, model)
+    if runs := getattr(engine.dynamo, "runs", ""):
+        return _around_parts(engine, model, runs)
     if not getattr(engine.dynamo, "calls", 0):
         return 0.0, ""
     variants = engine.all_variants()
@@ -62,19 +62,19 @@ def _why(weights: list[str]) -> str:
     return _WHY.format(by_themselves=_BY_THEMSELVES.format(blocks=blocks) if blocks else "")
 
 
-def _around_blocks(engine: Engine, model: nn.Module) -> tuple[float, str]:
-    if engine.all_variants() or not engine.fallbacks:
+def _around_parts(engine: Engine, model: nn.Module, runs: str) -> tuple[float, str]:
+    if not engine.fallbacks:
         return 0.0, ""
     sizes = {name: weight.numel() for name, weight in _matrices(model)}
     left = [name for name in sizes if not name.startswith(tuple(f"{path}." for path in engine.blocks))]
-    if not left:
+    if engine.boundaries and not left:
         return 0.0, ""
     share = sum(sizes[name] for name in left) / max(1, sum(sizes.values()))
-    return (
-        share,
-        f"{share:.0%} of the weights are outside of every block ({listed(left, _NAMED)}), in a forward that runs as "
-        + (f"it is written: {next(iter(engine.fallbacks))}"),
-    )
+    where = "in calls that no graph holds " if engine.all_variants() else ""
+    outside = f"outside of every {'block' if engine.boundaries else 'graph'}"
+    weights = f"{share:.0%} of the weights are {outside} ({listed(left, _NAMED)}), in a"
+    weights = weights if left else "all weights are in graphs of parts, around which there is a"
+    return share, f"{where}{weights} forward that runs {runs}: {next(iter(engine.fallbacks))}"
 
 
 def kept_whole(engine: Engine, model: nn.Module) -> tuple[float, str]:
@@ -114,8 +114,9 @@ def holds_other_calls(engine: Engine) -> bool:
 
 
 def is_nothing_captured(engine: Engine) -> bool:
-    """Whether Dynamo was asked to capture a call, and made no graph of it."""
-    return bool(getattr(engine.dynamo, "calls", 0)) and not engine.all_variants()
+    """Whether Dynamo, or parts of what runs as written, was asked to capture a call, and no graph was made."""
+    is_asked = getattr(engine.dynamo, "calls", 0) or (hasattr(engine.dynamo, "runs") and engine.fallbacks)
+    return bool(is_asked) and not engine.graphs()
 
 
 def _is_for_evaluation(variant: Variant) -> bool:

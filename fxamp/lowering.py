@@ -1,0 +1,107 @@
+"""Which parameters O2 and O3 store low: by the graph of a call, or layer by layer where there is none."""
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxamp import ir
+from fxamp.capture.inputs import CallSpec, flatten_call
+from fxamp.capture.leaves import has_hooks
+from fxamp.model.likeness import likeness
+from fxamp.model.views import device_of, plain_tree
+from fxamp.options import Options
+from fxamp.override_keys import around, override_of, overrides_within
+from fxamp.pipeline import build_variant
+from fxamp.sparse import is_sparse
+
+
+def lowered_by_graph(graph: fx.Graph, model: nn.Module, options: Options) -> list[str]:
+    """O2: the parameters that the graph only reads low; O3: every float32 parameter and buffer.
+
+    At O3 those of a module that runs high as a whole (a batch norm whose override says so) stay: nothing casts them.
+    So do sparse ones, which are read in float32.
+    """
+    if options.opt_level == "O3":
+        whole = [node for node in graph.nodes if node.op == "call_module" and ir.mark(node).precision == "high"]
+        return _all_but(model, [str(node.target) for node in whole])
+    return [name for name in _read_low(graph) if isinstance(ir.attribute(model, name), nn.Parameter)]
+
+
+def lowered_by_layers(model: nn.Module, options: Options) -> list[str]:
+    """The same where no graph of the model is known: O2 lowers what each layer reads low of its own parameters.
+
+    1. A layer is a module with a matrix among its own parameters. What it reads low stands in a graph of it alone;
+       equal layers are looked at once. One that no graph holds keeps float32 parameters.
+    2. A parameter that several modules hold is lowered where all of them read it low: not a tied embedding.
+    3. Modules with hooks run whole, and read float32, with all that they hold.
+
+    At O3 only modules that an override denies keep float32 parameters.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if options.opt_level == "O3":
+        keys = {path: override_of(list(around(path)), "", options.overrides) for path in modules}
+        return _all_but(model, [path for path, key in keys.items() if key and options.overrides[key] == "deny"])
+    layers = _Layers(options, list(modules))
+    hooked = tuple(f"{path}." for path, module in modules.items() if has_hooks(module) and path)
+    low: dict[str, int] = {}  # the parameter, by path
+    others: set[int] = set()
+    for path, module in modules.items():
+        own = {name: weight for name, weight in module._parameters.items() if weight is not None}
+        read = frozenset() if f"{path}.".startswith(hooked) else layers.reads_low(module, path)
+        low |= {f"{path}.{name}".lstrip("."): id(own[name]) for name in own if name in read}
+        others |= {id(weight) for name, weight in own.items() if name not in read}
+    return [path for path, weight in low.items() if weight not in others]
+
+
+class _Layers:
+    """What layers of a model read low of their own parameters."""
+
+    def __init__(self, options: Options, modules: Collection[str]) -> None:
+        self.options = options
+        self.modules = modules
+        self.known: dict[Any, frozenset[str]] = {}
+
+    def reads_low(self, layer: nn.Module, path: str) -> frozenset[str]:
+        """The names of those parameters."""
+        if not any(weight.dim() > 1 for weight in layer._parameters.values() if weight is not None):
+            return frozenset()
+        overrides = overrides_within(layer, path, self.options.overrides, self.modules)
+        key = (*likeness(layer), tuple(overrides.items()))
+        if key not in self.known:
+            options = dataclasses.replace(self.options, overrides=overrides)
+            trials = (_found_alone(layer, options, call) for call in _assumed_calls(layer))
+            self.known[key] = next((found for found in trials if found), frozenset())
+        return self.known[key]
+
+
+def _assumed_calls(layer: nn.Module) -> Iterator[tuple[CallSpec | None, list[Any] | None]]:
+    """Calls of a layer that may be: of assumed types, then of one tensor whose last size a matrix of its own has."""
+    yield None, None
+    shapes = (weight.shape for weight in layer._parameters.values() if weight is not None and weight.dim() > 1)
+    device = device_of(layer)
+    for size in dict.fromkeys(size for shape in shapes for size in shape):
+        yield flatten_call((torch.empty(1, 2, size, device=device),), {})
+
+
+def _found_alone(layer: nn.Module, options: Options, call: tuple[CallSpec | None, list[Any] | None]) -> frozenset[str]:
+    try:
+        return frozenset(_read_low(build_variant(plain_tree(layer), *call, options).graph))
+    except Exception:  # what is assumed may not fit the layer
+        return frozenset()
+
+
+def _read_low(graph: fx.Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.users and all(ir.mark(user).role == "weight cast" for user in node.users):
+            yield str(node.target)
+
+
+def _all_but(model: nn.Module, modules: Iterable[str]) -> list[str]:
+    """Every float32 parameter and buffer that is not sparse and not of these modules."""
+    inside = tuple(f"{path}." for path in modules)
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    dense = [name for name, tensor in tensors if tensor.dtype == torch.float32 and not is_sparse(tensor)]
+    return [name for name in dense if not name.startswith(inside)]

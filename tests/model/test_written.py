@@ -1,0 +1,443 @@
+"""Models at O2 and O3 whose forward no graph holds: it runs as written, what it calls as graphs."""
+
+import copy
+import logging
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fxamp
+from fxamp.model.engine import engine_of
+
+LOWS = [torch.float16, torch.bfloat16]
+
+
+class Block(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.up, self.norm, self.down = (
+            nn.Linear(width, 2 * width),
+            nn.LayerNorm(2 * width),
+            nn.Linear(2 * width, width),
+        )
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.norm(self.up(x))))
+
+
+class Choosing(nn.Module):
+    """Which blocks run depends on what the first gives."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.stem, self.left, self.right = Block(width), Block(width), Block(width)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        h = self.stem(x)
+        return self.head(self.left(h) if h.sum().item() > 0 else self.right(h))
+
+
+class Experts(nn.Module):
+    """A mixture of experts that loops over those that are hit."""
+
+    def __init__(self, width=16, count=4):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(width, count), nn.ModuleList(Block(width) for _ in range(count))
+
+    def forward(self, x):
+        weights, chosen = F.softmax(self.gate(x).float(), -1).max(-1)
+        out = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            rows = (chosen == number).nonzero().flatten()
+            out.index_add_(0, rows, (self.experts[number](x[rows]) * weights[rows, None]).to(x.dtype))
+        return out
+
+
+def batch(seed, rows=8, width=16):
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(model, optimizer, count=4, scaler=None, autocast=None, **call):
+    losses = []
+    for step in range(count):
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            out = model(batch(step), **call)
+        loss = out.float().square().mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+def blocks_of(converted):
+    return sorted(engine_of(converted).blocks)
+
+
+def converted_o2(model, dtype=torch.bfloat16, **options):
+    return fxamp.convert(model, dtype, opt_level="O2", **options)
+
+
+def sgd(model):
+    return fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("dtype", LOWS)
+@pytest.mark.parametrize("kind", [Choosing, Experts])
+@pytest.mark.parametrize("is_given", [True, False], ids=["example", "none"])
+def test_it_trains_as_in_float32_and_keeps_float32_checkpoints(kind, dtype, is_given):
+    torch.manual_seed(0)
+    model = kind()
+    plain, low = copy.deepcopy(model), copy.deepcopy(model)
+    converted = converted_o2(model, dtype, example_inputs=(batch(0),) if is_given else None)
+    expected = trained(plain, torch.optim.SGD(plain.parameters(), 0.1))
+    autocast = trained(low, torch.optim.SGD(low.parameters(), 0.1), autocast=dtype)
+    found = trained(converted, sgd(converted), scaler=fxamp.LossScaler(64.0))
+    assert (found - expected).norm() <= 2 * (autocast - expected).norm()
+    for name, weight in converted.state_dict().items():
+        assert weight.dtype == torch.float32
+        torch.testing.assert_close(weight, plain.state_dict()[name], rtol=0, atol=0.01)
+    stored = {name for name, weight in converted.named_parameters() if weight.dtype == dtype}
+    assert stored == {name for name, _ in plain.named_parameters() if "norm" not in name}
+
+
+def test_the_largest_modules_that_a_graph_holds_are_graphs_and_equal_ones_share_them():
+    torch.manual_seed(0)
+    choosing, experts = converted_o2(Choosing()), converted_o2(Experts())
+    for model in (choosing, experts):
+        trained(model, sgd(model))
+    assert blocks_of(choosing) == ["head", "right", "stem"] or blocks_of(choosing) == ["head", "left", "right", "stem"]
+    found = engine_of(experts)
+    assert {path for path in found.blocks if path != "gate"} == {f"experts.{number}" for number in range(4)}
+    assert len({id(inner) for inner in found.blocks.values()}) == 2
+    report = fxamp.report(experts)
+    assert {row.module for row in report.rows} >= {"gate", "experts.0.up"}
+    assert report.outside[0].startswith(
+        "all weights are in graphs of parts, around which there is a forward that runs as"
+    )
+    assert "test_written.py" in report.outside[0] and len(report.outside) == 1
+
+
+def test_experts_that_no_row_takes_have_no_gradient():
+    torch.manual_seed(0)
+    converted = converted_o2(Experts())
+    with torch.no_grad():
+        converted.gate.bias.copy_(torch.tensor([1e3, 0.0, 0.0, 0.0]))
+    converted(batch(0)).sum().backward()
+    has = {
+        name.split(".")[1] for name, weight in converted.named_parameters() if weight.grad is not None and "ex" in name
+    }
+    assert has == {"0"}
+    assert converted.gate.weight.grad is not None and converted.gate.weight.grad.dtype == torch.bfloat16
+
+
+class Stateful(nn.Module):
+    """What forward does to the model itself, beside what no graph holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), nn.Sequential(Block(), nn.Dropout(0.5), Block()), Block()])
+        self.norm = nn.BatchNorm1d(16)
+        self.named = nn.ModuleDict({"a": Block(), "b": nn.Identity()})
+        self.again, self.steps, self.last, self.current = self.layers[0], 0, None, None
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, x):
+        self.steps += 1
+        self.current = self.layers[self.steps % 2]
+        for layer in self.layers[:2]:
+            x = layer(x)
+        x = self.named["a" if x.sum().item() > 0 else "b"](self.norm(x))
+        self.seen += x.detach().float().mean(0)
+        self.last = x.detach()
+        x = self.again(self.layers[1][:2](x))
+        assert [type(child).__name__ for child in self.layers] == ["Block", "Sequential", "Block"]
+        assert isinstance(self.layers[0], Block) and self.again is self.layers[0] and len(self.layers) == 3
+        assert set(self.named) == {"a", "b"} and [name for name, _ in self.named_children()][:1] == ["layers"]
+        return x
+
+
+def test_what_forward_does_to_the_model_it_does():
+    torch.manual_seed(0)
+    model = Stateful()
+    plain = copy.deepcopy(model)
+    converted = converted_o2(model)
+    kinds = [type(module) for module in model.modules()]
+    for step in range(3):
+        torch.manual_seed(step)
+        expected = plain(batch(step))
+        torch.manual_seed(step)
+        found = converted(batch(step))
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.1)
+    assert (converted.steps, converted.current is converted.layers[1]) == (3, True)
+    torch.testing.assert_close(converted.seen, plain.seen, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(converted.norm.running_mean, plain.norm.running_mean, rtol=0.05, atol=0.01)
+    assert converted.norm.num_batches_tracked == 3 and converted.last.shape == (8, 16)
+    assert [type(module) for module in converted.modules()][1:] == kinds[1:]
+    assert type(converted.layers[0]) is Block and converted.layers[0] is model.layers[0]
+
+
+def test_flags_and_hooks_that_are_set_by_an_older_reference_are_seen():
+    torch.manual_seed(0)
+    converted = converted_o2(Stateful())
+    inner, layer = converted.layers[1], converted.layers[0]
+    converted(batch(0))
+    seen = []
+    inner.eval()
+    layer.register_forward_hook(lambda module, args, out: seen.append(type(module).__name__) or 2 * out)
+    doubled = [converted(batch(1)) for _ in range(2)]
+    assert seen == ["Block"] * 4  # in two places of each call
+    assert not converted.layers[1][1].training and converted.layers[0].training
+    layer._forward_hooks.clear()
+    once = converted(batch(1))
+    assert not torch.allclose(doubled[0], once, rtol=0.05, atol=0.1)
+    torch.testing.assert_close(doubled[0], doubled[1], rtol=0.05, atol=0.1)  # no dropout: `inner` is not trained
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_inside_compute_the_same_again(reentrant):
+    class Checkpointing(Choosing):
+        def forward(self, x, saves=True):
+            h = checkpoint(self.stem, x, use_reentrant=reentrant) if saves else self.stem(x)
+            chosen = self.left if h.sum().item() > 0 else self.right
+            return self.head(checkpoint(lambda y: chosen(y), h, use_reentrant=reentrant) if saves else chosen(h))
+
+    torch.manual_seed(0)
+    converted = converted_o2(Checkpointing())
+    gradients = []
+    for saves in (True, False):
+        x = batch(0).requires_grad_()
+        converted(x, saves).square().sum().backward()
+        gradients.append([x.grad, *(weight.grad for weight in converted.parameters() if weight.grad is not None)])
+        converted.zero_grad()
+    assert len(gradients[0]) == len(gradients[1]) > 8
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_copies_and_pickles_hold_no_view():
+    torch.manual_seed(0)
+    converted = converted_o2(Choosing())
+    trained(converted, sgd(converted), 1)
+    for twin in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        assert type(twin.stem) is Block and twin.stem is not converted.stem
+        torch.testing.assert_close(twin(batch(3)), converted(batch(3)), rtol=0, atol=0)
+        with torch.no_grad():
+            twin.head.bias.add_(1)
+        torch.testing.assert_close(twin(batch(3)), converted(batch(3)) + 1, rtol=0, atol=0.05)
+
+
+def test_a_module_that_was_exchanged_is_called():
+    torch.manual_seed(0)
+    converted = converted_o2(Choosing())
+    before = converted(batch(0))
+    converted.head = nn.Linear(16, 5)
+    assert converted(batch(0)).shape == (8, 5) and before.shape == (8, 3)
+    converted.stem.up = nn.Identity()
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        converted(batch(0))
+
+
+def test_errors_of_forward_stand_alone():
+    class Failing(Choosing):
+        def forward(self, x):
+            raise ValueError(f"no {self.stem(x).sum().item()}")
+
+    with pytest.raises(ValueError, match="no ") as found:
+        converted_o2(Failing())(batch(0))
+    assert found.value.__context__ is None
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_symbolic_capture_refuses(opt_level):
+    plain = Choosing()
+    for example in (None, (batch(0),)):
+        with pytest.raises(fxamp.CaptureError, match="traced value"):
+            fxamp.convert(plain, torch.bfloat16, example, opt_level, capture="symbolic")
+    assert {weight.dtype for weight in plain.parameters()} == {torch.float32}
+
+
+def test_everything_low_runs_so_too():
+    torch.manual_seed(0)
+    model = Choosing()
+    plain = copy.deepcopy(model).bfloat16()
+    converted = fxamp.convert(model, torch.bfloat16, opt_level="O3")
+    assert {weight.dtype for weight in converted.parameters()} == {torch.bfloat16}
+    found, expected = converted(batch(0)), plain(batch(0).bfloat16())
+    torch.testing.assert_close(found, expected.float(), rtol=0.05, atol=0.02)
+    found.sum().backward()
+    assert converted.stem.norm.weight.grad.dtype == torch.bfloat16
+
+
+def test_without_gradients_only_parts_with_a_graph_look_for_one():
+    torch.manual_seed(0)
+    converted = converted_o2(Choosing())
+    with torch.no_grad():
+        first = converted(batch(0))
+    assert not blocks_of(converted)
+    converted(batch(0)).sum().backward()
+    known = blocks_of(converted)
+    with torch.no_grad():
+        again = converted(batch(0))
+    assert known and blocks_of(converted) == known
+    torch.testing.assert_close(first, again, rtol=0.05, atol=0.02)
+
+
+def test_it_runs_under_torch_compile():
+    torch.manual_seed(0)
+    converted = converted_o2(Choosing())
+    expected = converted(batch(0))
+    compiled = torch.compile(converted, backend="eager")
+    for _ in range(2):
+        found = compiled(batch(0))
+        assert torch.equal(found, expected)
+    found.sum().backward()
+    assert converted.stem.up.weight.grad is not None
+
+
+def test_what_of_it_runs_how_is_told(caplog):
+    torch.manual_seed(0)
+
+    class Direct(Choosing):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x):
+            return super().forward(x) + (self.table @ self.table).mean()
+
+    with caplog.at_level(logging.INFO, "fxamp"):
+        converted = converted_o2(Direct(), torch.bfloat16)
+        converted(batch(0)).sum().backward()
+        converted(batch(1)).sum().backward()
+    told = [record for record in caplog.records if "because symbolic capture cannot follow it" in record.message]
+    assert [record.levelname for record in told] == ["INFO"] and "Direct: runs as under torch.autocast" in told[
+        0
+    ].message
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == 1 and re.match(r"most of \S*Direct was not converted: ", warned[0])
+    assert re.search(r"outside of every graph \(table.*\), in a forward that runs as under torch.autocast", warned[0])
+    report = fxamp.report(converted)
+    assert "(table)" in report.outside[0] and not any("no graph was captured yet" in text for text in report.advice)
+    reason = fxamp.explain(converted, "stem.up")
+    assert "linear" in str(reason)
+    moved = fxamp.what_if(converted, deny=["linear"])
+    assert moved.rows and all(row.precision != "low" for row in moved.rows if row.op == "linear")
+
+
+def test_a_model_of_which_no_graph_is_made_says_so():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x):
+            y = x @ self.table
+            return y if y.sum().item() > 0 else -y
+
+    converted = converted_o2(Bare())
+    assert fxamp.report(converted).is_preview
+    converted(batch(0)).sum().backward()
+    report = fxamp.report(converted)
+    assert not report.is_preview and not report.advice and "(table)" in report.outside[0]
+
+
+def test_plans_and_ranges_are_for_one_graph(tmp_path):
+    torch.manual_seed(0)
+    plain = Block()
+    fxamp.report(converted_o2(copy.deepcopy(plain), example_inputs=(batch(0),))).save_plan(tmp_path / "plan.json")
+
+    class Default(Block):
+        def forward(self, x=None):
+            return super().forward(x)
+
+    with pytest.raises(fxamp.OptionError, match=r"with plan= or ranges=.*example_inputs"):
+        converted_o2(Default(), plan=tmp_path / "plan.json")
+    with pytest.raises(fxamp.CaptureError, match="traced value"):
+        converted_o2(Choosing(), plan=tmp_path / "plan.json", example_inputs=(batch(0),))
+
+
+def test_a_watch_for_nan_sees_into_parts_old_and_new_and_leaves_them_afterwards():
+    torch.manual_seed(0)
+    converted = converted_o2(Choosing(), torch.float16)
+    x = batch(0)
+    converted(x)  # the stem and one side are graphs by now
+    with torch.no_grad():
+        converted.stem.down.weight.mul_(-1)
+        converted.head.weight.fill_(float("inf"))
+        other = converted(x)
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match=r"in module head") as found, fxamp.watch_nan(converted):
+            converted(x)
+        assert "first that is not finite" in str(found.value)
+    parts = engine_of(converted).dynamo.engines.values()
+    assert len(parts) >= 2 and all(part.workshop is engine_of(converted).workshop for part in parts)
+    assert not torch.isfinite(other).all()
+
+
+def test_compare_and_its_like_say_where_there_are_graphs():
+    plain = Choosing()
+    converted = converted_o2(copy.deepcopy(plain))
+    for look in (lambda: fxamp.compare(plain, converted, (batch(0),)), lambda: fxamp.find_nan(converted, (batch(0),))):
+        with pytest.raises(fxamp.OptionError, match="at O2 it runs as under"):
+            look()
+
+
+def test_frozen_parts_stay_frozen():
+    torch.manual_seed(0)
+    converted = converted_o2(Choosing())
+    converted(batch(0)).sum().backward()
+    with torch.no_grad():
+        before = converted(batch(0))
+        converted.freeze()
+        assert torch.equal(converted(batch(0)), before)
+
+
+def test_copies_share_the_graphs_of_parts():
+    converted = converted_o2(Choosing())
+    twin = copy.deepcopy(converted)
+    converted(batch(0)).sum()
+    made = fxamp.report(converted).rows
+    assert torch.equal(twin(batch(0)), converted(batch(0)))
+    assert len(fxamp.report(twin).rows) == len(made)
+
+
+class Memory:
+    """What a graph cannot take: an object that holds what an earlier call computed."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Net(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 8), norm, nn.Linear(8, 8)
+
+    def forward(self, x, memory=None):
+        y = self.up(x)
+        return self.down(self.norm(y if memory is None else y + memory.value))
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(8), nn.LayerNorm((4, 8)), nn.RMSNorm((4, 8)), nn.BatchNorm1d(4)], ids=str
+)
+def test_norms_of_any_shape_take_such_a_call(norm, has_gradients):
+    torch.manual_seed(0)
+    model, x, memory = Net(copy.deepcopy(norm)).eval(), torch.randn(2, 4, 8), Memory(torch.randn(2, 4, 8))
+    plain = copy.deepcopy(model)
+    converted = converted_o2(model, example_inputs=(x,))
+    stored = {name: weight.dtype for name, weight in converted.named_parameters()}
+    with torch.set_grad_enabled(has_gradients):
+        expected, found = plain(x, memory), converted(x, memory)
+        with torch.autocast("cpu", torch.bfloat16):
+            autocast = plain(x, memory)
+    assert found.dtype == torch.float32 and not torch.equal(found, expected)
+    assert (found - expected).norm() <= 1.5 * (autocast - expected).norm()
+    assert {name: weight.dtype for name, weight in converted.named_parameters()} == stored
