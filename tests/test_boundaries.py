@@ -593,3 +593,27 @@ def test_a_block_that_stands_in_two_places_is_one(boundaries):
         each.last.scale, each.layers[0].scale = 2.0, 3.0
     assert converted.last is converted.layers[1] and converted.extra[1] is converted.layers[0]
     assert torch.allclose(converted(x), model(x), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("example", [None, (torch.ones(2, 4, 8),)], ids=["none", "example"])
+@pytest.mark.parametrize("make", [lambda y: (y, None), lambda y: {0: y}, lambda y: OrderedDict([(0, y)])])
+def test_what_a_block_gives_in_a_container_can_be_sliced(make, example):
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return make(self.fc(x))
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = Inner(), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.inner(x)[0][:, 0])
+
+    model, x = Outer(), torch.randn(2, 4, 8)
+    found = fxamp.convert(model, LOW, example, boundaries=["inner"])(x)
+    torch.testing.assert_close(found, model(x), rtol=0.05, atol=0.05)

@@ -258,9 +258,9 @@ def _flatten(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
 
 def _getitem(node: fx.Node, found: dict[fx.Node, Static]) -> Static:
     kept = dims_of_getitem(node)
-    if kept is None:
-        return _everywhere(node, False)
     given = found[node.args[0]]  # type: ignore[index]
+    if kept is None or not isinstance(given, tuple):  # what a whole module gives may be no tensor
+        return _everywhere(node, False)
     has_constant_bounds = not ir.nodes_in(node.args[1])
     return tuple(source is not None and (whole or has_constant_bounds) and given[source] for source, whole in kept)
 
