@@ -28,6 +28,7 @@ from fxamp.ir import ENGINE
 from fxamp.model.autocasting import outside_autocast
 from fxamp.model.blocks import mark_block, mark_blocks
 from fxamp.model.changes import Changes
+from fxamp.model.collected import COLLECTED, is_collected_from
 from fxamp.model.structure import Structure
 from fxamp.model.variant import Variant, takes_apart
 from fxamp.model.views import plain_tree
@@ -124,7 +125,13 @@ class Engine:
     def _variant_for(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], number: str | None
     ) -> tuple[Variant, list[Any]]:
-        """The graph that a call takes, a new one where none holds, and what it is given."""
+        """The graph that a call takes, a new one where none holds, and what it is given.
+
+        Raises:
+            CaptureError: no graph holds it.
+        """
+        if not torch.compiler.is_compiling() and is_collected_from(module):
+            raise CaptureError(COLLECTED)
         key, inputs = call_key(args, kwargs)
         chosen = None if number is None else self.numbered.get(number)
         for variant in self.variants.get(key, ()) if chosen is None else (chosen,):
