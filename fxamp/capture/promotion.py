@@ -120,7 +120,10 @@ def promote(graph: fx.Graph, root: nn.Module, fakes: Fakes) -> None:
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype of a node's tensor; zeros of a size that hangs on data (a packed sequence's) have their tensor's."""
     value = node.meta.get("val")
+    if value is None and node.target == "new_zeros" and "dtype" not in node.kwargs:
+        return _dtype(node.args[0])  # type: ignore[arg-type]
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 

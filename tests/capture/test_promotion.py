@@ -71,6 +71,17 @@ def test_gemms_are_bitwise_autocasts(name, given):
         assert torch.equal(found, model(X.to(given)).float())
 
 
+@pytest.mark.parametrize("given", LOW)
+@pytest.mark.parametrize("low", LOW)
+def test_a_packed_sequence_that_comes_low_starts_from_states_of_one_dtype(given, low):
+    model = Parts(lambda m, packed: m.lstm(packed)[0].data)
+    converted = fxamp.convert(model, dtype=low, capture="symbolic")
+    packed = nn.utils.rnn.pack_sequence([X[0], X[0, :2]])
+    found, expected = converted(packed.to(given)), model(packed)
+    eps = max(torch.finfo(dtype).eps for dtype in (given, low))
+    torch.testing.assert_close(found, expected, rtol=4 * eps, atol=4 * eps)
+
+
 def test_an_input_in_the_low_dtype_is_read_as_it_is():
     converted = fxamp.convert(Parts(FORWARDS["linear"]), dtype="fp16")
     converted(X.half())
