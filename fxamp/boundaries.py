@@ -31,8 +31,11 @@ class AsWritten:
 
     variants: tuple[Variant, ...] = ()
     weights: frozenset[str] = frozenset()
-    how = "runs as written around its blocks"
     runs = "as it is written"
+
+    def how(self, module: nn.Module) -> str:
+        """How calls run, in a sentence about the model."""
+        return "runs as written around its blocks"
 
     def stay_outside(self, name: str) -> None:
         """Nothing: a compiler may trace what is written, and finds the blocks."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fxamp.dtypes import dtype_name, resolve_dtype
-from fxamp.errors import OptionError, nearest
+from fxamp.errors import CaptureError, OptionError, nearest
 from fxamp.ir import Colour
 from fxamp.lists import COLOURS, OpLists
 from fxamp.model.engine import Engine, engine_of
@@ -118,10 +118,10 @@ def check_stored(model: nn.Module, low: torch.dtype) -> None:
 
 
 def check_whole(path: str, module: nn.Module) -> None:
-    """Raise an OptionError for a module that is to run as a whole, in float32, and holds parameters that O2 lowered."""
+    """Raise a CaptureError for a module that is to run as a whole, in float32, and holds parameters that O2 lowered."""
     for name, tensor in module.named_parameters():
         if is_stored_low(tensor) and hasattr(tensor, MASTER):
-            raise OptionError(
+            raise CaptureError(
                 f"{path!r} runs as a whole, in float32, because of hooks on it (pruning is one), and opt_level='O2' "
                 f"has stored its {name} in {dtype_name(tensor.dtype)}. Put hooks on submodules before convert(), which "
                 "then leaves its parameters in float32, or convert with opt_level='O1'."

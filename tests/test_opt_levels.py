@@ -254,18 +254,22 @@ def test_an_error_without_a_line_of_the_users_names_none():
     ],
     ids=["hook", "prune"],
 )
-def test_a_hook_on_a_module_with_lowered_weights_is_refused_with_the_way_out(change):
-    net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
-    x = torch.ones(2, 8)
-    low = fxamp.convert(net, torch.bfloat16, (x,), "O2")
-    low(x)
-    change(low[1][0])
+def test_no_graph_holds_a_hook_on_a_module_with_lowered_weights(change):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+
+    x, plain, late, refusing, early = torch.ones(2, 8), build(), build(), build(), build()
+    low = fxamp.convert(late, torch.bfloat16, (x,), "O2")
+    symbolic = fxamp.convert(refusing, torch.bfloat16, (x,), "O2", capture="symbolic")
+    for model in (plain, low, symbolic, early):
+        change(model[1][0])
     for _ in range(2):
-        with pytest.raises(fxamp.OptionError, match=r"'1.0' runs as a whole.*O2.*bfloat16.*before convert"):
-            low(x)
-    early = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
-    change(early[1][0])
-    assert fxamp.convert(early, torch.bfloat16, (x,), "O2")(x).shape == (2, 8)
+        torch.testing.assert_close(low(x), plain(x), rtol=0.05, atol=0.05)
+        with pytest.raises(fxamp.CaptureError, match=r"'1.0' runs as a whole.*O2.*bfloat16.*before convert"):
+            symbolic(x)
+    converted = fxamp.convert(early, torch.bfloat16, (x,), "O2")
+    torch.testing.assert_close(converted(x), plain(x), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])

@@ -84,8 +84,6 @@ class DynamoForward:
         given_up: functions that Dynamo does not capture any more, and why.
     """
 
-    how = "captured by Dynamo"
-
     def __init__(self, options: Options, rewrite: Rewrite) -> None:
         self.options = options
         self.rewrite = rewrite
@@ -109,6 +107,10 @@ class DynamoForward:
         self._nested: list[str] = []
         self._outside: Any = None
         self._tells_of_transforms = False
+
+    def how(self, module: nn.Module) -> str:
+        """How calls run, in a sentence about the model."""
+        return "captured by Dynamo"
 
     def stay_outside(self, name: str) -> None:
         """Let a Dynamo that traces the model from outside break its graph here: it would trace through, into what the

@@ -123,13 +123,17 @@ def _run(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return engine(self, args, kwargs, number)
 
 
-def subclass(base: Any, names: dict[str, Any]) -> type:
-    """Without a call of the user's `__init_subclass__`, which may ask for arguments, or note the class somewhere."""
-    made: Any = type(base)(base.__name__, (nn.Module,), names)
+def subclass(base: Any, names: dict[str, Any], *beside: type) -> type:
+    """Without a call of the user's `__init_subclass__`, which may ask for arguments, or note the class somewhere.
+
+    Args:
+        beside: further classes that it is derived from.
+    """
+    made: Any = type(base)(base.__name__, (nn.Module, *beside), names)
     try:
-        made.__bases__ = (base,)
+        made.__bases__ = (base, *beside)
     except TypeError:  # it has slots
-        made = type(base)(base.__name__, (base,), names)
+        made = type(base)(base.__name__, (base, *beside), names)
     return made  # type: ignore[no-any-return]
 
 

@@ -193,7 +193,7 @@ class Engine:
             log.info("no preview of %s from assumed types; its first call decides how it is captured: %s", name, text)
         elif text not in self.fallbacks:
             level = logging.DEBUG if self.fallbacks or self.is_boundary else logging.INFO
-            log.log(level, "%s: %s, because symbolic capture cannot follow it: %s", name, self.dynamo.how, text)
+            log.log(level, "%s: %s, because symbolic capture cannot follow it: %s", name, self.dynamo.how(module), text)
             self.fallbacks[text] = None
 
     @property
@@ -223,8 +223,8 @@ class Engine:
         state = count, bool(getattr(self.dynamo, "runs_as_written", False))
         if state != self.announced and not self.is_boundary and not torch.compiler.is_compiling():
             self.announced = state
-            if not count:
-                self.previews.clear()  # Dynamo gave up, whatever the preview promised
+            if not count or self.blocks:
+                self.previews.clear()  # Dynamo gave up, or was not asked, whatever the preview promised
             mark_blocks(module, self.blocks)
             self.workshop.announce(module)
 

@@ -1,6 +1,7 @@
 """A converted model without its engine: an instance of the user's own class on the same state; and its device."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,7 +62,8 @@ def plain_inside(model: nn.Module, paths: list[str]) -> Iterator[None]:
 
 def device_of(model: nn.Module) -> torch.device:
     """The device of the model's first parameter or buffer; the CPU where it has none."""
-    return next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def take_state(model: nn.Module, twin: nn.Module, functions: bool = True) -> None:

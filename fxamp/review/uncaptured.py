@@ -70,11 +70,14 @@ def _around_parts(engine: Engine, model: nn.Module, runs: str) -> tuple[float, s
     if engine.boundaries and not left:
         return 0.0, ""
     share = sum(sizes[name] for name in left) / max(1, sum(sizes.values()))
+    why = next(iter(engine.fallbacks))
+    if not engine.boundaries and not engine.is_trained:  # the parts of such a model are captured when it trains
+        return 0.0, f"without gradients forward runs {runs}: {why}"
     where = "in calls that no graph holds " if engine.all_variants() else ""
     outside = f"outside of every {'block' if engine.boundaries else 'graph'}"
     weights = f"{share:.0%} of the weights are {outside} ({listed(left, _NAMED)}), in a"
     weights = weights if left else "all weights are in graphs of parts, around which there is a"
-    return share, f"{where}{weights} forward that runs {runs}: {next(iter(engine.fallbacks))}"
+    return share, f"{where}{weights} forward that runs {runs}: {why}"
 
 
 def kept_whole(engine: Engine, model: nn.Module) -> tuple[float, str]:

@@ -1,8 +1,10 @@
 """FlexAttention: low operands, and the kernel that the model would have under torch.compile."""
 
 import contextlib
+import copy
 import logging
 import math
+import re
 
 import pytest
 import torch
@@ -156,8 +158,18 @@ def test_what_torch_makes_no_kernel_of_runs_dense_and_is_told_once(caplog, induc
 
 
 def test_o2_says_where_it_stands():
-    with pytest.raises(fxamp.CaptureError, match=r"test_flex_attention\.py:3"):
-        fxamp.convert(Attention(), torch.bfloat16, opt_level="O2")(torch.randn(2, 128, 32))
+    with pytest.raises(fxamp.CaptureError, match=r"test_flex_attention\.py:4"):
+        fxamp.convert(Attention(), torch.bfloat16, opt_level="O2", capture="symbolic")(torch.randn(2, 128, 32))
+
+
+def test_o2_runs_it_as_written(caplog):
+    model, x = Attention(), torch.randn(2, 128, 32)
+    plain = copy.deepcopy(model)
+    with caplog.at_level("INFO", "fxamp"), torch.no_grad():
+        found = fxamp.convert(model, torch.bfloat16, opt_level="O2")(x)
+        expected = plain(x)
+    assert re.search(r"runs as under torch.autocast.*test_flex_attention\.py:4", caplog.text)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("way", ["compiled", "dense", "fake"])

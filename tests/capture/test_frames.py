@@ -154,7 +154,7 @@ def test_each_of_many_modules_of_one_class_is_captured_as_often_as_torch_allows(
         monkeypatch.setattr(fxamp.capture.frames, "_IS_APART", False)
     widths = range(8, 8 + 11)
     model = nn.Sequential(*map(Checked, widths, widths[1:]))
-    converted = fxamp.convert(model, dtype=bf16)
+    converted = fxamp.convert(model, dtype=bf16, capture="dynamo")
     for rows in (2, 3):
         converted(torch.randn(rows, 8)).sum().backward()
     assert "gives up" not in caplog.text

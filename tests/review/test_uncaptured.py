@@ -105,7 +105,7 @@ def test_a_model_that_was_evaluated_first_says_that_its_training_is_not_captured
 def test_a_small_part_is_not_said_to_be_nothing():
     model = Around()
     model.head = nn.Sequential(nn.Linear(8, 4096), nn.Linear(4096, 8))
-    converted = fxamp.convert(model, dtype="bf16")
+    converted = fxamp.convert(model, dtype="bf16", capture="dynamo")
     converted(X)
     assert fxamp.report(converted).outside[0].startswith("less than 1% of the weights are read by no graph")
 
@@ -166,7 +166,7 @@ def test_a_call_under_a_dispatch_mode_is_no_reason_to_warn(caplog):
 
 
 def test_modules_that_share_a_graph_are_all_inside(caplog):
-    converted = fxamp.convert(Loop(Block), dtype="bf16")
+    converted = fxamp.convert(Loop(Block), dtype="bf16", capture="dynamo")
     converted(X)
     assert fxamp.report(converted).outside == () and warnings_of(caplog) == []
 

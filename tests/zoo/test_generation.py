@@ -1,6 +1,7 @@
 """Decoders of transformers as they are used: trained with their cache on, and generating between the steps."""
 
 import concurrent.futures
+import copy
 
 import pytest
 import torch
@@ -71,11 +72,20 @@ def test_the_cache_of_one_call_serves_the_next():
 
 
 @pytest.mark.parametrize("opt_level", ["O2", "O3"])
-def test_a_training_call_that_no_graph_can_hold_is_refused_where_weights_are_low(opt_level):
-    model = fxamp.convert(model_of("gpt2"), torch.bfloat16, opt_level=opt_level, example_inputs=(TOKENS,))
-    cache = model(TOKENS, use_cache=True).past_key_values
+def test_a_training_call_that_no_graph_can_hold_runs_as_written_where_weights_are_low(opt_level):
+    plain = model_of("gpt2").eval()
+    model = fxamp.convert(copy.deepcopy(plain), torch.bfloat16, opt_level=opt_level, example_inputs=(TOKENS,))
+    logits = [each(TOKENS[:, -1:], past_key_values=cache_of(each)).logits for each in (model, plain)]
+    torch.testing.assert_close(*logits, rtol=0.05, atol=0.2)
+    logits[0].square().mean().backward()
+    assert all(weight.grad is not None for name, weight in model.named_parameters())
+    refusing = fxamp.convert(plain, torch.bfloat16, opt_level=opt_level, example_inputs=(TOKENS,), capture="symbolic")
     with pytest.raises(CaptureError, match="DynamicCache"):
-        model(TOKENS[:, -1:], past_key_values=cache)
+        refusing(TOKENS[:, -1:], past_key_values=cache_of(refusing))
+
+
+def cache_of(model):
+    return model(TOKENS[:, :-1], use_cache=True).past_key_values
 
 
 def test_threads_that_generate_with_one_model_at_o2_wait_for_each_other():

@@ -1,9 +1,11 @@
 """Models at O2 and O3 whose forward no graph holds: it runs as written, what it calls as graphs."""
 
 import copy
+import gc
 import logging
 import pickle
 import re
+import weakref
 
 import pytest
 import torch
@@ -121,7 +123,7 @@ def test_the_largest_modules_that_a_graph_holds_are_graphs_and_equal_ones_share_
     assert report.outside[0].startswith(
         "all weights are in graphs of parts, around which there is a forward that runs as"
     )
-    assert "test_written.py" in report.outside[0] and len(report.outside) == 1
+    assert "test_as_written.py" in report.outside[0] and len(report.outside) == 1
 
 
 def test_experts_that_no_row_takes_have_no_gradient():
@@ -181,6 +183,146 @@ def test_what_forward_does_to_the_model_it_does():
     assert converted.norm.num_batches_tracked == 3 and converted.last.shape == (8, 16)
     assert [type(module) for module in converted.modules()][1:] == kinds[1:]
     assert type(converted.layers[0]) is Block and converted.layers[0] is model.layers[0]
+
+
+class Exact(Choosing):
+    """A head in float32, and a part of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.recurrent = nn.Linear(16, 16), nn.GRU(16, 16)
+
+    def forward(self, x):
+        h = self.left(self.stem(x))
+        h = h if h.sum().item() > 0 else -h
+        with torch.autocast("cpu", enabled=False):
+            h = self.recurrent(self.right(h.float()) @ self.table.weight)[0]
+            assert h.dtype == torch.float32
+            return self.head(h)
+
+
+@pytest.mark.parametrize("dtype", LOWS)
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_where_forward_turns_autocast_off_it_is_float32(dtype, has_gradients):
+    torch.manual_seed(0)
+    model = Exact()
+    exact, plain = copy.deepcopy(model), copy.deepcopy(model)
+    converted = converted_o2(model, dtype)
+    with torch.no_grad():
+        for name, weight in converted.named_parameters():
+            exact.get_parameter(name).copy_(weight)  # rounded as the converted model's are
+    with torch.set_grad_enabled(has_gradients):
+        with torch.autocast("cpu", dtype):
+            expected = exact(batch(0))
+        found = converted(batch(0))
+    torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+    if has_gradients:
+        assert trained(converted, sgd(converted)).isfinite().all() and plain is not model
+
+
+def test_weights_that_forward_writes_are_written():
+    class Clamping(Choosing):
+        def forward(self, x):
+            out = super().forward(x)
+            with torch.no_grad():
+                for weight in (self.head.weight, self.head.bias):
+                    weight.clamp_(-0.01, 0.01)
+                self.stem.up.bias.data.mul_(0)
+            return out
+
+    torch.manual_seed(0)
+    converted = converted_o2(Clamping())
+    converted(batch(0))
+    assert converted.head.weight.abs().max() <= 0.0101 and converted.head.bias.abs().max() <= 0.0101
+    assert not converted.stem.up.bias.any() and not converted.state_dict()["stem.up.bias"].any()
+
+
+class Slotted(Choosing):
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Listed(Choosing, list):
+    def forward(self, x):
+        self.append(len(x))
+        return super().forward(x)
+
+    calls = property(len)
+    __eq__, __hash__ = nn.Module.__eq__, nn.Module.__hash__
+
+
+@pytest.mark.parametrize(("kind", "is_inside"), [(Slotted, True), (Slotted, False), (Listed, True)])
+def test_what_an_object_keeps_beside_its_attributes_forward_reads_and_writes(kind, is_inside):
+    torch.manual_seed(0)
+    slotted = kind()
+    model = nn.Sequential(slotted, nn.Linear(3, 3)) if is_inside else slotted
+    expected = model(batch(0))
+    converted = converted_o2(model)
+    assert converted(batch(0)).shape == expected.shape
+    torch.testing.assert_close(converted(batch(0)), expected, rtol=0.05, atol=0.02)
+    assert is_inside or converted.calls == 3
+
+
+class Keeping(Choosing):
+    """Keeps modules in containers of its own, and asks for their classes."""
+
+    def forward(self, x):
+        self.used = [self.stem, self.left]
+        other = copy.copy(self.stem)
+        other.tag = "copy"
+        assert not hasattr(self.stem, "tag") and other.up.weight is self._modules.copy()["stem"].up.weight
+        assert list(reversed(self._modules)) == ["head", "right", "left", "stem"]
+        assert self.stem.__class__ is Block and self.__class__ in type(self).__mro__
+        return super().forward(x)
+
+
+def test_modules_that_forward_keeps_elsewhere_are_equal_to_the_models_and_are_copied_as_such():
+    torch.manual_seed(0)
+    converted = converted_o2(Keeping())
+    converted(batch(0)).sum().backward()
+    assert converted.used == [converted.stem, converted.left] and converted.used[0] != converted.left
+    assert {converted.stem: 1, converted.left: 2}[converted.used[1]] == 2
+    twin, loaded = copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))
+    assert twin.used[0] is twin.stem and loaded.used[0] is loaded.stem and type(twin.used[0]) is Block
+
+
+class Comparing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), nn.Linear(16, 16), Block()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = 2 * layer(x) if type(layer) is Block else layer(x)
+        return x if x.sum().item() > 0 else -x
+
+
+def test_a_forward_that_compares_classes_finds_them():
+    torch.manual_seed(0)
+    model = Comparing()
+    expected = model(batch(0))
+    converted = converted_o2(model)
+    for _ in range(2):
+        torch.testing.assert_close(converted(batch(0)), expected, rtol=0.05, atol=0.1)
+
+
+def test_hooks_find_a_module_by_what_it_is():
+    torch.manual_seed(0)
+    converted = converted_o2(Choosing())
+    names = {module: name for name, module in converted.named_modules()}
+    seen = []
+    for child in converted.children():
+        child.register_forward_hook(lambda module, args, out: seen.append(names[module]))
+        child.register_full_backward_hook(lambda module, *_: seen.append(names[module]))
+    converted(batch(0)).sum().backward()
+    assert sorted(seen) in (sorted(2 * ["stem", side, "head"]) for side in ("left", "right"))
 
 
 def test_flags_and_hooks_that_are_set_by_an_older_reference_are_seen():
@@ -243,6 +385,16 @@ def test_a_module_that_was_exchanged_is_called():
         converted(batch(0))
 
 
+def test_of_a_model_that_is_gone_nothing_is_left():
+    torch.manual_seed(0)
+    converted = converted_o2(Choosing())
+    converted(batch(0)).sum().backward()
+    parts = [weakref.ref(module) for module in converted.modules()]
+    del converted
+    gc.collect()
+    assert [part() for part in parts] == [None] * len(parts)
+
+
 def test_errors_of_forward_stand_alone():
     class Failing(Choosing):
         def forward(self, x):
@@ -274,12 +426,15 @@ def test_everything_low_runs_so_too():
     assert converted.stem.norm.weight.grad.dtype == torch.bfloat16
 
 
-def test_without_gradients_only_parts_with_a_graph_look_for_one():
+def test_without_gradients_only_parts_with_a_graph_look_for_one(caplog):
     torch.manual_seed(0)
     converted = converted_o2(Choosing())
     with torch.no_grad():
         first = converted(batch(0))
     assert not blocks_of(converted)
+    (said,) = fxamp.report(converted).outside
+    assert said.startswith("without gradients forward runs as under torch.autocast: ")
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
     converted(batch(0)).sum().backward()
     known = blocks_of(converted)
     with torch.no_grad():
@@ -298,6 +453,57 @@ def test_it_runs_under_torch_compile():
         assert torch.equal(found, expected)
     found.sum().backward()
     assert converted.stem.up.weight.grad is not None
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+def test_what_its_author_keeps_in_float32_runs_so(opt_level):
+    class Protected(Choosing):
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                exact = self.right(self.stem(x.float()))
+                self.seen = exact.dtype, (exact * 3).detach()
+            return super().forward(exact)
+
+    torch.manual_seed(0)
+    model = Protected()
+    for weight in model.parameters():  # so that the stored numbers are exact
+        weight.data = weight.bfloat16().float()
+    x = batch(0).bfloat16().float()
+    expected = model.right(model.stem(x))
+    converted = fxamp.convert(model, torch.bfloat16, opt_level=opt_level)
+    for _ in range(2):
+        found = converted(x)
+        assert converted.seen[0] == torch.float32
+        torch.testing.assert_close(converted.seen[1], expected * 3, rtol=1e-5, atol=1e-5)
+    found.sum().backward()
+    assert all(weight.grad is not None for weight in converted.stem.parameters())
+    assert blocks_of(converted), "what is not protected runs in graphs"
+
+
+def test_nothing_that_forward_keeps_of_itself_leads_to_a_view():
+    class Keeping(Choosing):
+        def forward(self, x):
+            before = {name: child.forward for name, child in self.named_children()}
+            for name, child in self.named_children():  # as transformers 4.57 does where it collects hidden states
+                child.forward = lambda *given, own=before[name]: own(*given)
+            self.method, self.first = self.stem.extra_repr, self.stem
+            y = super().forward(x)
+            for name, child in self.named_children():
+                child.forward = before.get(name, child.forward)
+            return y
+
+    torch.manual_seed(0)
+    model = Keeping()
+    expected = model.stem(batch(0))
+    converted = converted_o2(model)
+    for _ in range(2):
+        converted(batch(0)).sum().backward()
+    assert converted.method.__self__ is converted.stem is converted.first and type(converted.first) is Block
+    for child in converted.children():
+        forward = vars(child)["forward"]
+        assert forward.__self__ is child and forward.__func__ is type(child).forward
+    pickle.loads(pickle.dumps(converted.stem))
+    torch.testing.assert_close(model.stem.float()(batch(0)), expected, rtol=0.05, atol=0.05)
 
 
 def test_what_of_it_runs_how_is_told(caplog):
