@@ -39,6 +39,7 @@ from fxamp.options import (
     module_of,
     say_what_is_inside,
 )
+from fxamp.otherwise import Otherwise
 from fxamp.passes.overrides import check_overrides, unmatched_overrides
 from fxamp.pipeline import build_variant, keep_weights, rewrite
 from fxamp.review.announce import announce
@@ -96,7 +97,9 @@ def convert(
             itself and stays a module that is called: FSDP2 per block, checkpointing and hooks go on working, and
             equal blocks are converted once. Values cross a boundary in float32. O1 only.
         capture: "symbolic" (fxamp's own tracer), "dynamo" (torch.compile's front end, which follows Python control
-            flow), or "auto": symbolic where it can follow, else dynamo, and one INFO line says why.
+            flow), or "auto": symbolic where it can follow, and one INFO line says why not. Else a model whose modules
+            graphs can hold runs as it is written, under torch.autocast, and they as graphs; any other goes to dynamo
+            at O1.
         output_dtype: float32 outputs come back in this dtype; None: as computed.
 
     Returns:
@@ -149,8 +152,8 @@ def convert_as(
     workshop = Workshop(build_variant, tell, keep_weights)
     if boundaries:
         return _convert_blocks(model, options, example, boundaries, workshop)
-    otherwise = DynamoForward if opt_level == "O1" else Written
-    engine = Engine(options, workshop, otherwise(options, rewrite))
+    o1 = DynamoForward if options.capture == "dynamo" else Otherwise
+    engine = Engine(options, workshop, (o1 if opt_level == "O1" else Written)(options, rewrite))
     sibling = make_sibling(model, engine)
     first = _first_graph(sibling, engine, example)
     if graphs := [variant.graph for variant in engine.all_variants()]:

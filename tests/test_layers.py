@@ -55,6 +55,7 @@ ABOVE = {
     "options",
     "boundaries",
     "lowering",
+    "otherwise",
     "weight_fits",
     "number_fits",
     "dynamo",

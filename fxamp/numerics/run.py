@@ -115,7 +115,7 @@ def check_module(given: Any, name: str) -> None:
 def looking_dynamo(engine: Engine) -> Any:
     """A model's forward through Dynamo, apart from the one that trains."""
     if engine not in _looking:
-        _looking[engine] = copy.deepcopy(engine.dynamo)
+        _looking[engine] = copy.deepcopy(getattr(engine.dynamo, "by_dynamo", engine.dynamo))
     return _looking[engine]
 
 

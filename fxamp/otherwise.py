@@ -1,0 +1,136 @@
+"""What calls at O1 run through that symbolic capture cannot follow: the model as it is written, or Dynamo."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from fxamp.capture.modes import are_modes_active
+from fxamp.dynamo.backend import DynamoForward
+from fxamp.model.written import Written
+from fxamp.options import Options
+from fxamp.override_keys import around
+from fxamp.words import percent
+
+log = logging.getLogger("fxamp")
+
+_MOST = 0.9
+"""Share of the weights that modules which are graphs must hold, for the forward around them to run as written."""
+
+
+class Otherwise:
+    """Chooses by the first calls with gradients.
+
+    1. A model whose weights are in modules of some size runs as it is written, and those modules as graphs: a detector,
+       or a mixture of experts. It stays so if graphs hold nearly all of them: nothing is compiled, and what the data
+       decides compiles nothing anew.
+    2. Any other is for Dynamo, whose graphs are larger than a layer.
+
+    Args:
+        options: what convert() was asked for.
+        rewrite: the pipeline.
+    """
+
+    def __init__(self, options: Options, rewrite: Callable[..., Any]) -> None:
+        self.by_dynamo = DynamoForward(options, rewrite)
+        self.written = Written(options, rewrite)
+        self.chosen: DynamoForward | Written | None = None
+
+    def __reduce__(self) -> Any:
+        return Otherwise, (self.by_dynamo.options, self.by_dynamo.rewrite)
+
+    def __getattr__(self, name: str) -> Any:
+        """All that is asked of either: its graphs, and how it runs."""
+        return getattr(self.__dict__["chosen"] or self.__dict__["by_dynamo"], name)
+
+    @property
+    def watch(self) -> Any:
+        """What runs Dynamo's graphs in the place of their compiled forwards."""
+        return self.by_dynamo.watch
+
+    @watch.setter
+    def watch(self, given: Any) -> None:
+        self.by_dynamo.watch = given
+
+    def stay_outside(self, name: str) -> None:
+        """Let a Dynamo that traces the model from outside break its graph here."""
+        self.by_dynamo.stay_outside(name)
+        self.written.stay_outside(name)
+
+    def how(self, module: nn.Module) -> str:
+        """How calls run, in a sentence about the model."""
+        return self._way_for(module, _tells(())).how(module)
+
+    def _way_for(self, module: nn.Module, tells: bool) -> "DynamoForward | Written":
+        if self.chosen is not None:
+            return self.chosen
+        is_tried = tells and _share_in_modules(module) >= _MOST and not _needs_a_compiler(module)
+        return self.written if is_tried else self.by_dynamo
+
+    def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tells = _tells((args, kwargs))
+        way = self._way_for(module, tells)
+        result = way(base, module, args, kwargs)
+        if tells and self.chosen is None and way is self.written:
+            self._judge_parts(module)
+        return result
+
+    def _judge_parts(self, model: nn.Module) -> None:
+        share = _share_in_parts(model, self.written.blocks)
+        self.chosen = self.written if share >= _MOST else self.by_dynamo
+        if self.chosen is self.by_dynamo:
+            text = "%s: captured by Dynamo from now on, as graphs of its parts hold %s of the weights alone"
+            log.info(text, type(model).__qualname__, percent(share))
+
+
+def _tells(given: Any) -> bool:
+    """Whether a call tells how the next ones are to run: one of training, on real tensors, that nothing looks at."""
+    is_plain = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not are_modes_active()
+    is_transformed = torch._C._functorch.maybe_current_level() is not None
+    are_fake = any(isinstance(value, FakeTensor) for value in pytree.tree_leaves(given))
+    return is_plain and not is_transformed and not are_fake
+
+
+def _sizes(model: nn.Module) -> dict[str, int]:
+    """Numbers in each matrix, but for tables of embeddings, which nothing multiplies."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    named = list(model.named_parameters())
+    return {name: weight.numel() for name, weight in named if weight.dim() > 1 and id(weight) not in tables}
+
+
+def _share(model: nn.Module, is_inside: Callable[[nn.Module], bool]) -> float:
+    """Of the weights those that are in a module, inside of the model, of which that is so."""
+    sizes, parts = _sizes(model), dict(model.named_modules(remove_duplicate=False))
+    inside = [size for name, size in sizes.items() if any(is_inside(parts[path]) for path in _owners(name))]
+    return sum(inside) / max(1, sum(sizes.values()))
+
+
+def _owners(weight: str) -> Iterator[str]:
+    owner = weight.rpartition(".")[0]
+    yield from around(owner) if owner else ()
+
+
+def _share_in_modules(model: nn.Module) -> float:
+    return _share(model, lambda module: bool(module._modules) and type(module).forward is not nn.Module.forward)
+
+
+def _share_in_parts(model: nn.Module, blocks: Any) -> float:
+    """The same of modules that are graphs, or like one that is: experts that were not hit yet will be."""
+    graphs = {type(part) for part in map(model.get_submodule, blocks) if part._modules}
+    return _share(model, lambda module: type(module) in graphs)
+
+
+def _needs_a_compiler(model: nn.Module) -> bool:
+    """Whether a model may call `flex_attention`, which holds every score in memory where it is not compiled."""
+    flex = getattr(sys.modules.get("torch.nn.attention.flex_attention"), "flex_attention", None)
+    if flex is None:
+        return False
+    names = {type(module).__module__ for module in model.modules()}
+    files = [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.nn.")]
+    is_asked = getattr(getattr(model, "config", None), "_attn_implementation", "") == "flex_attention"  # transformers
+    return is_asked or any(value is flex for file in files for value in vars(file).values())

@@ -1,0 +1,258 @@
+"""Calls at O1 that no graph holds: as written with graphs inside, or Dynamo's."""
+
+import copy
+import logging
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention
+from torch import nn
+from torch.nn import functional as F
+
+import fxamp
+from fxamp.dynamo.backend import DynamoForward
+from fxamp.model.engine import engine_of
+from fxamp.model.written import Written
+
+LOWS = [torch.float16, torch.bfloat16]
+
+
+class Block(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.up, self.norm, self.down = (
+            nn.Linear(width, 2 * width),
+            nn.LayerNorm(2 * width),
+            nn.Linear(2 * width, width),
+        )
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.norm(self.up(x))))
+
+
+class Choosing(nn.Module):
+    """Which block runs depends on what the first gives."""
+
+    def __init__(self, make=Block):
+        super().__init__()
+        self.stem, self.left, self.right, self.head = make(), make(), make(), nn.Linear(16, 3)
+
+    def forward(self, x):
+        h = self.stem(x)
+        return self.head(self.left(h) if h.sum().item() > 0 else self.right(h))
+
+
+class Deciding(Block):
+    """A block that no graph holds either."""
+
+    def forward(self, x):
+        h = super().forward(x)
+        return h if h.sum().item() > 0 else -h
+
+
+class Shallow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h if h.sum().item() > 0 else -h)
+
+
+def batch(seed, rows=8):
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def o1(model, dtype=torch.bfloat16, **options):
+    torch.manual_seed(0)
+    return fxamp.convert(model, dtype, **options)
+
+
+def chosen(converted):
+    return type(engine_of(converted).dynamo.chosen)
+
+
+def trained(model, count=4, autocast=None, scaler=None):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for step in range(count):
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            out = model(batch(step))
+        loss = out.float().square().mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+@pytest.mark.parametrize("dtype", LOWS)
+@pytest.mark.parametrize("is_given", [True, False], ids=["example", "none"])
+def test_a_model_of_modules_that_graphs_hold_runs_as_written(dtype, is_given, caplog):
+    torch.manual_seed(0)
+    model = Choosing()
+    plain, low = copy.deepcopy(model), copy.deepcopy(model)
+    with caplog.at_level(logging.INFO, "fxamp"):
+        converted = o1(model, dtype, example_inputs=(batch(0),) if is_given else None)
+        found = trained(converted, scaler=fxamp.LossScaler(64.0))
+    assert (found - trained(plain)).norm() <= 2 * (
+        trained(low, autocast=dtype) - trained(copy.deepcopy(plain))
+    ).norm() + 0.1
+    engine = engine_of(converted)
+    assert chosen(converted) is Written and not engine.dynamo.by_dynamo.calls
+    assert {"stem"} <= set(engine.blocks) <= {"stem", "left", "right"}
+    assert set(fxamp.report(converted).captures) == {"symbolic"}
+    told = [
+        record.message for record in caplog.records if "because symbolic capture cannot follow it" in record.message
+    ]
+    assert len(told) == 1 and "Choosing: runs as under torch.autocast, and what it calls as graphs" in told[0]
+    assert {weight.dtype for weight in converted.parameters()} == {torch.float32}
+
+
+def test_its_steps_are_those_of_autocast():
+    torch.manual_seed(0)
+    model = Choosing()
+    plain, low = copy.deepcopy(model), copy.deepcopy(model)
+    expected, autocast = trained(plain), trained(low, autocast=torch.bfloat16)
+    found = trained(o1(model))
+    assert (found - expected).norm() <= 2 * (autocast - expected).norm()
+    for weight, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=0, atol=0.01)
+
+
+def test_one_whose_modules_no_graph_holds_is_for_dynamo(caplog):
+    converted = o1(Choosing(Deciding))
+    with caplog.at_level(logging.INFO, "fxamp"):
+        for step in range(2):
+            converted(batch(step)).sum().backward()
+    assert chosen(converted) is DynamoForward
+    assert set(fxamp.report(converted).captures) == {"dynamo"} and not engine_of(converted).blocks
+    assert sum("captured by Dynamo from now on" in record.message for record in caplog.records) == 1
+
+
+def test_one_of_layers_alone_is_for_dynamo_at_once(caplog):
+    converted = o1(Shallow())
+    with caplog.at_level(logging.INFO, "fxamp"):
+        converted(batch(0)).sum().backward()
+    assert engine_of(converted).dynamo.by_dynamo.calls == 1 and not engine_of(converted).dynamo.written.engines
+    assert any("Shallow: captured by Dynamo, because" in record.message for record in caplog.records)
+
+
+def test_what_an_override_denies_stays_in_float32():
+    class Direct(Choosing):
+        def __init__(self):
+            super().__init__()
+            self.side = nn.Linear(16, 3)
+
+        def forward(self, x):
+            return super().forward(x) + F.linear(x, self.side.weight, self.side.bias)
+
+    torch.manual_seed(0)
+    model = Direct()
+    for options in ({"overrides": {"**": "deny"}}, {"overrides": {"**": "deny"}, "opt_level": "O2"}):
+        plain = copy.deepcopy(model)
+        converted = fxamp.convert(plain, torch.bfloat16, **options)
+        for step in range(2):
+            x = batch(step).requires_grad_()
+            other = batch(step).requires_grad_()
+            found, expected = converted(x), model(other)
+            found.sum().backward(), expected.sum().backward()
+            assert torch.equal(found, expected) and torch.equal(x.grad, other.grad)
+        assert {weight.dtype for weight in converted.parameters()} == {torch.float32}
+    converted = o1(copy.deepcopy(model), overrides={"head": "deny", "stem.up": "deny"})
+    converted(batch(0)).sum().backward()
+    rows = {row.module: row.precision for row in fxamp.report(converted).rows if row.op == "linear"}
+    assert rows["stem.up"] == rows["head"] == "high" and rows["stem.down"] == "low"
+
+
+def test_flex_attention_is_for_dynamo():
+    flex = torch.nn.attention.flex_attention.flex_attention
+
+    class Flexible(Choosing):
+        pass
+
+    Flexible.__module__ = "file_that_calls_flex"
+    file = types.ModuleType(Flexible.__module__)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, file.__name__, file)
+        for calls in (True, False):
+            file.attention = flex if calls else None
+            converted = o1(Flexible())
+            converted(batch(0)).sum().backward()
+            assert bool(engine_of(converted).dynamo.by_dynamo.calls) == calls
+
+
+def test_calls_without_gradients_do_not_decide():
+    converted = o1(Choosing())
+    with torch.no_grad():
+        first = converted(batch(0))
+    assert chosen(converted) is type(None)
+    converted(batch(0)).sum().backward()
+    assert chosen(converted) is Written
+    calls = engine_of(converted).dynamo.by_dynamo.calls
+    with torch.no_grad():
+        torch.testing.assert_close(converted(batch(0)), first, rtol=0.05, atol=0.02)
+    assert engine_of(converted).dynamo.by_dynamo.calls == calls
+
+
+def test_capture_dynamo_is_dynamos():
+    converted = o1(Choosing(), capture="dynamo")
+    converted(batch(0)).sum().backward()
+    assert isinstance(engine_of(converted).dynamo, DynamoForward)
+    assert set(fxamp.report(converted).captures) == {"dynamo"}
+
+
+def test_what_looks_at_nodes_looks_at_dynamos_graphs():
+    plain = Choosing()
+    converted = o1(copy.deepcopy(plain))
+    converted(batch(0)).sum().backward()
+    assert fxamp.compare(plain, converted, (batch(0),)).rows
+    assert fxamp.find_nan(converted, (batch(0),)) is None
+    with torch.no_grad():
+        converted.head.weight.fill_(float("inf"))
+    assert fxamp.find_nan(converted, (batch(0),)) is not None
+    with pytest.raises(FloatingPointError), fxamp.watch_nan(converted):
+        converted(batch(0)).sum().backward()
+
+
+def test_copies_pickles_and_changed_models_choose_anew():
+    converted = o1(Choosing())
+    expected = converted(batch(0))
+    twin, loaded = copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))
+    assert chosen(twin) is Written and chosen(loaded) is type(None)
+    for other in (twin, loaded):
+        torch.testing.assert_close(other(batch(0)), expected, rtol=0, atol=0)
+        assert chosen(other) is Written
+    converted.left = converted.right = Deciding()
+    converted(batch(0)).sum().backward()
+    assert chosen(converted) is DynamoForward
+
+
+def test_an_error_in_the_first_call_decides_nothing():
+    class Failing(Choosing):
+        fails = True
+
+        def forward(self, x):
+            y = super().forward(x)
+            if self.fails:
+                raise ValueError("no")
+            return y
+
+    converted = o1(Failing())
+    with pytest.raises(ValueError, match="no"):
+        converted(batch(0))
+    assert chosen(converted) is type(None)
+    converted.fails = False
+    converted(batch(0)).sum().backward()
+    assert chosen(converted) is Written
+
+
+def test_it_compiles_with_a_graph_break():
+    converted = o1(Choosing())
+    expected = converted(batch(0))
+    compiled = torch.compile(converted, backend="eager")
+    torch.testing.assert_close(compiled(batch(0)), expected, rtol=0, atol=0)
