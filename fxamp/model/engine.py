@@ -52,6 +52,8 @@ class Engine:
 
     # A model that decides on shapes gets a graph for each; past this many the sizes are not worth a graph each.
     max_variants = 16
+    # Engines for the states that a model's modules alternate between.
+    most_known = 4
 
     def __init__(self, options: Any, workshop: Workshop, dynamo: Any = None, is_frozen: bool = False) -> None:
         self.options = options
@@ -74,7 +76,7 @@ class Engine:
         self.previews: list[Variant] = []
         self.structures: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDictionary()
         self.fingerprint: Any = None
-        self.successor: Engine | None = None
+        self.known: dict[Any, Engine] = {}  # for the model as it was at other times, by fingerprint; they share it
 
     def __reduce__(self) -> Any:
         boundaries = {"boundaries": self.boundaries, "is_boundary": self.is_boundary, "paths": self.paths}
@@ -159,14 +161,23 @@ class Engine:
         return engine
 
     def _succeeded(self, module: nn.Module, fingerprint: Any) -> "Engine":
-        """A fresh engine for a model that has changed; equal blocks that have changed alike share it."""
-        if self.successor is None or self.successor.fingerprint != fingerprint:
+        """The engine for a model that has changed; equal blocks that have changed alike share it.
+
+        A model may change back (`model.head = model.heads[task]` before each call), so a few are kept.
+        """
+        if fingerprint not in self.known:
             log.info("%s has changed since it was captured: it is captured again", type(module).__qualname__)
-            self.successor = Engine(self.options, self.workshop, copy.deepcopy(self.dynamo), self.is_frozen)
-            self.successor.is_boundary, self.successor.paths = self.is_boundary, self.paths
-            self.successor.fingerprint, self.successor.boundaries = fingerprint, _blocks_of(module, self.boundaries)
-        self.successor.is_trained |= self.is_trained
-        return self.successor
+            made = Engine(self.options, self.workshop, copy.deepcopy(self.dynamo), self.is_frozen)
+            made.is_boundary, made.paths, made.fingerprint = self.is_boundary, self.paths, fingerprint
+            made.known = self.known
+            self.known |= {self.fingerprint: self, fingerprint: made}
+            for oldest in list(self.known)[: -self.most_known]:
+                del self.known[oldest]
+        found = self.known[fingerprint]
+        found.is_trained |= self.is_trained
+        found.is_frozen |= self.is_frozen
+        found.boundaries = _blocks_of(module, self.boundaries)
+        return found
 
     def current(self, module: nn.Module) -> "Engine":
         """The engine of the model as it is now: a fresh one where it has changed since its graphs were made."""

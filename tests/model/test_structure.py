@@ -171,3 +171,38 @@ def test_a_hook_that_is_set_on_a_part_after_the_first_call_runs(capture, part):
     assert not converted(X).any()
     handle.remove()
     assert torch.equal(converted(X), without)
+
+
+def test_a_model_that_changes_back_and_forth_is_captured_once_for_each_state(captures):
+    class Tasks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.heads = nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 4), nn.Sequential(nn.Linear(8, 2))])
+            self.head = self.heads[0]
+
+        def forward(self, x):
+            return self.head(self.stem(x))
+
+    torch.manual_seed(0)
+    model = Tasks()
+    plain = copy.deepcopy(model)
+    converted = fxamp.convert(model, torch.bfloat16, example_inputs=(X,))
+    captures.clear()
+    for call in range(8):
+        for each in (converted, plain):
+            each.head = each.heads[call % 2]
+        with torch.no_grad():  # weights that change between are those that are read
+            for each in (converted, plain):
+                each.heads[call % 2].get_parameter("bias" if call % 2 == 0 else "0.bias").add_(1)
+        torch.testing.assert_close(converted(X), plain(X), rtol=0.02, atol=0.05)
+    assert len(captures) == 1, "the other head's; the first has a graph from the conversion"
+
+
+def test_only_a_few_states_are_kept(captures):
+    converted = fxamp.convert(Net(), torch.bfloat16, example_inputs=(X,))
+    widths = [nn.Sequential(*[nn.Linear(8, 8) for _ in range(count)]) for count in range(1, 8)]
+    for block in [*widths, *widths]:
+        converted.blocks[0] = block
+        converted(X)
+    assert len(captures) == 1 + 2 * len(widths)
+    assert len(engine_of(converted).known) <= Engine.most_known
