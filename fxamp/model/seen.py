@@ -106,7 +106,12 @@ _PART: Any = vars(_View)["_fxamp_part"]  # by the slot itself: no `__getattr__` 
 
 
 def part_of(value: Any) -> Part | None:
-    """What a view shows; None for any other object, and for a view that a class makes of itself by `type(self)()`."""
+    """What a view shows; None for any other object, and for a view that a class makes of itself by `type(self)()`.
+
+    What forward has compiled itself finds the modules themselves: Dynamo does not follow into a slot before torch 2.13.
+    """
+    if torch.compiler.is_compiling():
+        return None
     try:
         found: Part | None = _PART.__get__(value) if isinstance(value, _View) else None
     except AttributeError:
