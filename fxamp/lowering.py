@@ -1,6 +1,7 @@
 """Which parameters O2 and O3 store low: by the graph of a call, or layer by layer where there is none."""
 
 import dataclasses
+import logging
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from fxamp.options import Options
 from fxamp.override_keys import around, override_of, overrides_within
 from fxamp.pipeline import build_variant
 from fxamp.sparse import is_sparse
+
+log = logging.getLogger("fxamp")
 
 
 def lowered_by_graph(graph: fx.Graph, model: nn.Module, options: Options) -> list[str]:
@@ -89,7 +92,8 @@ def _assumed_calls(layer: nn.Module) -> Iterator[tuple[CallSpec | None, list[Any
 def _found_alone(layer: nn.Module, options: Options, call: tuple[CallSpec | None, list[Any] | None]) -> frozenset[str]:
     try:
         return frozenset(_read_low(build_variant(plain_tree(layer), *call, options).graph))
-    except Exception:  # what is assumed may not fit the layer
+    except Exception as error:  # what is assumed may not fit the layer
+        log.debug("%s stays in float32, no assumed call fits it: %s", type(layer).__qualname__, error)
         return frozenset()
 
 

@@ -596,7 +596,7 @@ def test_a_block_that_stands_in_two_places_is_one(boundaries):
 
 
 @pytest.mark.parametrize("example", [None, (torch.ones(2, 4, 8),)], ids=["none", "example"])
-@pytest.mark.parametrize("make", [lambda y: (y, None), lambda y: {0: y}, lambda y: OrderedDict([(0, y)])])
+@pytest.mark.parametrize("make", [lambda y: {"y": y, "none": None}, lambda y: OrderedDict(y=y)])
 def test_what_a_block_gives_in_a_container_can_be_sliced(make, example):
     class Inner(nn.Module):
         def __init__(self):
@@ -612,7 +612,7 @@ def test_what_a_block_gives_in_a_container_can_be_sliced(make, example):
             self.inner, self.head = Inner(), nn.Linear(8, 3)
 
         def forward(self, x):
-            return self.head(self.inner(x)[0][:, 0])
+            return self.head(self.inner(x)["y"][:, 0])
 
     model, x = Outer(), torch.randn(2, 4, 8)
     found = fxamp.convert(model, LOW, example, boundaries=["inner"])(x)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.model.engine import engine_of
+from fxamp.model.engine import Engine, engine_of
 
 LOWS = [torch.float16, torch.bfloat16]
 
@@ -424,6 +424,30 @@ def test_everything_low_runs_so_too():
     torch.testing.assert_close(found, expected.float(), rtol=0.05, atol=0.02)
     found.sum().backward()
     assert converted.stem.norm.weight.grad.dtype == torch.bfloat16
+
+
+def test_what_a_part_gives_has_the_dtype_that_autocast_gives_it():
+    class Noting(Choosing):
+        def forward(self, x):
+            self.seen = self.head(self.stem(x)).dtype
+            return super().forward(x)
+
+    for opt_level in ("O1", "O2"):
+        converted = fxamp.convert(Noting(), torch.bfloat16, opt_level=opt_level)
+        assert converted(batch(0)).dtype == torch.float32
+        assert converted.seen == torch.bfloat16
+
+
+def test_a_call_that_was_refused_is_not_traced_again(monkeypatch):
+    traced = []
+    build = Engine._build
+    monkeypatch.setattr(Engine, "_build", lambda *given: (traced.append(1), build(*given))[1])
+    converted = converted_o2(Choosing())
+    converted(batch(0))
+    once = len(traced)
+    for _ in range(3):
+        converted(batch(0))
+    assert len(traced) == once >= 3
 
 
 def test_without_gradients_only_parts_with_a_graph_look_for_one(caplog):
