@@ -15,34 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp.model.engine import Engine, engine_of
+from tests.choosing import Block, Choosing, batch
 
 LOWS = [torch.float16, torch.bfloat16]
-
-
-class Block(nn.Module):
-    def __init__(self, width=16):
-        super().__init__()
-        self.up, self.norm, self.down = (
-            nn.Linear(width, 2 * width),
-            nn.LayerNorm(2 * width),
-            nn.Linear(2 * width, width),
-        )
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.norm(self.up(x))))
-
-
-class Choosing(nn.Module):
-    """Which blocks run depends on what the first gives."""
-
-    def __init__(self, width=16):
-        super().__init__()
-        self.stem, self.left, self.right = Block(width), Block(width), Block(width)
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x):
-        h = self.stem(x)
-        return self.head(self.left(h) if h.sum().item() > 0 else self.right(h))
 
 
 class Experts(nn.Module):
@@ -59,10 +34,6 @@ class Experts(nn.Module):
             rows = (chosen == number).nonzero().flatten()
             out.index_add_(0, rows, (self.experts[number](x[rows]) * weights[rows, None]).to(x.dtype))
         return out
-
-
-def batch(seed, rows=8, width=16):
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
 def trained(model, optimizer, count=4, scaler=None, autocast=None, **call):
