@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +26,25 @@ from fxamp.model.state_dicts import load_exactly, take_over_writes
 from fxamp.model.storage import Marks, apply_exactly, mark, marks_of
 from fxamp.model.views import plain_view, take_state
 
-# Weak on both sides: a sibling's class holds the user's, which it is derived from.
-_siblings: "weakref.WeakKeyDictionary[type, weakref.ref[type]]" = weakref.WeakKeyDictionary()
+
+class Derived:
+    """Classes that are derived from the users', one for each; weak on both sides, for each holds the user's.
+
+    Args:
+        make: derives one.
+    """
+
+    def __init__(self, make: Callable[[Any], type]) -> None:
+        self._make = make
+        self._made: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
+
+    def of(self, base: type) -> type:
+        """The class that is derived from the user's."""
+        found = self._made[base]() if base in self._made else None
+        if found is None:
+            found = self._make(base)
+            self._made[base] = weakref.ref(found)
+        return found
 
 
 def make_sibling(model: nn.Module, engine: Engine) -> nn.Module:
@@ -36,7 +54,7 @@ def make_sibling(model: nn.Module, engine: Engine) -> nn.Module:
             f"{type(model).__qualname__} has a forward that was set on the instance (model.forward = ...). "
             "Convert the model before that is done, or give the class that forward."
         )
-    return _with_state(object.__new__(_sibling_class(type(model))), model, engine)
+    return _with_state(object.__new__(_siblings.of(getattr(type(model), "_fxamp_base", type(model)))), model, engine)
 
 
 def _with_state(sibling: nn.Module, plain: nn.Module, engine: Engine | None) -> nn.Module:
@@ -45,15 +63,6 @@ def _with_state(sibling: nn.Module, plain: nn.Module, engine: Engine | None) -> 
         sibling.__dict__[ENGINE] = engine
         sibling.__dict__[RUN] = own_code(_run)
     return sibling
-
-
-def _sibling_class(base: type) -> type:
-    base = getattr(base, "_fxamp_base", base)
-    found = _siblings[base]() if base in _siblings else None
-    if found is None:
-        found = _make_class(base)
-        _siblings[base] = weakref.ref(found)
-    return found
 
 
 def _make_class(base: Any) -> type:
@@ -104,6 +113,9 @@ def _make_class(base: Any) -> type:
         "_fxamp_base": base,
     }
     return subclass(base, names)
+
+
+_siblings = Derived(_make_class)
 
 
 def _run(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from fxamp.ir import Colour
 from fxamp.model.blocks import mark_block
-from fxamp.model.converted import subclass
+from fxamp.model.converted import Derived, subclass
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.likeness import likeness
 from fxamp.model.views import device_of, plain_view
@@ -143,7 +143,7 @@ class Family:
 
     def view(self, module: nn.Module, path: str, engine: Engine | None) -> nn.Module:
         """A new view of a module."""
-        made: nn.Module = object.__new__(_view_class(getattr(type(module), "_fxamp_base", type(module))))
+        made: nn.Module = object.__new__(_classes.of(getattr(type(module), "_fxamp_base", type(module))))
         object.__setattr__(made, "__dict__", module.__dict__)
         reference: Any = weakref.ref(module) if engine is self.engine else lambda: module
         _PART.__set__(made, Part(reference, path, self, engine, self._colour_of(path) == "deny"))
@@ -257,18 +257,6 @@ def _plain(view: nn.Module) -> nn.Module:
     return plain_view(view) if module is view else module
 
 
-# Weak on both sides: the class of a view holds the user's, which it is derived from.
-_classes: "weakref.WeakKeyDictionary[type, weakref.ref[type]]" = weakref.WeakKeyDictionary()
-
-
-def _view_class(base: type) -> type:
-    found = _classes[base]() if base in _classes else None
-    if found is None:
-        found = _make_class(base)
-        _classes[base] = weakref.ref(found)
-    return found
-
-
 def _compares_classes(forward: Any) -> bool:
     """Whether a forward may compare the very classes of modules, `type(layer) is Block`: views have others.
 
@@ -336,3 +324,6 @@ def _make_class(base: Any) -> type:
         "_fxamp_compares_classes": _compares_classes(base.forward),
     }
     return subclass(base, names, _View)
+
+
+_classes = Derived(_make_class)
