@@ -46,8 +46,8 @@ class GraphedStep:
     optimizer's state loaded, a model moved), or other parameters are trained (frozen ones, another group), it is
     warmed up and captured again. Whatever else Python decides in a step is decided while capturing. Without CUDA,
     or where capture is impossible (an optimizer that keeps state on the host, a step that waits for the device), the
-    same steps run eagerly, and one line of the log says why. Parameters with masters that are written between calls
-    need `optimizer.resync_masters()`: a graph does not look for such writes. The gradients of inputs stay in the graph.
+    same steps run eagerly, and one line of the log says why. What is written into parameters with masters between two
+    calls, their masters take before the second. The gradients of inputs stay in the graph.
 
     DistributedDataParallel keeps nodes of autograd from when it was made: make it under `torch.cuda.stream(s)` with a
     stream of your own, as torch's notes on CUDA graphs say.
@@ -261,6 +261,7 @@ class GraphedStep:
         )
 
     def _replay(self, graph: "_Graph", leaves: list[Any]) -> torch.Tensor:
+        gradients.take_writes(self.optimizer)
         for buffer, leaf in zip(graph.static, leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
                 buffer.detach().copy_(leaf.detach(), non_blocking=True)

@@ -29,6 +29,7 @@ from fxamp.runtime.masters import (
 )
 from fxamp.runtime.rounding import Compensation, StochasticRounding
 from fxamp.runtime.stand_ins import StandIns, buckets, step_of_each
+from fxamp.runtime.unseen_writes import UnseenWrites
 from fxamp.runtime.whole_calls import call_on_stand_ins, give_back_gradients, has_own_method, is_trained
 from fxamp.runtime.wide_state import load_wide, widen_state_
 
@@ -84,6 +85,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self.bucket_bytes = bucket_bytes
         self._rounding: Compensation | StochasticRounding | None = None
         self._loaded = LoadedMasters()
+        self._unseen = UnseenWrites()
         for table in HOOK_TABLES:
             setattr(self, table, collections.OrderedDict())
         self._patch_step_function()
@@ -156,6 +158,16 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             resync(parameter)
         self._loaded.settle(self._rounding)
 
+    @torch.no_grad()
+    def take_writes(self) -> None:
+        """Let masters take what was written into parameters since the last step; `step` does so.
+
+        What autograd does not count (`p.data.clamp_(...)`) is seen where it is usual (`fxamp.runtime.unseen_writes`).
+        """
+        for parameter in gradients.parameters(self):
+            master_of(parameter)
+        self._unseen.take(self)
+
     # Stepping
 
     @torch.no_grad()
@@ -181,6 +193,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """
         settle(self.optimizer)
         self._loaded.settle(self._rounding, is_last=True)
+        self._unseen.take(self)
         self.take_gradients()
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
@@ -351,6 +364,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         for table in HOOK_TABLES:
             self.__dict__.setdefault(table, collections.OrderedDict())
         self.__dict__.update(state)
+        self._unseen = UnseenWrites()
         self._patch_step_function()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MasterWeightOptimizer":

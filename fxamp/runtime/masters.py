@@ -4,15 +4,17 @@ A master hangs on its Parameter as the attribute `_fxamp_master`. So it lives as
 survives a new optimizer, is pickled with the model, and is not shared by `copy.deepcopy`, which drops
 attributes.
 
-Who wrote last is told by autograd's version counters: `state_dict()` hands out the master itself, so it may be written
-too, and then the parameter takes its rounding. Until an optimizer with masters has stepped a parameter its
-master is loose: a write through `parameter.data`, and the step of a fused optimizer, leave the counter as it is, so
-both are compared by value at each read.
+Who wrote last is told by autograd's version counters, and by the address of the parameter's memory (`p.data = ...`):
+`state_dict()` hands out the master itself, so it may be written too, and then the parameter takes its rounding. Until
+an optimizer with masters has stepped a parameter its master is loose: a write through `parameter.data`, and the step of
+a fused optimizer, leave the counter as it is, so both are compared by value at each read. (What is written so later
+`fxamp.runtime.unseen_writes` looks for.)
 """
 
 import threading
 
 import torch
+from torch._subclasses import FakeTensor
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import OptionError
@@ -22,6 +24,7 @@ MASTER = "_fxamp_master"
 VERSION = "_fxamp_master_version"
 LOOSE = "_fxamp_master_loose"  # the version at which parameter and master last agreed
 WRITTEN = "_fxamp_master_written"  # the master's version then
+ADDRESS = "_fxamp_master_address"  # of the parameter's memory then
 LOGICAL = "_fxamp_logical_dtype"  # on parameters that fxamp.model.storage lowered: their dtype in the state dict
 LOADING = -1  # in the place of a version: what is written is being loaded, or was pickled
 NO_VERSION = -2  # no tensor has it: parameter and master do not agree
@@ -51,9 +54,18 @@ def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
     if hasattr(parameter, MASTER) and not is_low(parameter):
         detach_master(parameter)
     master = stored_master(parameter)
-    if master is not None and (getattr(parameter, VERSION, None) != parameter._version or is_master_written(parameter)):
+    if master is not None and not is_unwritten(parameter):
         reconcile_(parameter)
     return master
+
+
+def is_unwritten(parameter: torch.Tensor) -> bool:
+    """Whether nobody has written a parameter or its master since they agreed, as far as counters and addresses tell."""
+    return (
+        getattr(parameter, VERSION, None) == parameter._version
+        and getattr(parameter, ADDRESS, None) == _address(parameter)
+        and not is_master_written(parameter)
+    )
 
 
 def stored_master(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -127,16 +139,29 @@ def attach_master(parameter: torch.Tensor, master: torch.Tensor) -> None:
 
 def detach_master(parameter: torch.Tensor) -> None:
     """Forget a parameter's master."""
-    for name in (MASTER, VERSION, LOOSE, WRITTEN):
+    for name in (MASTER, VERSION, LOOSE, WRITTEN, ADDRESS):
         if hasattr(parameter, name):
             delattr(parameter, name)
 
 
 def remember_version(parameter: torch.Tensor) -> None:
     """Note that parameter and master agree now."""
+    remember_counts(parameter)
+    if hasattr(parameter, MASTER):
+        setattr(parameter, ADDRESS, _address(parameter))
+
+
+def remember_counts(parameter: torch.Tensor) -> None:
+    """`remember_version`, after a step: the parameter is where it was."""
     setattr(parameter, LOOSE if hasattr(parameter, LOOSE) else VERSION, _Version(parameter._version))
     if hasattr(parameter, MASTER):
         setattr(parameter, WRITTEN, _Version(getattr(parameter, MASTER)._version))
+
+
+def _address(parameter: torch.Tensor) -> int:
+    """Of this rank's part; 0 for a fake tensor, whose address is none."""
+    part = local(parameter)
+    return 0 if isinstance(part, FakeTensor) else part.data_ptr()
 
 
 def loosen(parameter: torch.Tensor) -> None:
@@ -179,7 +204,7 @@ def round_into(parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> N
         torch._foreach_copy_(targets, sources)
     for parameter in parameters:
         tighten(parameter)
-        remember_version(parameter)
+        remember_counts(parameter)
 
 
 def reconcile_(parameter: torch.Tensor) -> None:
@@ -205,8 +230,8 @@ def reconcile_(parameter: torch.Tensor) -> None:
         elif agreed not in (None, LOADING, parameter._version) and several_ranks():
             master.copy_(parameter)
         else:
-            is_rounding = master.to(parameter.dtype) == parameter
-            master.copy_(torch.where(is_rounding, master, parameter.float()))
+            exact, values = local(master.detach()), local(parameter.detach())
+            torch.where(exact.to(values.dtype) == values, exact, values, out=exact)
         remember_version(parameter)
 
 
