@@ -22,6 +22,7 @@ from fxamp.model.converted import Derived, subclass
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.likeness import likeness
 from fxamp.model.views import device_of, plain_view
+from fxamp.model.wide_copies import take_back_writes, wide_copy
 from fxamp.override_keys import around, override_of, overrides_within
 from fxamp.runtime.masters import is_stored_low
 
@@ -64,6 +65,7 @@ class Part:
             return written(view, *args, **kwargs)
         if not engine.variants and not torch.is_grad_enabled():
             return written(view, *args, **kwargs)
+        take_back_writes()
         before, running.view = getattr(running, "view", None), view
         try:
             return engine(module, args, kwargs)
@@ -81,16 +83,16 @@ class Part:
         """What forward is to see of an attribute.
 
         What is stored low is shown in float32 where autocast is off, and at O2 everywhere if it is of a norm, or a
-        vector that may be such: a CPU's norm of float32 values takes no low ones. What forward writes into what is
-        shown so is lost.
+        vector that may be such: a CPU's norm of float32 values takes no low ones.
         """
         if isinstance(value, nn.Module):
             return self.child(view, name, value)
         if not is_stored_low(value):
             return value
+        take_back_writes(value)
         is_of_norm = isinstance(view, _NORMS) or (value.dim() < 2 and not isinstance(view, _BIASED))
         is_wide = is_of_norm and self.family.written.options.opt_level != "O3"
-        return value.float() if is_wide or not self.family.is_autocast_on() else value
+        return wide_copy(value) if is_wide or not self.family.is_autocast_on() else value
 
 
 class _View:

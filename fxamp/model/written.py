@@ -19,6 +19,7 @@ from fxamp.model.engine import Engine, engine_of
 from fxamp.model.seen import Family, itself, may_be_viewed, part_of, running
 from fxamp.model.variant import Variant
 from fxamp.model.views import device_of
+from fxamp.model.wide_copies import taking_back_writes
 
 
 class Written:
@@ -73,7 +74,8 @@ class Written:
         part = part_of(view)
         if self.options.opt_level == "O3":
             args, kwargs = _floats_as(self.options.low, (args, kwargs), {torch.float32})
-        with _autocast(device_of(module).type, self.options.low, is_on=part is None or not part.is_denied):
+        is_on = part is None or not part.is_denied
+        with taking_back_writes(), _autocast(device_of(module).type, self.options.low, is_on=is_on):
             result = base.forward(view, *args, **kwargs)
         wanted = self.options.output_dtype
         return result if wanted is None else _floats_as(wanted, result, {*LOW_DTYPES})

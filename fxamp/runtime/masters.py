@@ -14,11 +14,11 @@ a fused optimizer, leave the counter as it is, so both are compared by value at 
 import threading
 
 import torch
-from torch._subclasses import FakeTensor
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import OptionError
 from fxamp.runtime.distributed import local, several_ranks
+from fxamp.runtime.writes import address_of
 
 MASTER = "_fxamp_master"
 VERSION = "_fxamp_master_version"
@@ -63,7 +63,7 @@ def is_unwritten(parameter: torch.Tensor) -> bool:
     """Whether nobody has written a parameter or its master since they agreed, as far as counters and addresses tell."""
     return (
         getattr(parameter, VERSION, None) == parameter._version
-        and getattr(parameter, ADDRESS, None) == _address(parameter)
+        and getattr(parameter, ADDRESS, None) == address_of(local(parameter))
         and not is_master_written(parameter)
     )
 
@@ -148,7 +148,7 @@ def remember_version(parameter: torch.Tensor) -> None:
     """Note that parameter and master agree now."""
     remember_counts(parameter)
     if hasattr(parameter, MASTER):
-        setattr(parameter, ADDRESS, _address(parameter))
+        setattr(parameter, ADDRESS, address_of(local(parameter)))
 
 
 def remember_counts(parameter: torch.Tensor) -> None:
@@ -156,12 +156,6 @@ def remember_counts(parameter: torch.Tensor) -> None:
     setattr(parameter, LOOSE if hasattr(parameter, LOOSE) else VERSION, _Version(parameter._version))
     if hasattr(parameter, MASTER):
         setattr(parameter, WRITTEN, _Version(getattr(parameter, MASTER)._version))
-
-
-def _address(parameter: torch.Tensor) -> int:
-    """Of this rank's part; 0 for a fake tensor, whose address is none."""
-    part = local(parameter)
-    return 0 if isinstance(part, FakeTensor) else part.data_ptr()
 
 
 def loosen(parameter: torch.Tensor) -> None:

@@ -208,6 +208,45 @@ def test_weights_that_forward_writes_are_written():
     assert not converted.stem.up.bias.any() and not converted.state_dict()["stem.up.bias"].any()
 
 
+class Constrained(Choosing):
+    """Holds weights to what it wants before it reads them, in float32 and outside of torch's layers."""
+
+    def __init__(self, renews=False):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.ones(16))
+        self.scale, self.renews = nn.LayerNorm(16), renews
+
+    def forward(self, x):
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for weight in (self.bias, self.scale.weight, self.head.bias):
+                weight.clamp_(max=0.5)
+            if self.renews:
+                self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.3)
+            else:
+                self.weight.copy_(torch.renorm(self.weight, 2, 0, 0.3))
+        out = super().forward(self.scale(F.linear(x, self.weight, self.bias)))
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            self.bias.mul_(0.9)
+        return out
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+@pytest.mark.parametrize("renews", [False, True])
+@pytest.mark.parametrize("no_gradients", [torch.no_grad, torch.inference_mode])
+def test_what_forward_writes_into_weights_it_reads_in_float32_is_read_and_kept(opt_level, renews, no_gradients):
+    torch.manual_seed(0)
+    model = Constrained(renews)
+    plain = copy.deepcopy(model)
+    converted = fxamp.convert(model, torch.bfloat16, opt_level=opt_level, example_inputs=(batch(0),))
+    expected = trained(plain, torch.optim.SGD(plain.parameters(), 0.01))
+    optimizer = fxamp.MasterWeightOptimizer(torch.optim.SGD(converted.parameters(), 0.01))
+    assert trained(converted, optimizer) == pytest.approx(expected, rel=0.05)
+    with no_gradients():
+        torch.testing.assert_close(converted(batch(9)), plain(batch(9)), rtol=0.05, atol=0.05, check_dtype=False)
+    for name, value in converted.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0.01, atol=0.01)
+
+
 class Slotted(Choosing):
     __slots__ = ("calls",)
 
