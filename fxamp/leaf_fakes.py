@@ -1,4 +1,4 @@
-"""Leaf modules, which stay whole in a graph, on fake tensors: each runs as a copy of itself, without its hooks.
+"""Leaf modules, which stay whole in a graph, on fake tensors: each runs as a copy of itself, without hooks.
 
 What forward sets on the module, or puts into its lists and dictionaries, it sets on the copy. What it writes into its
 arguments the graph around it would not see: that is refused.
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from fxamp.errors import CaptureError
 from fxamp.fake_limits import is_a_limit
 from fxamp.ir import ENGINE
+from fxamp.module_hooks import HOOKS, has_hooks, is_traced_hook
 from fxamp.recurrent_fakes import without_cudnn
 from fxamp.references import copy_slots, repointed
 
@@ -138,7 +139,7 @@ def _without_counting(twin: nn.Module) -> nn.Module:
 def _needs_hooks(module: nn.Module, given: list[torch.Tensor]) -> bool:
     """Whether hooks may be what a call lacks; arguments of several dtypes are a reason to fail of their own."""
     dtypes = {value.dtype for value in given if value.is_floating_point()}
-    return len(dtypes) < 2 and bool(module._forward_pre_hooks or module._forward_hooks)
+    return len(dtypes) < 2 and any(map(has_hooks, module.modules()))
 
 
 def twin_of(module: nn.Module, state_of: Callable[[Any], Any], containers: dict[int, Any]) -> nn.Module:
@@ -146,8 +147,8 @@ def twin_of(module: nn.Module, state_of: Callable[[Any], Any], containers: dict[
 
     What forward sets is set on the copy, and what it puts into lists and dictionaries of the module into the copy's, so
     that other threads can run the module meanwhile. Converted models in it run the forwards that the user wrote. Hooks
-    are the same ones; those that are methods of the module become the copy's. A module of torch.jit, whose tensors
-    cannot be exchanged, is copied as it is.
+    do not fire, but for those that compute its weights. A module of torch.jit, whose tensors cannot be exchanged, is
+    copied as it is.
 
     Args:
         state_of: gives the tensor to put in the place of a parameter or buffer.
@@ -162,6 +163,8 @@ def twin_of(module: nn.Module, state_of: Callable[[Any], Any], containers: dict[
         own.update((name, _own_containers(own[name], containers)) for name in own.keys() - _OF_TORCH)
         for name in ("_parameters", "_buffers"):
             own[name] = {key: state_of(value) for key, value in part.__dict__[name].items()}
+        for name in HOOKS:
+            own[name] = OrderedDict((key, hook) for key, hook in own[name].items() if is_traced_hook(hook))
         twins[id(part)].__dict__.update(own, **{TWIN_OF: part})
         copy_slots(part, twins[id(part)])
     return twins[id(module)]

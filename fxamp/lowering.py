@@ -10,9 +10,9 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.capture.inputs import CallSpec, flatten_call
-from fxamp.capture.leaves import has_hooks
 from fxamp.model.likeness import likeness
 from fxamp.model.views import device_of, plain_tree
+from fxamp.module_hooks import has_hooks
 from fxamp.options import Options
 from fxamp.override_keys import around, override_of, overrides_within
 from fxamp.pipeline import build_variant

@@ -9,13 +9,14 @@ from fxamp import ir
 from fxamp.capture.captured import Captured
 from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, LeftOut
 from fxamp.capture.inputs import CallSpec, unknown_call
-from fxamp.capture.leaves import has_hooks, is_boundary
+from fxamp.capture.leaves import is_boundary
 from fxamp.capture.reads import Place
 from fxamp.capture.symbolic import capture_symbolic
 from fxamp.fakes import Fakes
 from fxamp.model.codegen import compile_graph
 from fxamp.model.variant import Variant
 from fxamp.model.views import device_of
+from fxamp.module_hooks import has_hooks
 from fxamp.number_fits import NumberFits
 from fxamp.numerics.pins import ranges_pins
 from fxamp.options import Options, check_stored, check_whole

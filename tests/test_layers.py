@@ -14,7 +14,10 @@ NAMES = GROUND | {"opnames", "spellings"}
 CALLED = {"switches", "checks", "draws", "authors"}
 FAKES = {"fake_limits", "grouped", "leaf_fakes", "recurrent_fakes", "sparse_fakes"}
 GRAPH = (
-    NAMES | CALLED | FAKES | {"canonical", "fakes", "inplace", "ir", "lists", "override_keys", "sparse", "value_types"}
+    NAMES
+    | CALLED
+    | FAKES
+    | {"canonical", "fakes", "inplace", "ir", "lists", "module_hooks", "override_keys", "sparse", "value_types"}
 )
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -35,10 +38,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inplace": NAMES | {"ir"},
     "canonical": NAMES | {"inplace", "ir", "switches"},
     "grouped": set(),
+    "module_hooks": set(),
     "recurrent_fakes": set(),
     "sparse_fakes": {"sparse"},
     "fake_limits": set(),
-    "leaf_fakes": NAMES | {"fake_limits", "ir", "recurrent_fakes"},
+    "leaf_fakes": NAMES | {"fake_limits", "ir", "module_hooks", "recurrent_fakes"},
     "fakes": NAMES | FAKES | {"authors", "draws", "sparse"},
     "data": GROUND,
     "whole": GROUND,

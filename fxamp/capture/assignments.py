@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxamp.capture.leaves import has_hooks
 from fxamp.capture.objects import is_library
 from fxamp.capture.traces import Change, State, restore, snapshot
 from fxamp.errors import CaptureError
+from fxamp.module_hooks import has_hooks
 
 
 class Assignments:

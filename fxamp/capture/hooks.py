@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fxamp.capture.functions_of import codes_of, functions_in, globals_of
-from fxamp.capture.leaves import hook_dictionaries, is_traced_hook
+from fxamp.module_hooks import hook_dictionaries, is_traced_hook
 
 _STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "STORE_DEREF"})
 

@@ -15,7 +15,6 @@ from fxamp.capture.effects import Effects
 from fxamp.capture.functions_of import codes_of, functions_in, globals_of
 from fxamp.capture.hooks import hook_writes
 from fxamp.capture.identity import is_asked_whether_none
-from fxamp.capture.leaves import HOOKS, recomputed_weights
 from fxamp.capture.locations import is_library_file
 from fxamp.capture.objects import (
     MISSING,
@@ -35,6 +34,7 @@ from fxamp.capture.settings import Settings
 from fxamp.capture.state import LIFTED, NOT_NONE, Cell, paths_of, read
 from fxamp.errors import CaptureError, FxampError, OptionError
 from fxamp.ir import ENGINE, RUN
+from fxamp.module_hooks import HOOKS, recomputed_weights
 
 # What nn.Module itself keeps in an instance; Structure looks after parameters, modules and hooks.
 _OWN = frozenset({*nn.Module().__dict__, "__dict__", "__class__", ENGINE, RUN})

@@ -32,7 +32,7 @@ from fxamp.capture.drawn import drawn_at_each_call, frozen, whatever_is_drawn
 from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.functions import whole_functions
 from fxamp.capture.inputs import CallSpec, unflatten_call
-from fxamp.capture.leaves import has_hooks, hooks_on, is_leaf
+from fxamp.capture.leaves import is_leaf
 from fxamp.capture.left_out import Openings
 from fxamp.capture.lengths import hands_on_open_length, lists_parts_of_inputs
 from fxamp.capture.live import LiveNumbers
@@ -73,6 +73,7 @@ from fxamp.capture.vmapped import index_of_tensors, vmapped_functions
 from fxamp.draws import draw
 from fxamp.errors import CaptureError, ShardedParameterError
 from fxamp.fakes import UNKNOWN, Fakes, is_sharded
+from fxamp.module_hooks import has_hooks, hooks_on
 from fxamp.switches import kept_switches, switches_found
 
 

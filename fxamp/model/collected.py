@@ -4,7 +4,7 @@ import sys
 
 from torch import nn
 
-from fxamp.capture.leaves import hook_dictionaries
+from fxamp.module_hooks import hook_dictionaries
 
 _COLLECTING = "transformers.utils.output_capturing"
 COLLECTED = (

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.capture.leaves import has_hooks, hook_dictionaries, is_boundary, is_leaf
+from fxamp.capture.leaves import is_boundary, is_leaf
+from fxamp.module_hooks import has_hooks, hook_dictionaries
 
 
 class Structure:

@@ -1,0 +1,90 @@
+"""Hooks on modules inside of one that stays whole for its own: captures do not fire them, calls do."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.weight_norm import weight_norm
+
+import fxamp
+from fxamp.errors import CaptureError
+
+X = torch.linspace(-1, 1, 16).reshape(2, 8)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8))), nn.Linear(8, 8))
+
+
+def watch(module, path, seen):
+    """All kinds of hooks of torch's on a module."""
+
+    def note(kind):
+        def hook(module, *given):
+            tensors = [each for each in torch.utils._pytree.tree_leaves(given) if isinstance(each, torch.Tensor)]
+            assert {type(each) for each in tensors} == {torch.Tensor}, f"{kind} of {path} met {tensors}"
+            tensors[0].tolist()
+            seen.append((kind, path))
+
+        return hook
+
+    module.register_forward_hook(note("forward"))
+    module.register_forward_pre_hook(note("forward_pre"))
+    module.register_forward_pre_hook(note("forward_pre_kwargs"), with_kwargs=True)
+    module.register_full_backward_hook(note("backward"))
+    module.register_full_backward_pre_hook(note("backward_pre"))
+
+
+def fired(model, paths):
+    seen = []
+    for path in paths:
+        watch(model.get_submodule(path), path, seen)
+    for number in range(3):
+        x = (X + number).requires_grad_()
+        model(x).float().sum().backward()
+    return seen
+
+
+EVERY = ["", "0", "0.0", "0.1", "0.1.0", "0.1.1", "1"]
+
+
+@pytest.mark.parametrize("paths", [EVERY, EVERY[1:], ["0", "0.1.1"]], ids=["all", "all inside", "two"])
+@pytest.mark.parametrize("options", [{}, {"opt_level": "O2"}, {"boundaries": ["0.1"]}, {"capture": "symbolic"}])
+def test_hooks_fire_once_for_each_call_and_see_real_tensors(paths, options):
+    converted = fxamp.convert(model(), torch.bfloat16, **options)
+    assert fired(converted, paths) == fired(model(), paths)
+
+
+def test_what_a_hook_inside_returns_counts():
+    plain = model()
+    for module in (plain[0], plain[0][1]):
+        module.register_forward_hook(lambda module, given, out: out + 1)
+    converted = fxamp.convert(copy.deepcopy(plain), torch.bfloat16)
+    torch.testing.assert_close(converted(X), plain(X), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "auto"])
+def test_a_forward_that_needs_a_hook_inside_is_no_graph(capture):
+    plain = nn.Sequential(nn.Sequential(nn.Linear(8, 6), nn.Linear(8, 8)), nn.Linear(8, 8))
+    plain[0].register_forward_hook(lambda module, given, out: None)
+    plain[0][0].register_forward_hook(lambda module, given, out: torch.nn.functional.pad(out, (0, 2)))
+    converted = fxamp.convert(copy.deepcopy(plain), torch.bfloat16, capture=capture)
+    if capture == "symbolic":
+        with pytest.raises(CaptureError, match=r"'0' has hooks, and without them it fails"):
+            converted(X)
+    else:
+        torch.testing.assert_close(converted(X), plain(X), rtol=0.02, atol=0.02)
+
+
+def test_hooks_that_compute_weights_are_a_part_of_forward():
+    plain, converted = model(), model()
+    for each in (plain, converted):
+        weight_norm(each[0][1][1])
+        each[0].register_forward_hook(lambda module, given, out: None)
+    converted = fxamp.convert(converted, torch.bfloat16)
+    with torch.no_grad():
+        for each in (plain, converted):
+            each[0][1][1].weight_g.mul_(2)
+    torch.testing.assert_close(converted(X), plain(X), rtol=0.02, atol=0.02)
