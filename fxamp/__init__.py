@@ -17,8 +17,8 @@ from fxamp.instruments import audit, profile
 from fxamp.lists import OpLists
 from fxamp.numerics.bisect import find_deny
 from fxamp.numerics.compare import compare
+from fxamp.numerics.find import find_nan
 from fxamp.numerics.kernels import kernels
-from fxamp.numerics.nan import find_nan
 from fxamp.numerics.watch import watch_nan
 from fxamp.review.dump import dump
 from fxamp.review.explain import explain

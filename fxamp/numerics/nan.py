@@ -1,15 +1,13 @@
-"""Name the op that overflowed: the first node whose output or gradient is not finite, and what would mend it."""
+"""A node whose output or gradient is the first that is not finite, and what would mend it."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fxamp import ir
-from fxamp.model.engine import engine_of
-from fxamp.model.unconverted import check_left
 from fxamp.numerics.blocks import block_of
 from fxamp.numerics.exact import exact_weight, has_master
 from fxamp.numerics.extent import extent_of
@@ -17,17 +15,11 @@ from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.mending import mending, node_of
 from fxamp.numerics.origin import (
     Origin,
-    is_of_output,
-    of_loss,
-    of_output,
-    origin_of,
     value_of_gradient,
-    vanished_origin,
 )
 from fxamp.numerics.reach import reach_of
-from fxamp.numerics.run import Call, call_of, check_module, in_float32
+from fxamp.numerics.run import Call
 from fxamp.numerics.twin import reads_of
-from fxamp.numerics.watcher import watch_flow
 
 Loss = Callable[[Any], torch.Tensor]
 FROM_OUTSIDE = ("input", "parameter", "between graphs")
@@ -114,7 +106,7 @@ class BadNode:
         if self.phase == "input":
             return "the input itself is not finite: look at the data"
         if self.phase == "between graphs":
-            return "it was made by code between two of Dynamo's graphs, which runs as it is written: look there"
+            return "it was made by code between two graphs, which runs as it is written: look there"
         if self.phase == "output" and self.is_bad_in_float32:
             return (
                 "it is written in the code or came in with an input, or is made by code outside of the graphs, and "
@@ -157,41 +149,6 @@ def _after(steps: int) -> str:
 
 _WHERE = {"forward": "its output", "backward": "the gradient it passes back", "loss": "the loss of it", "output": "it"}
 """What is not finite, in words."""
-
-
-def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> BadNode | None:
-    """The first node, forward or backward, whose output is not finite; None where all that matters is finite.
-
-        print(fxamp.find_nan(model, (x,), loss_fn=lambda output: scaler.scale(criterion(output, y))))
-
-    Infinities that are written in the code or come in with a mask are left out, and so are those that the model gives
-    back as float32 does (masked scores); a GEMM that computes with one is named. Of those that are made, the one that
-    reaches the output is named, or else the one that reaches the gradient of a parameter or an input, or else the first
-    that float32 has not.
-
-    Args:
-        inputs: of one call, as `example_inputs` of convert().
-        loss_fn: gives a scalar of the output, scaled as in training; without it only the forward is looked at.
-
-    Returns:
-        The node, what it read, whether float32 is finite there, and the deny entries that mend it; `str()` tells it.
-
-    Raises:
-        OptionError: the model was not converted, no inputs, or a loss that is no scalar.
-    """
-    check_module(converted, "model")
-    if engine_of(converted) is None:
-        check_left(converted, "find_nan looks at nothing")
-        return None
-    call = call_of(converted, inputs)
-    flow = watch_flow(call, loss_fn)
-    if flow.is_finite and not flow.has_bad_values:
-        return None
-    exact = watch_flow(call, loss_fn, in_float32(call), as_float32=True)
-    origin = origin_of(flow, exact)
-    if origin is None or is_of_output(origin):
-        origin = of_loss(flow) or origin or vanished_origin(flow, exact) or of_output(flow, exact)
-    return None if origin is None else describe(call, flow, origin, loss_fn, exact)
 
 
 def describe(call: Call, flow: CallFlow, origin: Origin, loss_fn: Loss | None, exact: CallFlow) -> BadNode:

@@ -40,15 +40,18 @@ class Replay:
         call: with its inputs; nothing has run yet.
         flow: what is watched of it.
         number, steps: its number among the calls that are watched, and how many optimizer steps came before it.
+        clock: counts the forwards and backwards of all calls, in order.
     """
 
-    def __init__(self, call: Call, flow: CallFlow, number: int, steps: int) -> None:
+    def __init__(self, call: Call, flow: CallFlow, number: int, steps: int, clock: Iterator[int]) -> None:
         self.call = dataclasses.replace(
             call, args=_kept(call.args), kwargs=_kept(call.kwargs), inputs=_kept(call.inputs)
         )
         self.flow = flow
         self.number = number
         self.steps = steps
+        self.clock = clock
+        self.began, self.came_back = next(clock), 0
         self.gradients: dict[int, torch.Tensor] = {}
         self.has_no_gradient = False
         self.is_kept = True
@@ -71,6 +74,7 @@ class Replay:
 
     def _noting(self, place: int) -> Callable[[torch.Tensor], None]:
         def note(gradient: torch.Tensor) -> None:
+            self.came_back = self.came_back or next(self.clock)
             if self.is_kept:
                 known, gradient = self.gradients.get(place), gradient.detach()
                 self.gradients[place] = gradient if known is None else known + gradient
@@ -81,6 +85,10 @@ class Replay:
     def is_over(self) -> bool:
         """Whether nothing can come of it any more: it has no backward, or the weights are those of another step."""
         return self.has_no_gradient or self._are_written()
+
+    def time_of(self, origin: Origin | None) -> int:
+        """When its forward began, or its backward if it went wrong there."""
+        return self.came_back if origin is not None and origin.phase in _BACKWARD else self.began
 
     def release(self) -> None:
         """Keep the watch, and let go of what another run would need."""

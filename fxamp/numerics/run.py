@@ -30,6 +30,10 @@ from fxamp.numerics.runner import Edge, Part, Runner, See, converted_again, run_
 from fxamp.sparse import hold_the_same, is_sparse
 
 
+class NoGraphError(OptionError):
+    """There is no graph of a call to look at."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
     """One call of a converted model, and what runs it.
@@ -87,6 +91,7 @@ def call_of(converted: nn.Module, inputs: Any) -> Call:
 
     Raises:
         OptionError: not converted, or the inputs are none of a call or hold no sample.
+        NoGraphError: forward runs as it is written, at O2 or O3.
     """
     engine = engine_of(converted)
     check_module(converted, "model")
@@ -97,7 +102,7 @@ def call_of(converted: nn.Module, inputs: Any) -> Call:
     args, kwargs = forward_arguments(converted, args, kwargs)
     variant = _symbolic(converted, engine, args, kwargs)
     if variant is None and engine.options.opt_level != "O1":
-        raise OptionError(_NO_GRAPH.format(name=type(converted).__qualname__, level=engine.options.opt_level))
+        raise NoGraphError(_NO_GRAPH.format(name=type(converted).__qualname__, level=engine.options.opt_level))
     if variant is None:
         return Call(converted, engine, args, kwargs, converted, dynamo=looking_dynamo(engine))
     flat = pytree.tree_leaves((args, kwargs), is_leaf=lambda value: value is None)

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,8 +28,10 @@ KEPT = 64
 class NanWatch:
     """What `watch_nan` gives: `.found` is the first bad node, None for as long as all is finite."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.calls: list[Replay] = []
+        self.clock = itertools.count()
         self.begun = 0
         self.steps = 0
         self.error: Exception | None = None
@@ -36,8 +39,8 @@ class NanWatch:
 
     @property
     def found(self) -> BadNode | None:
-        """The first bad node of all calls so far, forward before backward; and, where the call could be run again,
-        whether float32 is finite there, and the deny that mends it."""
+        """The first bad node of all calls so far, in the order in which forwards and backwards ran; and, where the call
+        could be run again, whether float32 is finite there, and the deny that mends it."""
         if self._found is None:
             self._found = self._diagnosis()
         if self._found is not None:
@@ -45,12 +48,23 @@ class NanWatch:
         return self._found
 
     def _diagnosis(self) -> BadNode | None:
-        for call in self.calls:
-            origin = call.origin()
+        origins = [(call, call.origin()) for call in self.calls]
+        for call, origin in sorted(origins, key=lambda each: each[0].time_of(each[1])):
             found = call.diagnosis_of_output() if origin is None else call.diagnosis(origin)
             if found is not None:
-                return dataclasses.replace(found, call=call.number, steps=call.steps)
+                return dataclasses.replace(self._in_model(found, call), call=call.number, steps=call.steps)
         return None
+
+    def _in_model(self, found: BadNode, replay: Replay) -> BadNode:
+        """What was found in a part of a forward that runs as it is written; equal parts share a graph."""
+        call = replay.call
+        path = next((path for path, part in self.model.named_modules() if part is call.model), "")
+        if not path or call.variant is None or not call.variant.blocks:
+            return found
+        is_given = any(not extent.is_finite and not extent.is_mask for extent in replay.flow.inputs)
+        is_from_around = found.phase == "input" or (is_given and found.phase == "forward" and found.is_bad_in_float32)
+        phase = "between graphs" if is_from_around else found.phase
+        return dataclasses.replace(found, phase=phase, module=path + found.module.removeprefix(call.variant.blocks[0]))
 
     def begin(self, call: Call) -> "CallWatcher":
         """What watches a new call."""
@@ -61,7 +75,7 @@ class NanWatch:
             for earlier in self.calls[-KEPT : 1 - KEPT]:
                 earlier.release()
             watcher.flow.inputs = [extent_of(tensor) for tensor in floats_in((call.args, call.kwargs))]
-            self.calls.append(Replay(call, watcher.flow, self.begun, self.steps))
+            self.calls.append(Replay(call, watcher.flow, self.begun, self.steps, self.clock))
         return watcher
 
     def end(self, watcher: CallWatcher, output: Any) -> None:
@@ -114,9 +128,9 @@ def watch_nan(converted: nn.Module, raises: bool = True) -> Iterator[NanWatch]:
     engine = engine_of(converted)
     if engine is None:
         check_left(converted, "watch_nan watches nothing")
-        yield NanWatch()
+        yield NanWatch(converted)
         return
-    watch = NanWatch()
+    watch = NanWatch(converted)
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: watch.before_step(converted, optimizer))
     try:
         with _watched_by(watch, engine):

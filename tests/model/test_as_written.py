@@ -623,7 +623,7 @@ def test_a_watch_for_nan_sees_into_parts_old_and_new_and_leaves_them_afterwards(
 def test_compare_and_its_like_say_where_there_are_graphs():
     plain = Choosing()
     converted = converted_o2(copy.deepcopy(plain))
-    for look in (lambda: fxamp.compare(plain, converted, (batch(0),)), lambda: fxamp.find_nan(converted, (batch(0),))):
+    for look in (lambda: fxamp.compare(plain, converted, (batch(0),)), lambda: fxamp.profile(converted, [(batch(0),)])):
         with pytest.raises(fxamp.OptionError, match="at O2 it runs as under"):
             look()
 

@@ -9,7 +9,7 @@ from torch import nn
 import fxamp
 from fxamp.numerics.compare import compare
 from fxamp.numerics.distance import error_of
-from fxamp.numerics.nan import find_nan
+from fxamp.numerics.find import find_nan
 
 FP16, BF16 = torch.float16, torch.bfloat16
 LOW = pytest.mark.parametrize("dtype", [FP16, BF16])

@@ -1,0 +1,75 @@
+"""Name the op that overflowed in a call."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxamp.model.engine import engine_of
+from fxamp.model.unconverted import check_left
+from fxamp.numerics.given import copied
+from fxamp.numerics.modes import usable
+from fxamp.numerics.nan import BadNode, Loss, describe
+from fxamp.numerics.origin import is_of_output, of_loss, of_output, origin_of, vanished_origin
+from fxamp.numerics.run import NoGraphError, arguments, call_of, check_module, in_float32, loss_of, state_kept
+from fxamp.numerics.watch import watch_nan
+from fxamp.numerics.watcher import watch_flow
+
+
+def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> BadNode | None:
+    """The first node, forward or backward, whose output is not finite; None where all that matters is finite.
+
+        print(fxamp.find_nan(model, (x,), loss_fn=lambda output: scaler.scale(criterion(output, y))))
+
+    Infinities that are written in the code or come in with a mask are left out, and so are those that the model gives
+    back as float32 does (masked scores); a GEMM that computes with one is named. Of those that are made, the one that
+    reaches the output is named, or else the one that reaches the gradient of a parameter or an input, or else the first
+    that float32 has not. Where forward runs as it is written (O2, O3), a copy of the model is run under `watch_nan`.
+
+    Args:
+        inputs: of one call, as `example_inputs` of convert().
+        loss_fn: gives a scalar of the output, scaled as in training; without it only the forward is looked at.
+
+    Returns:
+        The node, what it read, whether float32 is finite there, and the deny entries that mend it; `str()` tells it.
+
+    Raises:
+        OptionError: the model was not converted, no inputs, or a loss that is no scalar.
+    """
+    check_module(converted, "model")
+    if engine_of(converted) is None:
+        check_left(converted, "find_nan looks at nothing")
+        return None
+    try:
+        call = call_of(converted, inputs)
+    except NoGraphError:
+        return _found_by_watching(converted, inputs, loss_fn)
+    flow = watch_flow(call, loss_fn)
+    if flow.is_finite and not flow.has_bad_values:
+        return None
+    exact = watch_flow(call, loss_fn, in_float32(call), as_float32=True)
+    origin = origin_of(flow, exact)
+    if origin is None or is_of_output(origin):
+        origin = of_loss(flow) or origin or vanished_origin(flow, exact) or of_output(flow, exact)
+    return None if origin is None else describe(call, flow, origin, loss_fn, exact)
+
+
+def _found_by_watching(converted: nn.Module, inputs: Any, loss_fn: Loss | None) -> BadNode | None:
+    """The first of the parts that are graphs to go wrong, in a call of a copy of the model.
+
+    With gradients on: without, only parts that have a graph already run as one.
+    """
+    twin = copy.deepcopy(converted)
+    args, kwargs = copied(arguments(usable(inputs)))
+    with state_kept(converted), torch.enable_grad(), watch_nan(twin, raises=False) as watch:
+        try:
+            output = twin(*args, **kwargs)
+            if loss_fn is not None:
+                loss_of(output, loss_fn).backward()  # type: ignore[no-untyped-call]
+        except Exception:
+            if watch.found is None:
+                raise
+        found = watch.found
+    return found and dataclasses.replace(found, call=0)
