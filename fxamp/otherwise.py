@@ -62,6 +62,10 @@ class Otherwise:
         self.by_dynamo.stay_outside(name)
         self.written.stay_outside(name)
 
+    def prefer_written(self) -> None:
+        """Run all calls as they are written: there is a reason that Dynamo does not help with."""
+        self.chosen = self.written
+
     def how(self, module: nn.Module) -> str:
         """How calls run, in a sentence about the model."""
         return self._way_for(module, _tells(())).how(module)

@@ -49,6 +49,9 @@ class Written:
     def __reduce__(self) -> Any:
         return Written, (self.options, self.rewrite)
 
+    def prefer_written(self) -> None:
+        """So it is."""
+
     def how(self, module: nn.Module) -> str:
         """How calls run, in a sentence about the model."""
         return "runs as under torch.autocast, and what it calls as graphs"

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from fxamp import ir
-from fxamp.model.engine import Engine, engine_of
+from fxamp.model.engine import Engine
+from fxamp.model.hooked import hooked, matrices, share_in
 from fxamp.model.variant import Variant
 from fxamp.words import listed, percent
 
@@ -38,7 +39,7 @@ def uncaptured(engine: Engine, model: nn.Module) -> tuple[float, str]:
     alike = [variant for variant in variants if not (engine.dynamo.trains and _is_for_evaluation(variant))]
     is_apart = holds_other_calls(engine)
     read = set() if is_apart else engine.dynamo.weights.union(*map(_weights_read, alike))
-    sizes = {name: weight.numel() for name, weight in _matrices(model)}
+    sizes = {name: weight.numel() for name, weight in matrices(model)}
     left = [name for name in sizes if name not in read]
     share = sum(sizes[name] for name in left) / max(1, sum(sizes.values()))
     if not left:
@@ -65,7 +66,7 @@ def _why(weights: list[str]) -> str:
 def _around_parts(engine: Engine, model: nn.Module, runs: str) -> tuple[float, str]:
     if not engine.fallbacks:
         return 0.0, ""
-    sizes = {name: weight.numel() for name, weight in _matrices(model)}
+    sizes = {name: weight.numel() for name, weight in matrices(model)}
     left = [name for name in sizes if not name.startswith(tuple(f"{path}." for path in engine.blocks))]
     if engine.boundaries and not left:
         return 0.0, ""
@@ -86,28 +87,16 @@ def kept_whole(engine: Engine, model: nn.Module) -> tuple[float, str]:
     Not at O3, where they run low.
     """
     variants = engine.all_variants() if engine.options.opt_level != "O3" else ()
-    paths = {path: None for variant in variants for path in _hooked(variant)}
-    paths = {path: None for path in paths if path not in engine.blocks and not _holds_converted(model, path)}
+    paths = {path: None for variant in variants for path in hooked(variant, model) if path not in engine.blocks}
     if not paths:  # torch.jit.trace would note what is read of the model here
         return 0.0, ""
-    sizes = {name: weight.numel() for name, weight in _matrices(model)}
-    inside = [name for name in sizes if name.startswith(tuple(f"{path}." for path in paths))]
-    share = sum(sizes[name] for name in inside) / max(1, sum(sizes.values()))
+    share = share_in(model, paths)
     return (
         share,
         f"{share:.0%} of the weights are in modules with hooks, which run whole, in float32, while they have them "
         f"({listed(paths, _NAMED)}). fxamp.convert(model, boundaries=[...]) converts those by themselves, and their "
         "hooks run.",
     )
-
-
-def _hooked(variant: Variant) -> Iterator[str]:
-    nodes = variant.graph.nodes if variant.captured.method == "symbolic" else ()
-    yield from (str(node.target) for node in nodes if node.op == "call_module" and node.meta.get("hooked"))
-
-
-def _holds_converted(model: nn.Module, path: str) -> bool:
-    return any(map(engine_of, model.get_submodule(path).modules()))
 
 
 def holds_other_calls(engine: Engine) -> bool:
@@ -141,9 +130,3 @@ def _names_below(variant: Variant, path: str) -> Iterator[str]:
 
 def _is_recurrent(model: nn.Module, name: str) -> bool:
     return isinstance(model.get_submodule(name.rpartition(".")[0]), nn.RNNBase)
-
-
-def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The weights that GEMMs read, of tied ones the first; all parameters where there are none."""
-    named = list(model.named_parameters())
-    yield from [(name, weight) for name, weight in named if weight.dim() > 1] or named

@@ -189,7 +189,7 @@ def test_a_part_that_was_none_for_a_reason_that_nobody_sees_is_refused():
     reasons = [None, None, 1]
     part = MAKERS["tuple"]
     model = Around(lambda y, more, z: part(y, reasons[0] and y, z), READERS["tuple"][0], is_hooked=True)
-    converted, x = fxamp.convert(model, torch.bfloat16), torch.randn(2, 8)
+    converted, x = fxamp.convert(model, torch.bfloat16, capture="symbolic"), torch.randn(2, 8)
     converted(x)
     reasons.pop(0), reasons.pop(0)
     with pytest.raises(AssertionError, match="was None when the model was captured"):
@@ -273,7 +273,7 @@ def test_a_list_of_as_many_parts_as_there_are_rows(make, read, options):
 def test_another_number_of_parts_is_refused(make, read, options):
     torch.manual_seed(0)
     model, few, more = Many(make, read, is_hooked=not options), torch.randn(2, 8), torch.randn(3, 8)
-    converted = fxamp.convert(model, torch.bfloat16, **options)
+    converted = fxamp.convert(model, torch.bfloat16, capture="symbolic", example_inputs=(few,), **options)
     assert_near(converted(few), model(few))
     with pytest.raises(AssertionError, match=r"this held \d when the model was captured, .* capture='dynamo'"):
         converted(more)

@@ -11,8 +11,8 @@ from fxamp import ir
 from fxamp.counting.zoo import MODELS
 from fxamp.errors import OptionError
 from fxamp.numerics.extent import extent_of
-from fxamp.numerics.flow import Flow
 from fxamp.numerics.find import find_nan
+from fxamp.numerics.flow import Flow
 from fxamp.numerics.origin import origin_of
 from fxamp.numerics.run import call_of
 from fxamp.numerics.runner import Part

@@ -196,7 +196,10 @@ CASES = (
     Case("override", lambda m, x: m.b(m.a(x)), "linear", "high", ("override",), "'a'", {"overrides": {"a": "deny"}}),
     Case("protected", lambda m, x: m.b(m.a(x)), "linear_1", "high", ("override",), "_keep_in_fp32", model=Protected),
     Case("aliasing", written, "mul_", "high", ("aliasing", "parameter"), "in place"),
-    Case("type", lambda m, x: m.b(m.a(x)), "b", "high", ("type",), "inside the module", model=Hooked),
+    Case(
+        *("type", lambda m, x: m.b(m.a(x)), "b", "high", ("type",), "inside the module", {"capture": "symbolic"}),
+        model=Hooked,
+    ),
     Case(
         *("boundary", lambda m, x: m.b(m.a(x)), "b", "high", ("boundary",), "converted by itself"),
         {"boundaries": "b"},

@@ -347,7 +347,7 @@ def test_float32_regions_are_connected_and_largest_first():
 
 def test_what_stays_outside_is_named():
     case = next(case for case in CASES if case.kind == "type")
-    built = report(fxamp.convert(case.model(case.function), FP16, (X,)))
+    built = report(fxamp.convert(case.model(case.function), FP16, (X,), **case.options))
     assert (
         len(built.outside) == 1
         and "linear: hooks on it keep it whole: its weights are read inside the module" in built.outside[0]

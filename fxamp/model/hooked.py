@@ -1,0 +1,48 @@
+"""Models that have much of their weights in modules with hooks: a graph runs those whole, in float32."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from fxamp.ir import ENGINE
+from fxamp.model.variant import Variant
+from fxamp.words import listed, percent
+
+MUCH = 0.1
+"""Share of the weights from which on a forward runs as it is written, so that graphs hold what stands behind hooks."""
+NAMED = 3
+"""Modules that are named."""
+
+
+def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The weights that GEMMs read, of tied ones the first; all parameters where there are none."""
+    named = list(model.named_parameters())
+    yield from [(name, weight) for name, weight in named if weight.dim() > 1] or named
+
+
+def hooked(variant: Variant, model: nn.Module) -> dict[str, None]:
+    """The paths of the modules that hooks keep whole in a graph, and in which nothing is converted by itself."""
+    nodes = variant.graph.nodes if variant.captured.method == "symbolic" else ()
+    paths = {str(node.target): None for node in nodes if node.op == "call_module" and node.meta.get("hooked")}
+    return {path: None for path in paths if not _holds_converted(model.get_submodule(path))}
+
+
+def _holds_converted(module: nn.Module) -> bool:
+    return any(ENGINE in part.__dict__ for part in module.modules())
+
+
+def share_in(model: nn.Module, paths: dict[str, None]) -> float:
+    """Of the weights those that are inside of modules."""
+    sizes = {name: weight.numel() for name, weight in matrices(model)}
+    inside = [size for name, size in sizes.items() if name.startswith(tuple(f"{path}." for path in paths))]
+    return sum(inside) / max(1, sum(sizes.values()))
+
+
+def too_much_in_hooked(variant: Variant, model: nn.Module) -> str:
+    """Why a graph is not worth it: modules with hooks have much of the weights; "" where they do not."""
+    paths = hooked(variant, model)
+    share = share_in(model, paths) if paths else 0.0
+    if share < MUCH:
+        return ""
+    held = f"modules with hooks hold {percent(share)} of the weights ({listed(paths, NAMED)})"
+    return f"{held}, and a graph runs those whole"

@@ -1,0 +1,207 @@
+"""Modules with hooks that hold much of the weights: hooks fire as ever, and what stands behind them is low."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp.model.engine import engine_of
+from tests.choosing import Block, batch
+
+LOW = torch.bfloat16
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.norm, self.head = Block(), nn.Sequential(Block(), Block()), nn.LayerNorm(16), Block()
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(self.stem(x))))
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def converted_with(paths, hook=lambda module, given, out: None, **options):
+    converted = fxamp.convert(net(), LOW, **options)
+    for path in paths:
+        converted.get_submodule(path).register_forward_hook(hook)
+    return converted
+
+
+def gradients(model, x, autocast=False):
+    model.zero_grad()
+    with torch.autocast("cpu", LOW, enabled=autocast):
+        out = model(x)
+    out.float().square().mean().backward()
+    return torch.cat([parameter.grad.float().flatten() for parameter in model.parameters()])
+
+
+def low_modules(converted):
+    return {row.module for row in fxamp.report(converted).rows if row.op == "linear" and row.precision == "low"}
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("paths", [["body"], ["body.0", "body.1"], ["stem", "body", "head"]], ids=str)
+def test_what_is_behind_a_hook_is_low_and_as_near_to_float32_as_under_autocast(paths, opt_level, caplog):
+    seen = []
+    converted = converted_with(paths, lambda module, given, out: seen.append(type(out)), opt_level=opt_level)
+    plain, low = net(), net()
+    expected, found = gradients(plain, batch(0)), gradients(converted, batch(0))
+    autocast = gradients(low, batch(0), autocast=True)
+    assert (found - expected).norm() <= 1.5 * (autocast - expected).norm()
+    assert seen == [torch.Tensor] * len(paths)
+    assert set(engine_of(converted).blocks) >= set(paths) and low_modules(converted)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_hooks_that_come_and_go_while_it_trains_change_nothing():
+    def losses(model, optimizer, hooks=None):
+        for step in range(10):
+            if hooks is not None and step % 3 == 1:
+                hooks.append(model.body.register_forward_hook(lambda module, given, out: None))
+            if hooks and step % 3 == 0:
+                hooks.pop().remove()
+            loss = model(batch(step)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
+
+    without, hooked = fxamp.convert(net(), LOW), fxamp.convert(net(), LOW)
+    expected = list(losses(without, torch.optim.SGD(without.parameters(), 0.1)))
+    found = list(losses(hooked, torch.optim.SGD(hooked.parameters(), 0.1), []))
+    assert found == pytest.approx(expected, rel=0.01)
+    assert len(engine_of(hooked).all_variants()) == 1 and not engine_of(hooked).blocks  # without, once more
+
+
+def test_few_weights_behind_hooks_stay_in_the_one_graph():
+    model = net()
+    model.body.append(nn.Linear(16, 16))
+    converted = fxamp.convert(model, LOW)
+    converted.body[2].register_forward_hook(lambda module, given, out: None)
+    gradients(converted, batch(0))
+    (variant,) = engine_of(converted).all_variants()
+    assert [node.target for node in variant.graph.nodes if node.op == "call_module"] == ["body.2"]
+
+
+@pytest.mark.parametrize("options", [{"capture": "symbolic"}, {"opt_level": "O3"}])
+def test_a_graph_that_was_asked_for_runs_them_whole(options):
+    if "opt_level" in options:
+        options["example_inputs"] = (batch(0),)
+    model = net()
+    model.body.register_forward_hook(lambda module, given, out: None)
+    converted = fxamp.convert(model, LOW, **options)
+    gradients(converted, batch(0))
+    assert not engine_of(converted).blocks and len(engine_of(converted).all_variants()) == 1
+
+
+def test_a_plan_is_for_one_graph(tmp_path):
+    model = net()
+    model.body.register_forward_hook(lambda module, given, out: None)
+    made = fxamp.convert(model, LOW, capture="symbolic", example_inputs=(batch(0),))
+    fxamp.report(made).save_plan(tmp_path / "plan.json")
+    converted = fxamp.convert(model, LOW, plan=tmp_path / "plan.json")
+    gradients(converted, batch(0))
+    assert not engine_of(converted).blocks and len(engine_of(converted).all_variants()) == 1
+
+
+def test_what_a_hook_gives_counts():
+    plain = net()
+    plain.body.register_forward_hook(lambda module, given, out: out * 3)
+    plain.body[1].register_forward_pre_hook(lambda module, given: (given[0] + 1,))
+    converted = fxamp.convert(copy.deepcopy(plain), LOW)
+    for _ in range(2):
+        torch.testing.assert_close(converted(batch(0)), plain(batch(0)), rtol=0.05, atol=0.1, check_dtype=False)
+
+
+def test_hooks_on_all_modules_fire_as_in_float32():
+    def calls(model):
+        seen = []
+        for path, module in model.named_modules():
+            module.register_forward_hook(lambda module, given, out, path=path: seen.append(path))
+            module.register_full_backward_hook(lambda module, given, out, path=path: seen.append(f"{path} back"))
+        for step in range(2):
+            gradients(model, batch(step).requires_grad_())
+        return seen
+
+    assert calls(fxamp.convert(net(), LOW)) == calls(net())
+
+
+def test_old_spectral_norms_iterate_once_a_call_and_what_they_norm_is_low():
+    def discriminator():
+        torch.manual_seed(0)
+        layers = [
+            nn.utils.spectral_norm(nn.Linear(16, 16)),
+            nn.LeakyReLU(0.2),
+            nn.utils.spectral_norm(nn.Linear(16, 16)),
+        ]
+        return nn.Sequential(*layers)
+
+    plain, low, converted = discriminator(), discriminator(), fxamp.convert(discriminator(), LOW)
+    dtypes = []
+    converted[2].register_forward_hook(lambda module, given, out: dtypes.append(out.dtype))
+    for step in range(3):
+        expected, found = gradients(plain, batch(step)), gradients(converted, batch(step))
+        autocast = gradients(low, batch(step), autocast=True)
+        assert (found - expected).norm() <= 2 * (autocast - expected).norm()
+    torch.testing.assert_close(converted[0].weight_u, plain[0].weight_u, rtol=0.02, atol=0.02)
+    assert dtypes == [LOW] * 3
+    with torch.no_grad():
+        before = converted.eval()[0].weight_u.clone()
+        torch.testing.assert_close(converted(batch(9)).float(), plain.eval()(batch(9)), rtol=0.05, atol=0.05)
+        assert torch.equal(before, converted[0].weight_u)
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.enable_grad])
+def test_a_model_that_is_only_asked_is_low_too(first):
+    dtypes = []
+    converted = converted_with(["body.0.up"], lambda module, given, out: dtypes.append(out.dtype)).eval()
+    plain = net()
+    for mode in (first, torch.no_grad, torch.enable_grad, torch.no_grad):
+        with mode():
+            torch.testing.assert_close(converted(batch(0)).float(), plain(batch(0)), rtol=0.05, atol=0.05)
+    assert dtypes == [LOW] * 4
+
+
+def test_copies_and_pickles_keep_their_hooks():
+    seen = []
+    converted = converted_with(["body"], Noting(seen))
+    gradients(converted, batch(0))
+    for twin in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        (hook,) = twin.body._forward_hooks.values()
+        hook.seen.clear()
+        torch.testing.assert_close(gradients(twin, batch(0)), gradients(converted, batch(0)), rtol=1e-3, atol=1e-3)
+        assert len(hook.seen) >= 1
+
+
+class Noting:
+    def __init__(self, seen):
+        self.seen = seen
+
+    def __call__(self, module, given, out):
+        self.seen.append(len(given))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_it_runs_under_torch_compile():
+    seen = []
+    converted = converted_with(["body"], Noting(seen))
+    compiled = torch.compile(converted, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(batch(0)).float(), net()(batch(0)), rtol=0.05, atol=0.05)
+    assert seen
+
+
+def test_the_report_says_why():
+    converted = converted_with(["body"])
+    gradients(converted, batch(0))
+    (outside,) = fxamp.report(converted).outside
+    assert "modules with hooks hold 50% of the weights (body)" in outside and "torch.autocast" in outside
