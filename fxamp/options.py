@@ -122,9 +122,9 @@ def check_whole(path: str, module: nn.Module) -> None:
     for name, tensor in module.named_parameters():
         if is_stored_low(tensor) and hasattr(tensor, MASTER):
             raise CaptureError(
-                f"{path!r} runs as a whole, in float32, because of hooks on it (pruning is one), and opt_level='O2' "
-                f"has stored its {name} in {dtype_name(tensor.dtype)}. Put hooks on submodules before convert(), which "
-                "then leaves its parameters in float32, or convert with opt_level='O1'."
+                f"{path!r} has hooks (pruning is one), for which a graph runs it as a whole, in float32, and "
+                f"opt_level='O2' has stored its {name} in {dtype_name(tensor.dtype)}. Hooks that are there before "
+                "convert() leave its parameters in float32; capture='auto' needs no graph around it."
             )
 
 

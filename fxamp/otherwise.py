@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fxamp.capture.modes import are_modes_active
 from fxamp.dynamo.backend import DynamoForward
+from fxamp.model.hooked import multiplied
 from fxamp.model.written import Written
 from fxamp.options import Options
 from fxamp.override_keys import around
@@ -100,16 +101,9 @@ def _tells(given: Any) -> bool:
     return is_plain and not is_transformed and not are_fake
 
 
-def _sizes(model: nn.Module) -> dict[str, int]:
-    """Numbers in each matrix, but for tables of embeddings, which nothing multiplies."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    named = list(model.named_parameters())
-    return {name: weight.numel() for name, weight in named if weight.dim() > 1 and id(weight) not in tables}
-
-
 def _share(model: nn.Module, is_inside: Callable[[nn.Module], bool]) -> float:
     """Of the weights those that are in a module, inside of the model, of which that is so."""
-    sizes, parts = _sizes(model), dict(model.named_modules(remove_duplicate=False))
+    sizes, parts = multiplied(model), dict(model.named_modules(remove_duplicate=False))
     inside = [size for name, size in sizes.items() if any(is_inside(parts[path]) for path in _owners(name))]
     return sum(inside) / max(1, sum(sizes.values()))
 

@@ -31,9 +31,15 @@ def _holds_converted(module: nn.Module) -> bool:
     return any(ENGINE in part.__dict__ for part in module.modules())
 
 
-def share_in(model: nn.Module, paths: dict[str, None]) -> float:
-    """Of the weights those that are inside of modules."""
-    sizes = {name: weight.numel() for name, weight in matrices(model)}
+def multiplied(model: nn.Module) -> dict[str, int]:
+    """Numbers in each matrix, but for tables of embeddings, which nothing multiplies."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    named = list(model.named_parameters())
+    return {name: weight.numel() for name, weight in named if weight.dim() > 1 and id(weight) not in tables}
+
+
+def share_in(sizes: dict[str, int], paths: dict[str, None]) -> float:
+    """Of weights, whose sizes are given by name, those that are inside of modules."""
     inside = [size for name, size in sizes.items() if name.startswith(tuple(f"{path}." for path in paths))]
     return sum(inside) / max(1, sum(sizes.values()))
 
@@ -41,7 +47,7 @@ def share_in(model: nn.Module, paths: dict[str, None]) -> float:
 def too_much_in_hooked(variant: Variant, model: nn.Module) -> str:
     """Why a graph is not worth it: modules with hooks have much of the weights; "" where they do not."""
     paths = hooked(variant, model)
-    share = share_in(model, paths) if paths else 0.0
+    share = share_in(multiplied(model), paths) if paths else 0.0
     if share < MUCH:
         return ""
     held = f"modules with hooks hold {percent(share)} of the weights ({listed(paths, NAMED)})"

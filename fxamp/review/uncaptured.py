@@ -90,7 +90,7 @@ def kept_whole(engine: Engine, model: nn.Module) -> tuple[float, str]:
     paths = {path: None for variant in variants for path in hooked(variant, model) if path not in engine.blocks}
     if not paths:  # torch.jit.trace would note what is read of the model here
         return 0.0, ""
-    share = share_in(model, paths)
+    share = share_in({name: weight.numel() for name, weight in matrices(model)}, paths)
     return (
         share,
         f"{share:.0%} of the weights are in modules with hooks, which run whole, in float32, while they have them "

@@ -92,6 +92,16 @@ def test_few_weights_behind_hooks_stay_in_the_one_graph():
     assert [node.target for node in variant.graph.nodes if node.op == "call_module"] == ["body.2"]
 
 
+def test_a_hook_on_a_table_of_embeddings_is_none_on_what_is_multiplied():
+    """Noise on embeddings (NEFTune) comes by such a hook."""
+    torch.manual_seed(0)
+    converted = fxamp.convert(nn.Sequential(nn.Embedding(1000, 16), Block()), LOW)
+    converted[0].register_forward_hook(lambda module, given, out: out + 1)
+    gradients(converted, torch.tensor([[1, 2, 3]]))
+    (variant,) = engine_of(converted).all_variants()
+    assert [node.target for node in variant.graph.nodes if node.op == "call_module"] == ["0"]
+
+
 @pytest.mark.parametrize("options", [{"capture": "symbolic"}, {"opt_level": "O3"}])
 def test_a_graph_that_was_asked_for_runs_them_whole(options):
     if "opt_level" in options:
