@@ -19,7 +19,7 @@ from fxamp.inplace import mutated
 from fxamp.lists import OpLists
 
 # Ops that fake tensors let pass with mixed operands, and a device does not; autocast casts for them on CUDA.
-_STRICT = frozenset({"layer_norm", "group_norm", "index_put", "cross"})
+_STRICT = frozenset({"layer_norm", "group_norm", "index_put", "cross", "grid_sample", "grid_sampler"})
 _CONVERSIONS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
 _KEPT = ("source", "nn_module_stack", "autocast", "stack_trace")
 
@@ -54,8 +54,8 @@ class Promotion:
         return bool(operands)
 
     def after(self, node: fx.Node) -> None:
-        """Remember low values that came in from outside, or follow from such."""
-        if not _is_low(node) or ir.is_weight(node):
+        """Remember low values that came in from outside, or follow from such, and what has them for parts."""
+        if not _holds_low(node) or ir.is_weight(node):
             return
         if node.op == "placeholder" or (node.target == "to" and node.kwargs == ARGUMENT_CAST):
             self._from_outside.add(node)
@@ -73,7 +73,8 @@ class Promotion:
         if colour != "deny" or not self._is_float32 or op in _CONVERSIONS:
             return []
         written = mutated(node)
-        return [given for given in node.all_input_nodes if given in self._from_outside and given not in written]
+        outside = [given for given in node.all_input_nodes if given in self._from_outside and _is_low(given)]
+        return [given for given in outside if given not in written]
 
 
 def low_operands(node: fx.Node) -> list[fx.Node]:
@@ -129,3 +130,10 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 
 def _is_low(node: fx.Node) -> bool:
     return _dtype(node) in LOW_DTYPES
+
+
+def _holds_low(node: fx.Node) -> bool:
+    """Whether it is low, or a tuple with a low part, as `split` gives."""
+    value = node.meta.get("val")
+    parts = value if isinstance(value, (tuple, list)) else ()
+    return _is_low(node) or any(isinstance(part, torch.Tensor) and part.dtype in LOW_DTYPES for part in parts)

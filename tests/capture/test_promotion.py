@@ -101,8 +101,9 @@ def test_gradients_reach_a_low_input():
     assert ours.dtype == torch.float16 and torch.equal(ours, x.grad)
 
 
-def test_a_deny_op_reads_a_low_input_in_float32():
-    model = Parts(lambda m, x: m.fc(x.pow(2).mean(-1, keepdim=True).rsqrt() * x))
+@pytest.mark.parametrize("part", [lambda x: x, lambda x: x.split(5, 1)[0], lambda x: torch.stack(x.unbind(1), 1)])
+def test_a_deny_op_reads_a_low_input_in_float32(part):
+    model = Parts(lambda m, x: m.fc(part(x).pow(2).mean(-1, keepdim=True).rsqrt() * x))
     x = (X * 1000).half()  # its squares overflow float16
     exact = model(x.float())
     found = fxamp.convert(model, dtype="fp16")(x)
@@ -122,6 +123,12 @@ MIXED = {  # ops that are no GEMM, of a low input and a float32 weight
     "set items": lambda m, x: m.fc.weight.clone().index_fill(0, torch.tensor([0]), 0).copy_(m.fc.weight).add_(x[0, :1]),
     "cross": lambda m, x: torch.cross(x[0][:, :3], m.fc.weight[:5, :3], dim=1),
     "grid_sample": lambda m, x: F.grid_sample(m.fc.weight[None, None], x[:1, :, :2][None] / 2, align_corners=False),
+    "grid_sample of a part": lambda m, x: F.grid_sample(
+        x.split(4, -1)[1][None], m.fc.weight[None, None, :5, :2].repeat(1, 5, 1, 1), align_corners=False
+    ),
+    "grid_sample of what is converted": lambda m, x: F.grid_sample(
+        x.to(x.dtype)[None], m.fc.weight[None, None, :5, :2].repeat(1, 5, 1, 1), align_corners=False
+    ),
     "solve": lambda m, x: torch.linalg.solve(m.fc.weight, x[0].T),
 }
 
