@@ -1,6 +1,7 @@
 """Calls at O1 that no graph holds: as written with graphs inside, or Dynamo's."""
 
 import copy
+import gc
 import logging
 import pickle
 import sys
@@ -202,6 +203,23 @@ def test_copies_pickles_and_changed_models_choose_anew():
     converted.left = converted.right = Deciding()
     converted(batch(0)).sum().backward()
     assert chosen(converted) is DynamoForward
+
+
+def test_graphs_of_a_copy_go_with_it():
+    class Configured(Block):
+        def __init__(self):
+            super().__init__()
+            self.config = types.SimpleNamespace(scale=1.0)
+
+    converted = o1(Choosing(Configured))
+    converted(batch(0)).sum().backward()
+    engines = engine_of(converted).dynamo.engines
+    count = len(engines)
+    for _ in range(2):
+        copy.deepcopy(converted)(batch(0)).sum().backward()
+    gc.collect()
+    assert len(engines) == count > 1
+    converted(batch(1)).sum().backward()
 
 
 def test_an_error_in_the_first_call_decides_nothing():

@@ -180,12 +180,12 @@ class Family:
         written, root = self.written, self.engine
         overrides = overrides_within(module, path, written.options.overrides, self._paths)
         key = (*likeness(module), tuple(overrides.items()))
-        if key not in written.engines:
+        engine: Engine | None = written.engines.get(key)
+        if engine is None:
             own = dataclasses.replace(written.options, overrides=overrides, output_dtype=None)
-            made = Engine(own, root.workshop, type(written)(own, written.rewrite), root.is_frozen)
-            made.is_boundary = True
-            written.engines[key] = made
-        engine: Engine = written.engines[key]
+            engine = Engine(own, root.workshop, type(written)(own, written.rewrite), root.is_frozen)
+            engine.is_boundary = True
+            written.engines[key] = engine
         engine.paths += () if path in engine.paths else (path,)
         return engine
 

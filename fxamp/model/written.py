@@ -31,7 +31,8 @@ class Written:
 
     Attributes:
         blocks: the engines of the parts of which there are graphs, by path.
-        engines: those of all parts that were called; equal parts, and those of copies of the model, share one.
+        engines: those of all parts that were called, as long as a model is there whose parts they are; equal parts, and
+            those of copies of the model that hold no objects of their own, share one.
     """
 
     variants: tuple[Variant, ...] = ()
@@ -42,7 +43,7 @@ class Written:
         self.options = options
         self.rewrite = rewrite
         self.blocks: dict[str, Engine] = {}
-        self.engines: dict[Any, Engine] = {}
+        self.engines: weakref.WeakValueDictionary[Any, Engine] = weakref.WeakValueDictionary()
         self._views: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
         self._outside: Any = None
 

@@ -615,7 +615,7 @@ def test_a_watch_for_nan_sees_into_parts_old_and_new_and_leaves_them_afterwards(
         with pytest.raises(FloatingPointError, match=r"in module head") as found, fxamp.watch_nan(converted):
             converted(x)
         assert "first that is not finite" in str(found.value)
-    parts = engine_of(converted).dynamo.engines.values()
+    parts = list(engine_of(converted).dynamo.engines.values())
     assert len(parts) >= 2 and all(part.workshop is engine_of(converted).workshop for part in parts)
     assert not torch.isfinite(other).all()
 
