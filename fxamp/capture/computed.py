@@ -102,14 +102,21 @@ def _is_number(node: fx.Node) -> bool:
 
 def _is_written(nodes: set[fx.Node]) -> bool:
     """Whether anything that comes before the last of these nodes writes into one of them, or into what is made of them:
-    that may be a view."""
+    that may be a view.
+
+    `requires_grad_` writes into no memory, and is asked of these nodes alone.
+    """
     last, made, waiting = max(nodes), set(nodes), list(nodes)
     while waiting:
         given = waiting.pop()
         new = [user for user in given.users if user < last and user not in made]
         made.update(new)
         waiting += [user for user in new if user.target is operator.getitem] if _are_read(given) else new
-    return any(made.intersection(mutated(node)) for node in made)
+    return any((nodes if _asks_for_gradients(node) else made).intersection(mutated(node)) for node in made)
+
+
+def _asks_for_gradients(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "requires_grad_"
 
 
 def _are_read(node: fx.Node) -> bool:
@@ -154,7 +161,8 @@ class _Scan:
     def _look_at(self, node: fx.Node) -> None:
         if "val" in node.meta:
             self._made_by.setdefault(memory_of(node.meta["val"]), node)
-        for written in mutated(node) if canonical_name(node.target) not in _STATISTICS else ():
+        writes_no_input = canonical_name(node.target) in _STATISTICS or _asks_for_gradients(node)
+        for written in () if writes_no_input else mutated(node):
             maker = self._made_by.get(memory_of(written.meta["val"])) if "val" in written.meta else None
             if maker is None or maker.op in ("placeholder", "get_attr") or not _is_known(maker):
                 self._first = node

@@ -355,6 +355,40 @@ def test_what_forward_wrote_before_it_is_not_looked_at():
         fxamp.convert(model, torch.bfloat16, (torch.randn(6, 8), kinds, kinds.clone()), capture="symbolic")
 
 
+def test_what_is_to_have_gradients_is_not_written():
+    """As embeddings under gradient checkpointing, and of frozen models with adapters."""
+
+    class Embedding(Spans):
+        def forward(self, x, kinds):
+            embedded = self.embed(kinds)
+            embedded.requires_grad_(True)
+            places, _ = self.places_of(kinds)
+            return self.last(self.fc(x + embedded).relu() + self.embed(places))
+
+    model = Embedding()
+    model.embed.requires_grad_(False)
+    x = torch.randn(6, 8)
+    converted = fxamp.convert(model, torch.bfloat16, (x, KINDS[0]), overrides={"*": "deny"}, capture="symbolic")
+    for kinds in KINDS:
+        for mine, theirs in zip(_run(converted, x, kinds), _run(model, x, kinds), strict=True):
+            assert mine is theirs is None or torch.equal(mine, theirs)
+
+
+def test_what_is_to_have_gradients_itself_is_not_looked_at():
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x, kinds):
+            y = x * 2
+            y.requires_grad_(True)
+            return self.fc(gathered(y, kinds)), y
+
+    with pytest.raises(fxamp.CaptureError):
+        fxamp.convert(Asking(), torch.bfloat16, (torch.randn(6, 8), KINDS[0]), capture="symbolic")
+
+
 def test_what_forward_set_before_it_is_not_looked_at():
     class Setting(nn.Module):
         def __init__(self) -> None:
