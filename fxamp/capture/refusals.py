@@ -64,14 +64,21 @@ class Refusal:
 
 
 class Refusals:
-    """The refusals of one model and its copies."""
+    """The refusals of one model and its copies.
+
+    Args:
+        kin: those that parts of one kind have met, as the layers of a stack, each with a number of its own: what two of
+            them could not be captured for, the others are not tried for.
+    """
 
     # State that differs at every call must not have every call traced; nor must arguments, such as texts.
     most_trials = 5
     most_kinds = 16
+    enough_kin = 2
 
-    def __init__(self) -> None:
+    def __init__(self, kin: "Refusals | None" = None) -> None:
         self._known: dict[Any, Refusal] = {}
+        self._kin = kin
 
     def reason(self, key: Any, module: nn.Module) -> str | None:
         """Why a call of this kind is not worth a trace now, None for one that is.
@@ -81,6 +88,9 @@ class Refusals:
         """
         here = _circumstances(module)
         refusal = self._known.get((key, *here)) or self._refusal_of_many(here)
+        if refusal is None and self._kin is not None:
+            refusal = self._kin._known.get((key, *here))
+            return refusal.text if refusal is not None and refusal.trials >= self.enough_kin else None
         if refusal is None or (refusal.trials < self.most_trials and not refusal.holds(module)):
             return None
         return refusal.text
@@ -97,6 +107,8 @@ class Refusals:
         known = self._known.get(place)
         cells = tuple(cell for cell in getattr(error, _STATE, ()) if not cell.is_number)
         self._known[place] = Refusal(str(error), cells, 1 if known is None else known.trials + 1)
+        if self._kin is not None and known is None:
+            self._kin.add(key, module, error)
 
     def forget(self, module: nn.Module) -> None:
         """Look at the state from the start: the model's parts are other objects than they were."""

@@ -33,5 +33,12 @@ def likeness(block: nn.Module) -> tuple[Any, ...]:
     return type(block), Structure(block).fingerprint, tuple(plain), tuple(others), tuple(shapes)
 
 
+def kind(block: nn.Module) -> tuple[Any, ...]:
+    """Equal for blocks that differ in nothing but what they hold beside modules and tensors (the number of a layer)."""
+    classes = [(path, type(module)) for path, module in block.named_modules()]
+    shapes = [(name, tensor.shape) for name, tensor in (*block.named_parameters(), *block.named_buffers())]
+    return tuple(classes), tuple(shapes)
+
+
 def _is_plain_tuple(value: Any) -> bool:
     return type(value) in (tuple, torch.Size) and all(isinstance(each, (bool, int, float, str)) for each in value)

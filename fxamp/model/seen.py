@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from fxamp.capture.refusals import Refusals
 from fxamp.ir import Colour
 from fxamp.model.blocks import mark_block
 from fxamp.model.converted import Derived, subclass
 from fxamp.model.engine import Engine, engine_of
-from fxamp.model.likeness import likeness
+from fxamp.model.likeness import kind, likeness
 from fxamp.model.views import device_of, plain_view
 from fxamp.model.wide_copies import take_back_writes, wide_copy
 from fxamp.override_keys import around, override_of, overrides_within
@@ -183,7 +184,10 @@ class Family:
         engine: Engine | None = written.engines.get(key)
         if engine is None:
             own = dataclasses.replace(written.options, overrides=overrides, output_dtype=None)
-            engine = Engine(own, root.workshop, type(written)(own, written.rewrite), root.is_frozen)
+            inside = type(written)(own, written.rewrite)
+            inside.kin = written.kin
+            engine = Engine(own, root.workshop, inside, root.is_frozen)
+            engine.refusals = Refusals(written.kin[kind(module)])
             engine.is_boundary = True
             written.engines[key] = engine
         engine.paths += () if path in engine.paths else (path,)

@@ -5,6 +5,7 @@ it children are views, and a call of one looks for a graph. So the largest modul
 and what is around them runs as torch.autocast would run it.
 """
 
+import collections
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fxamp.capture.refusals import Refusals
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.seen import Family, itself, may_be_viewed, part_of, running
@@ -33,6 +35,7 @@ class Written:
         blocks: the engines of the parts of which there are graphs, by path.
         engines: those of all parts that were called, as long as a model is there whose parts they are; equal parts, and
             those of copies of the model that hold no objects of their own, share one.
+        kin: what parts of one kind could not be captured for, those inside of parts included.
     """
 
     variants: tuple[Variant, ...] = ()
@@ -44,6 +47,7 @@ class Written:
         self.rewrite = rewrite
         self.blocks: dict[str, Engine] = {}
         self.engines: weakref.WeakValueDictionary[Any, Engine] = weakref.WeakValueDictionary()
+        self.kin: collections.defaultdict[Any, Refusals] = collections.defaultdict(Refusals)
         self._views: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
         self._outside: Any = None
 

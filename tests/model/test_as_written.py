@@ -460,6 +460,36 @@ def test_a_call_that_was_refused_is_not_traced_again(monkeypatch):
     assert len(traced) == once >= 3
 
 
+class Numbered(nn.Module):
+    """A layer that knows its number, and decides on what it gives where that is small."""
+
+    def __init__(self, number, deciding):
+        super().__init__()
+        self.number, self.deciding, self.block, self.other = number, deciding, Block(), Block()
+
+    def forward(self, x):
+        h = self.block(x)
+        return self.other(h if self.number >= self.deciding or h.sum().item() > 0 else -h)
+
+
+@pytest.mark.parametrize(("deciding", "tried"), [(6, 2), (1, 6), (2, 2)])
+def test_what_two_layers_of_a_stack_were_refused_for_the_others_are_not_traced_for(deciding, tried, monkeypatch):
+    traced = []
+    build = Engine._build
+    monkeypatch.setattr(
+        Engine, "_build", lambda self, module, *args: traced.append(module) or build(self, module, *args)
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Numbered(number, deciding) for number in range(6)))
+    plain = copy.deepcopy(model)
+    converted = converted_o2(model)
+    torch.testing.assert_close(converted(batch(0)), plain(batch(0)), rtol=0.05, atol=0.3)
+    assert sum(isinstance(module, Numbered) for module in traced) == tried
+    converted(batch(1))
+    assert sum(isinstance(module, Numbered) for module in traced) == tried
+    assert any(path.startswith("5") for path in blocks_of(converted))
+
+
 def test_without_gradients_only_parts_with_a_graph_look_for_one(caplog):
     torch.manual_seed(0)
     converted = converted_o2(Choosing())
