@@ -29,7 +29,7 @@ from fxamp.model.autocasting import outside_autocast
 from fxamp.model.blocks import mark_block, mark_blocks
 from fxamp.model.changes import Changes
 from fxamp.model.collected import COLLECTED, is_collected_from
-from fxamp.model.hooked import too_much_in_hooked
+from fxamp.model.hooked import check_hooks
 from fxamp.model.structure import Structure
 from fxamp.model.variant import Variant, takes_apart
 from fxamp.model.views import plain_tree
@@ -297,8 +297,8 @@ class Engine:
         try:
             with outside_of_the_call():
                 variant = self._build(module, spec, inputs, sizes)
-            if sizes_vary is None:
-                self._check_hooks(variant, module)
+            if sizes_vary is None and self._falls_back:
+                check_hooks(variant, module, self.options, self.dynamo)
         except CaptureError as error:
             if self._falls_back and sizes_vary is None:  # torch.compile has no data that might have answered
                 self.refusals.add(key, module, error)
@@ -312,20 +312,6 @@ class Engine:
                 return same  # from before they were taken back
         self._keep(variant, module, key, known)
         return variant
-
-    def _check_hooks(self, variant: Variant, module: nn.Module) -> None:
-        """Raise a CaptureError where too much would stay in float32, and forward may run as it is written.
-
-        Not at O3, where modules with hooks run low.
-        """
-        options = self.options
-        prefer_written = getattr(self.dynamo, "prefer_written", None)
-        is_for_one_graph = options.plan is not None or options.ranges is not None or options.opt_level == "O3"
-        if not self._falls_back or is_for_one_graph or prefer_written is None:
-            return
-        if reason := too_much_in_hooked(variant, module):
-            prefer_written()
-            raise CaptureError(reason)
 
     def _keep(self, variant: Variant, module: nn.Module, key: Any, known: list[Variant]) -> None:
         """Have a new graph found by calls like the one that it was made for.

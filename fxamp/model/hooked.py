@@ -1,9 +1,11 @@
 """Models that have much of their weights in modules with hooks: a graph runs those whole, in float32."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
+from fxamp.errors import CaptureError
 from fxamp.ir import ENGINE
 from fxamp.model.variant import Variant
 from fxamp.words import listed, percent
@@ -44,11 +46,24 @@ def share_in(sizes: dict[str, int], paths: dict[str, None]) -> float:
     return sum(inside) / max(1, sum(sizes.values()))
 
 
-def too_much_in_hooked(variant: Variant, model: nn.Module) -> str:
-    """Why a graph is not worth it: modules with hooks have much of the weights; "" where they do not."""
+def check_hooks(variant: Variant, model: nn.Module, options: Any, way: Any) -> None:
+    """Refuse a graph that leaves much of the weights in float32, for modules with hooks, if forward may run as written.
+
+    Not at O3, where modules with hooks run low, nor for a plan or ranges, which are for one graph.
+
+    Args:
+        way: what calls that no graph holds run through.
+
+    Raises:
+        CaptureError: names these modules.
+    """
+    prefer_written = getattr(way, "prefer_written", None)
+    is_for_one_graph = options.plan is not None or options.ranges is not None
     paths = hooked(variant, model)
-    share = share_in(multiplied(model), paths) if paths else 0.0
-    if share < MUCH:
-        return ""
-    held = f"modules with hooks hold {percent(share)} of the weights ({listed(paths, NAMED)})"
-    return f"{held}, and a graph runs those whole"
+    if prefer_written is None or is_for_one_graph or options.opt_level == "O3" or not paths:
+        return
+    share = share_in(multiplied(model), paths)
+    if share >= MUCH:
+        prefer_written()
+        held = f"modules with hooks hold {percent(share)} of the weights ({listed(paths, NAMED)})"
+        raise CaptureError(f"{held}, and a graph runs those whole")

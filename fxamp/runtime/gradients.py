@@ -66,13 +66,6 @@ def take_over(optimizer: torch.optim.Optimizer) -> None:
         take()
 
 
-def take_writes(optimizer: torch.optim.Optimizer) -> None:
-    """Let masters take what the user has written into parameters, where the optimizer has masters."""
-    take = getattr(optimizer, "take_writes", None)
-    if take is not None and has_masters(optimizer):
-        take()
-
-
 def has_any(optimizer: torch.optim.Optimizer) -> bool:
     """Whether any parameter has a gradient."""
     return any(parameter.grad is not None for parameter in parameters(optimizer))

@@ -21,6 +21,7 @@ from fxamp.runtime.optimizer_steps import note_step
 from fxamp.runtime.scaler import LossScaler
 from fxamp.runtime.snapshot import Entries
 from fxamp.runtime.step_result import StepResult
+from fxamp.runtime.unseen_writes import take_writes
 
 log = logging.getLogger("fxamp")
 
@@ -261,7 +262,7 @@ class GraphedStep:
         )
 
     def _replay(self, graph: "_Graph", leaves: list[Any]) -> torch.Tensor:
-        gradients.take_writes(self.optimizer)
+        take_writes(self.optimizer)
         for buffer, leaf in zip(graph.static, leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
                 buffer.detach().copy_(leaf.detach(), non_blocking=True)

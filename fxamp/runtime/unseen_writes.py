@@ -88,6 +88,13 @@ class UnseenWrites:
         )
 
 
+def take_writes(optimizer: torch.optim.Optimizer) -> None:
+    """Let masters take what the user has written into parameters, where the optimizer has masters."""
+    take = getattr(optimizer, "take_writes", None)
+    if take is not None and gradients.has_masters(optimizer):
+        take()
+
+
 def _is_another(parameter: torch.Tensor) -> torch.Tensor:
     """Whether a parameter is no rounding of its master (0-d, of this rank's part)."""
     master = stored_master(parameter)
