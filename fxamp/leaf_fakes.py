@@ -1,4 +1,4 @@
-"""Leaf modules, which stay whole in a graph, on fake tensors: each runs as a copy of itself, without hooks.
+"""Leaf modules, which stay whole in a graph, on fake tensors: each runs as a copy of itself, without its hooks.
 
 What forward sets on the module, or puts into its lists and dictionaries, it sets on the copy. What it writes into its
 arguments the graph around it would not see: that is refused.
@@ -147,8 +147,8 @@ def twin_of(module: nn.Module, state_of: Callable[[Any], Any], containers: dict[
 
     What forward sets is set on the copy, and what it puts into lists and dictionaries of the module into the copy's, so
     that other threads can run the module meanwhile. Converted models in it run the forwards that the user wrote. Hooks
-    do not fire, but for those that compute its weights. A module of torch.jit, whose tensors cannot be exchanged, is
-    copied as it is.
+    are the module's own alone: its methods, functions that hold it, and those that compute its weights; others would
+    write elsewhere. A module of torch.jit, whose tensors cannot be exchanged, is copied as it is.
 
     Args:
         state_of: gives the tensor to put in the place of a parameter or buffer.
@@ -164,7 +164,9 @@ def twin_of(module: nn.Module, state_of: Callable[[Any], Any], containers: dict[
         for name in ("_parameters", "_buffers"):
             own[name] = {key: state_of(value) for key, value in part.__dict__[name].items()}
         for name in HOOKS:
-            own[name] = OrderedDict((key, hook) for key, hook in own[name].items() if is_traced_hook(hook))
+            hooks = {key: (hook, repointed(hook, twins)) for key, hook in part.__dict__[name].items()}
+            is_own = {key: is_traced_hook(hook) or new is not hook for key, (hook, new) in hooks.items()}
+            own[name] = OrderedDict((key, new) for key, (_, new) in hooks.items() if is_own[key])
         twins[id(part)].__dict__.update(own, **{TWIN_OF: part})
         copy_slots(part, twins[id(part)])
     return twins[id(module)]

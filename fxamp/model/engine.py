@@ -339,7 +339,8 @@ class Engine:
 
         1. A batch norm that torch takes apart would give float32 of low values and its float32 statistics: it is high.
         2. A defect of the passes that an invariant shows is no reason to refuse a model that can run another way.
-        3. What torch.func's transforms forbid (a draw of their own kind, a write into what they were not given) is for
+        3. Nor is what the user is to change a reason to refuse a part of a model, which runs as written then.
+        4. What torch.func's transforms forbid (a draw of their own kind, a write into what they were not given) is for
            the call; in a capture it would meet values that stand for none of theirs.
         """
         options, is_transformed = self.options, takes_apart()
@@ -349,6 +350,10 @@ class Engine:
             with temporarily_clear_interpreter_stack():
                 plain, live = plain_tree(module), self.changes.live
                 variant = self.workshop.build(plain, spec, inputs, options, live, sizes, left_out=self.left_out)
+        except OptionError as error:
+            if ENGINE in module.__dict__:
+                raise
+            raise CaptureError(str(error)) from error
         except InvariantError as error:
             if not self._falls_back:
                 raise

@@ -78,6 +78,39 @@ def test_a_forward_that_needs_a_hook_inside_is_no_graph(capture):
         torch.testing.assert_close(converted(X), plain(X), rtol=0.02, atol=0.02)
 
 
+class Remembering(nn.Module):
+    """Reads what its own hook on a part keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.inner.register_forward_hook(self.keep)
+        self.inner.register_forward_hook(lambda module, given, out: self.kept.append(out.detach()))
+
+    def keep(self, module, given, out):
+        self.last, self.kept = out, []
+
+    def forward(self, x):
+        return self.inner(x) + self.last
+
+
+def remembering():
+    torch.manual_seed(0)
+    model = nn.Sequential(Remembering(), nn.Linear(8, 8))
+    model[0].register_forward_hook(lambda module, given, out: None)
+    return model
+
+
+@pytest.mark.parametrize("options", [{"capture": "symbolic"}, {}, {"opt_level": "O2"}])
+def test_hooks_of_a_modules_own_fire_on_a_copy_of_it(options):
+    plain, model = remembering(), remembering()
+    converted = fxamp.convert(model, torch.bfloat16, **options)
+    for _ in range(2):
+        torch.testing.assert_close(converted(X).float(), plain(X), rtol=0.02, atol=0.02)
+        assert [type(kept) for kept in converted[0].kept] == [torch.Tensor]
+    assert type(converted[0].last) is torch.Tensor
+
+
 def test_hooks_that_compute_weights_are_a_part_of_forward():
     plain, converted = model(), model()
     for each in (plain, converted):
