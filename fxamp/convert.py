@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fxamp.boundaries import AsWritten, check_boundaries, make_tree
+from fxamp.capture.hooks import warn_of_hooks_on
 from fxamp.capture.inputs import check_call_fits, normalise_example
 from fxamp.dtypes import dtype_name
 from fxamp.dynamo.backend import DynamoForward
@@ -147,6 +148,7 @@ def convert_as(
     """`convert` for checked options; FXAMP_DISABLE is not asked."""
     opt_level = options.opt_level
     say_what_is_inside(model, bool(boundaries))
+    warn_of_hooks_on(model)
     if example is not None:
         example = _forward_example(model, example)
     workshop = Workshop(build_variant, tell, keep_weights)

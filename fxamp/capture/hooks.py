@@ -1,6 +1,7 @@
 """Hooks that a graph leaves to run at each call, and what they may write that forward reads."""
 
 import dis
+import logging
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,8 @@ from torch import nn
 
 from fxamp.capture.functions_of import codes_of, functions_in, globals_of
 from fxamp.module_hooks import hook_dictionaries, is_traced_hook
+
+log = logging.getLogger("fxamp")
 
 _STORES = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "STORE_DEREF"})
 
@@ -50,6 +53,10 @@ class HookWrites:
             type(self._owner) is type(model) and bool(theirs) and all(mine[n] is m for n, m in theirs.items() if mine)
         )
 
+    def set_on(self, model: nn.Module) -> list[str]:
+        """Names of the attributes that the hook assigns to, if it is a method of this very model."""
+        return sorted(self._stored) if self._owner is model else []
+
     def sets(self, name: str) -> bool:
         """Whether the hook assigns to attributes of that name."""
         return name in self._stored
@@ -59,6 +66,20 @@ class HookWrites:
         is_owner = owner is self._owner or id(owner) in self._reached
         is_container = id(value) in self._reached and not isinstance(value, nn.Module)
         return (is_owner and name in self._stored) or is_container
+
+
+def warn_of_hooks_on(model: nn.Module) -> None:
+    """Log a warning for methods of a model that are hooks on its parts and set attributes: of this model alone, while
+    the converted one is another object."""
+    found = {hook.path: names for hook in hook_writes(model) if (names := hook.set_on(model))}
+    for path, names in found.items():
+        log.warning(
+            "a hook on %r is a method of the model that is converted, and sets its %s: the converted model is another "
+            "object, which does not see that. Let the hook write into a container (self.kept['key'] = ...), or "
+            "register it again on the converted model.",
+            path,
+            ", ".join(names),
+        )
 
 
 def hook_writes(root: nn.Module) -> Iterator[HookWrites]:

@@ -94,6 +94,36 @@ class Remembering(nn.Module):
         return self.inner(x) + self.last
 
 
+class Extracting(nn.Module):
+    """Its own method is the hook: it sets an attribute, or puts into a dictionary."""
+
+    def __init__(self, sets):
+        super().__init__()
+        self.net, self.kept = nn.Sequential(nn.Linear(8, 8)), {}
+        self.net[0].register_forward_hook(self.set if sets else self.put)
+
+    def set(self, module, given, out):
+        self.last = out
+
+    def put(self, module, given, out):
+        self.kept["last"] = out
+
+    def forward(self, x):
+        self.net(x)
+        return self.kept["last"]
+
+
+@pytest.mark.parametrize("sets", [True, False])
+def test_a_hook_that_sets_an_attribute_of_the_model_before_conversion_is_warned_about(sets, caplog):
+    converted = fxamp.convert(Extracting(sets), torch.bfloat16)
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == sets and all("a hook on 'net.0'" in text and "its last:" in text for text in messages)
+    if not sets:
+        for number in range(2):
+            expected = nn.functional.linear(X + number, converted.net[0].weight, converted.net[0].bias)
+            torch.testing.assert_close(converted(X + number).float(), expected, rtol=0.02, atol=0.02)
+
+
 def remembering():
     torch.manual_seed(0)
     model = nn.Sequential(Remembering(), nn.Linear(8, 8))
