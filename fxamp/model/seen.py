@@ -9,12 +9,15 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fxamp.capture.refusals import Refusals
 from fxamp.ir import Colour
@@ -24,11 +27,13 @@ from fxamp.model.engine import Engine, engine_of
 from fxamp.model.likeness import kind, likeness
 from fxamp.model.views import device_of, plain_view
 from fxamp.model.wide_copies import take_back_writes, wide_copy
+from fxamp.module_hooks import HOOKS
 from fxamp.override_keys import around, override_of, overrides_within
 from fxamp.runtime.masters import is_stored_low
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # those whose weights may have more than one dimension
 _BIASED = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)  # no norm reads a bias
+_MAKE_WEIGHTS = (WeightNorm, SpectralNorm, BasePruningMethod)
 
 running = threading.local()
 """view: the innermost that is called; is_on: whether autocast was switched on around the innermost forward that runs as
@@ -263,6 +268,40 @@ def _plain(view: nn.Module) -> nn.Module:
     return plain_view(view) if module is view else module
 
 
+class _Hooks(Mapping[int, Callable[..., Any]]):
+    """The hooks of a view's module as torch is to call them: with the module, which they may know by its identity.
+
+    Those of torch's own that make a weight get what forward sees.
+    """
+
+    def __init__(self, own: dict[int, Any], view: nn.Module) -> None:
+        self._own = own
+        self._view = view
+
+    def __getitem__(self, key: int) -> Callable[..., Any]:
+        hook = self._own[key]
+        given = self._view if isinstance(hook, _MAKE_WEIGHTS) else itself(self._view)
+        return lambda called, *args: hook(given, *args)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
+def _with_own_hooks(view: nn.Module) -> nn.Module:
+    """What torch is to call in the place of a view. (Old backward hooks it would not outlive.)"""
+    part, own = part_of(view), view.__dict__
+    if part is None or own["_is_full_backward_hook"] is False or not any(own[name] for name in HOOKS):
+        return view
+    hooks = {name: _Hooks(own[name], view) for name in HOOKS}
+    called: nn.Module = object.__new__(type(view))
+    object.__setattr__(called, "__dict__", {**own, **hooks, "forward": view.forward})
+    _PART.__set__(called, part)
+    return called
+
+
 def _compares_classes(forward: Any) -> bool:
     """Whether a forward may compare the very classes of modules, `type(layer) is Block`: views have others.
 
@@ -287,6 +326,9 @@ def _make_class(base: Any) -> type:
         found = base.__getattr__(self, name)
         part = part_of(self)
         return found if part is None else part.shown(self, name, found)
+
+    def _call_impl(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return base._call_impl(_with_own_hooks(self), *args, **kwargs)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         base.__setattr__(self, name, itself(value))
@@ -321,6 +363,7 @@ def _make_class(base: Any) -> type:
         "__reduce_ex__": __reduce_ex__,
         "__copy__": __copy__,
         "__deepcopy__": __deepcopy__,
+        "_call_impl": _call_impl,
         "__getattr__": __getattr__,
         "__setattr__": __setattr__,
         "_modules": property(children, set_children),

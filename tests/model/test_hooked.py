@@ -145,6 +145,30 @@ def test_hooks_on_all_modules_fire_as_in_float32():
     assert calls(fxamp.convert(net(), LOW)) == calls(net())
 
 
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_hooks_get_the_modules_themselves(opt_level):
+    """Who keeps activations by module, or by its id, finds them there."""
+    seen = []
+
+    def before(module, given):
+        seen.append(module)
+
+    def after(module, args, kwargs, out):
+        seen.append(module)
+
+    converted = fxamp.convert(net(), LOW, opt_level=opt_level)
+    for part in (converted.body, converted.norm, converted.head):
+        part.register_forward_pre_hook(before)
+        part.register_forward_hook(after, with_kwargs=True, always_call=True)
+        part.register_full_backward_pre_hook(before)
+        part.register_full_backward_hook(lambda module, given, out: seen.append(module))
+    gradients(converted, batch(0))
+    assert engine_of(converted).blocks
+    paths = {id(module): path for path, module in converted.named_modules()}
+    forward = ["body"] * 2 + ["norm"] * 2 + ["head"] * 2
+    assert [paths.get(id(module)) for module in seen] == forward + forward[::-1]
+
+
 def test_old_spectral_norms_iterate_once_a_call_and_what_they_norm_is_low():
     def discriminator():
         torch.manual_seed(0)
