@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fxamp.runtime.masters import set_master
+from fxamp.runtime.masters import exact_values, set_master
 from fxamp.runtime.writes import address_of
 
 
@@ -27,10 +27,12 @@ class WideCopies:
         return copy
 
     def take_back(self, weight: torch.Tensor) -> None:
-        """Let a weight have what was written into its copies."""
+        """Let a weight have what was written into its copies; where they are as they were made it stays exact."""
         for number, (copy, version, address) in enumerate(made := self._made.get(weight, [])):
             if copy._version != version or address_of(copy) != address:
-                set_master(weight, copy.detach())
+                written = copy.detach()
+                as_shown = written == weight.detach().float()
+                set_master(weight, torch.where(as_shown, exact_values(weight), written))
                 made[number] = copy, copy._version, address_of(copy)
 
     def take_all_back(self) -> None:

@@ -247,6 +247,35 @@ def test_what_forward_writes_into_weights_it_reads_in_float32_is_read_and_kept(o
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=0.01, atol=0.01)
 
 
+class Pinned(Choosing):
+    """Holds one number of a weight where autocast is off."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x):
+        h = super().forward(x)
+        with torch.autocast("cpu", enabled=False):
+            weight = self.last.weight
+            with torch.no_grad():
+                weight[0, 0] = 0.25
+            return F.linear(h.float(), weight, self.last.bias)
+
+
+def test_what_forward_leaves_of_a_weight_that_it_writes_keeps_its_low_bits():
+    torch.manual_seed(0)
+    model = Pinned()
+    converted = converted_o2(copy.deepcopy(model))
+    converted.last.requires_grad_(False)
+    fxamp.MasterWeightOptimizer(torch.optim.SGD(converted.parameters(), 0.01))
+    converted(batch(0))
+    expected = model.last.weight.detach().clone()
+    expected[0, 0] = 0.25
+    assert converted.last.weight.dtype == torch.bfloat16
+    assert torch.equal(converted.state_dict()["last.weight"], expected)
+
+
 class Slotted(Choosing):
     __slots__ = ("calls",)
 
