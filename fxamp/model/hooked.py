@@ -47,23 +47,29 @@ def share_in(sizes: dict[str, int], paths: dict[str, None]) -> float:
 
 
 def check_hooks(variant: Variant, model: nn.Module, options: Any, way: Any) -> None:
-    """Refuse a graph that leaves much of the weights in float32, for modules with hooks, if forward may run as written.
+    """Refuse a graph for which `why_as_written` has a reason.
+
+    Raises:
+        CaptureError: the reason.
+    """
+    if reason := why_as_written(variant, model, options, way):
+        way.prefer_written()
+        raise CaptureError(reason)
+
+
+def why_as_written(variant: Variant, model: nn.Module, options: Any, way: Any) -> str:
+    """Why a forward runs as written though there is a graph: it leaves much of the weights in float32, for modules with
+    hooks; "" where the graph runs.
 
     Not at O3, where modules with hooks run low, nor for a plan or ranges, which are for one graph.
 
     Args:
         way: what calls that no graph holds run through.
-
-    Raises:
-        CaptureError: names these modules.
     """
-    prefer_written = getattr(way, "prefer_written", None)
     is_for_one_graph = options.plan is not None or options.ranges is not None
     paths = hooked(variant, model)
-    if prefer_written is None or is_for_one_graph or options.opt_level == "O3" or not paths:
-        return
+    if not hasattr(way, "prefer_written") or is_for_one_graph or options.opt_level == "O3" or not paths:
+        return ""
     share = share_in(multiplied(model), paths)
-    if share >= MUCH:
-        prefer_written()
-        held = f"modules with hooks hold {percent(share)} of the weights ({listed(paths, NAMED)})"
-        raise CaptureError(f"{held}, and a graph runs those whole")
+    held = f"modules with hooks hold {percent(share)} of the weights ({listed(paths, NAMED)})"
+    return f"{held}, and a graph runs those whole" if share >= MUCH else ""

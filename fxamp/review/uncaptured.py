@@ -6,7 +6,7 @@ from torch import nn
 
 from fxamp import ir
 from fxamp.model.engine import Engine
-from fxamp.model.hooked import hooked, matrices, share_in
+from fxamp.model.hooked import hooked, matrices, share_in, why_as_written
 from fxamp.model.variant import Variant
 from fxamp.words import listed, percent
 
@@ -84,9 +84,10 @@ def _around_parts(engine: Engine, model: nn.Module, runs: str) -> tuple[float, s
 def kept_whole(engine: Engine, model: nn.Module) -> tuple[float, str]:
     """The share of the matrix weights in modules that hooks keep whole, and what to know about them ("" for none).
 
-    Not at O3, where they run low.
+    Not at O3, where they run low, nor of a preview that is given up for them at the first call.
     """
-    variants = engine.all_variants() if engine.options.opt_level != "O3" else ()
+    variants = engine.all_variants() if engine.options.opt_level != "O3" else []
+    variants = [each for each in variants if not (each.is_preview and _is_given_up(each, engine, model))]
     paths = {path: None for variant in variants for path in hooked(variant, model) if path not in engine.blocks}
     if not paths:  # torch.jit.trace would note what is read of the model here
         return 0.0, ""
@@ -97,6 +98,10 @@ def kept_whole(engine: Engine, model: nn.Module) -> tuple[float, str]:
         f"({listed(paths, _NAMED)}). fxamp.convert(model, boundaries=[...]) converts those by themselves, and their "
         "hooks run.",
     )
+
+
+def _is_given_up(preview: Variant, engine: Engine, model: nn.Module) -> bool:
+    return engine.options.capture == "auto" and bool(why_as_written(preview, model, engine.options, engine.dynamo))
 
 
 def holds_other_calls(engine: Engine) -> bool:

@@ -239,3 +239,14 @@ def test_the_report_says_why():
     gradients(converted, batch(0))
     (outside,) = fxamp.report(converted).outside
     assert "modules with hooks hold 50% of the weights (body)" in outside and "torch.autocast" in outside
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_preview_does_not_warn_of_what_the_first_call_does_otherwise(opt_level, caplog):
+    model = net()
+    model.body.register_forward_hook(lambda module, given, out: None)
+    model.head.register_forward_hook(lambda module, given, out: None)
+    converted = fxamp.convert(model, LOW, opt_level=opt_level)
+    gradients(converted, batch(0))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert low_modules(converted)
