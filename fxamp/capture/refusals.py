@@ -68,7 +68,8 @@ class Refusals:
 
     Args:
         kin: those that parts of one kind have met, as the layers of a stack, each with a number of its own: what two of
-            them could not be captured for, the others are not tried for.
+            them could not be captured for, the others are not tried for while they have the flags and strings that
+            decided it.
     """
 
     # State that differs at every call must not have every call traced; nor must arguments, such as texts.
@@ -90,7 +91,8 @@ class Refusals:
         refusal = self._known.get((key, *here)) or self._refusal_of_many(here)
         if refusal is None and self._kin is not None:
             refusal = self._kin._known.get((key, *here))
-            return refusal.text if refusal is not None and refusal.trials >= self.enough_kin else None
+            is_enough = refusal is not None and refusal.trials >= self.enough_kin and refusal.holds(module)
+            return refusal.text if refusal is not None and is_enough else None
         if refusal is None or (refusal.trials < self.most_trials and not refusal.holds(module)):
             return None
         return refusal.text
@@ -104,16 +106,21 @@ class Refusals:
     def add(self, key: Any, module: nn.Module, error: CaptureError) -> None:
         """Remember that a call of this kind could not be followed."""
         place = (key, *_circumstances(module))
-        known = self._known.get(place)
         cells = tuple(cell for cell in getattr(error, _STATE, ()) if not cell.is_number)
-        self._known[place] = Refusal(str(error), cells, 1 if known is None else known.trials + 1)
-        if self._kin is not None and known is None:
-            self._kin.add(key, module, error)
+        if self._kin is not None and place not in self._known:
+            self._kin._note(place, str(error), tuple(cell for cell in cells if cell.is_plain))
+        self._note(place, str(error), cells)
+
+    def _note(self, place: Any, text: str, cells: tuple[Cell, ...]) -> None:
+        known = self._known.get(place)
+        self._known[place] = Refusal(text, cells, 1 if known is None else known.trials + 1)
 
     def forget(self, module: nn.Module) -> None:
         """Look at the state from the start: the model's parts are other objects than they were."""
         for refusal in self._known.values():
             refusal.checks.pop(module, None)
+        if self._kin is not None:
+            self._kin.forget(module)
 
 
 def _circumstances(module: nn.Module) -> tuple[Any, ...]:

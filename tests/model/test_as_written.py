@@ -519,6 +519,41 @@ def test_what_two_layers_of_a_stack_were_refused_for_the_others_are_not_traced_f
     assert any(path.startswith("5") for path in blocks_of(converted))
 
 
+class Checked(Numbered):
+    """A layer that decides on what it gives while a flag says so."""
+
+    def __init__(self, number):
+        super().__init__(number, 0)
+        self.checks = True
+
+    def forward(self, x):
+        h = self.block(x)
+        return self.other(-h if self.checks and h.sum().item() > 0 else h)
+
+
+class Stack(Choosing):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Checked(number) for number in range(5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return super().forward(x)
+
+
+def test_layers_that_were_not_tried_are_once_their_flags_have_changed():
+    torch.manual_seed(0)
+    converted = converted_o2(Stack())
+    converted(batch(0))
+    paths = {f"layers.{number}" for number in range(5)}
+    assert not paths.intersection(blocks_of(converted))
+    for layer in converted.layers:
+        layer.checks = False
+    converted(batch(1))
+    assert paths.issubset(blocks_of(converted))
+
+
 def test_without_gradients_only_parts_with_a_graph_look_for_one(caplog):
     torch.manual_seed(0)
     converted = converted_o2(Choosing())
