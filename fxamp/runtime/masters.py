@@ -4,7 +4,7 @@ A master hangs on its Parameter as the attribute `_fxamp_master`. So it lives as
 survives a new optimizer, is pickled with the model, and is not shared by `copy.deepcopy`, which drops
 attributes.
 
-Who wrote last is told by autograd's version counters, and by the address of the parameter's memory (`p.data = ...`):
+Who wrote last is told by autograd's version counters, and by the parameter's memory (`p.data = ...`):
 `state_dict()` hands out the master itself, so it may be written too, and then the parameter takes its rounding. Until
 an optimizer with masters has stepped a parameter its master is loose: a write through `parameter.data`, and the step of
 a fused optimizer, leave the counter as it is, so both are compared by value at each read. (What is written so later
@@ -18,13 +18,13 @@ import torch
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import OptionError
 from fxamp.runtime.distributed import local, several_ranks
-from fxamp.runtime.writes import address_of
+from fxamp.runtime.writes import Memory
 
 MASTER = "_fxamp_master"
 VERSION = "_fxamp_master_version"
 LOOSE = "_fxamp_master_loose"  # the version at which parameter and master last agreed
 WRITTEN = "_fxamp_master_written"  # the master's version then
-ADDRESS = "_fxamp_master_address"  # of the parameter's memory then
+MEMORY = "_fxamp_master_memory"  # of the parameter then
 LOGICAL = "_fxamp_logical_dtype"  # on parameters that fxamp.model.storage lowered: their dtype in the state dict
 LOADING = -1  # in the place of a version: what is written is being loaded, or was pickled
 NO_VERSION = -2  # no tensor has it: parameter and master do not agree
@@ -60,12 +60,17 @@ def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_unwritten(parameter: torch.Tensor) -> bool:
-    """Whether nobody has written a parameter or its master since they agreed, as far as counters and addresses tell."""
+    """Whether nobody has written a parameter or its master since they agreed, as far as counters and memory tell."""
     return (
         getattr(parameter, VERSION, None) == parameter._version
-        and getattr(parameter, ADDRESS, None) == address_of(local(parameter))
+        and _is_where_it_was(parameter)
         and not is_master_written(parameter)
     )
+
+
+def _is_where_it_was(parameter: torch.Tensor) -> bool:
+    memory = getattr(parameter, MEMORY, None)
+    return isinstance(memory, Memory) and memory.is_of(local(parameter))
 
 
 def stored_master(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -139,7 +144,7 @@ def attach_master(parameter: torch.Tensor, master: torch.Tensor) -> None:
 
 def detach_master(parameter: torch.Tensor) -> None:
     """Forget a parameter's master."""
-    for name in (MASTER, VERSION, LOOSE, WRITTEN, ADDRESS):
+    for name in (MASTER, VERSION, LOOSE, WRITTEN, MEMORY):
         if hasattr(parameter, name):
             delattr(parameter, name)
 
@@ -147,8 +152,8 @@ def detach_master(parameter: torch.Tensor) -> None:
 def remember_version(parameter: torch.Tensor) -> None:
     """Note that parameter and master agree now."""
     remember_counts(parameter)
-    if hasattr(parameter, MASTER):
-        setattr(parameter, ADDRESS, address_of(local(parameter)))
+    if hasattr(parameter, MASTER) and not _is_where_it_was(parameter):
+        setattr(parameter, MEMORY, Memory(local(parameter)))
 
 
 def remember_counts(parameter: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 A step would undo them. They can be told by value alone, and comparing costs a handful of launches for each parameter.
 Who writes so mostly does it after each step (clipped critics, norms that are held, pruning): so the first steps
 compare, and one in many after them; where such a write is found, each does from then on. New memory (`p.data = ...`) is
-told by its address (`fxamp.runtime.masters`).
+told from the old (`fxamp.runtime.masters`).
 """
 
 import logging

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _VERSION = operator.attrgetter("_version")
+_EXPIRED = torch.UntypedStorage._expired
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -24,3 +26,17 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
 def address_of(tensor: torch.Tensor) -> int:
     """Of a tensor's memory; 0 for a fake one, whose address is none."""
     return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
+
+
+class Memory:
+    """The memory of a tensor. What is freed may come back at the same address: then it is another."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._address = address_of(tensor)
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def __reduce__(self) -> Any:
+        return complex, (0,)  # nobody's in another process, and read by torch.load(weights_only=True)
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        return address_of(tensor) == self._address and not _EXPIRED(self._storage.cdata)

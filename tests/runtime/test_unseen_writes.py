@@ -228,3 +228,15 @@ def test_a_replayed_step_takes_them(write, monkeypatch):
     assert step.is_graphed and simulated.captures
     for wanted, master in zip(expected, found, strict=True):
         assert torch.equal(wanted, master)
+
+
+def test_new_memory_at_the_address_of_the_old_is_new():
+    """An allocator gives what was freed to who asks next: two writes in a row may end where they began."""
+    model = critic().bfloat16()
+    trained(model, fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 0.05)), clamp_, FIRST + 2)
+    parameter = model[0].weight
+    freed = bytearray(2 * parameter.numel())
+    for value in (0.25, 0.5):
+        memory = torch.frombuffer(freed, dtype=torch.bfloat16).view_as(parameter)
+        parameter.data = memory.fill_(value)
+        assert torch.equal(master_of(parameter), torch.full_like(parameter, value, dtype=torch.float32))
