@@ -130,7 +130,11 @@ class BadNode:
             return f"{likely}; another run was not tried: {self.unknown}"
         if self.op == "output" and self.phase != "output" and not self.overrides:
             too = ", and does so in float32: it is no matter of precision" if self.is_bad_in_float32 else ""
-            return f"what the model gives is finite; the loss, or what else is computed of it outside, makes it{too}"
+            scale = (
+                "; where it is too large for float16, use a smaller loss scale" if ": float16 " in self.value else ""
+            )
+            made = f"the loss, or what else is computed of it outside, makes it{too or scale}"
+            return f"what the model gives is finite; {made}"
         if self.is_bad_in_float32:
             where = "the infinities among the call's inputs" if self.has_infinite_inputs else "the line"
             return f"the float32 run is not finite here either: it is not a matter of precision, look at {where}"

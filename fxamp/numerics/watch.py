@@ -64,6 +64,8 @@ class NanWatch:
         is_given = any(not extent.is_finite and not extent.is_mask for extent in replay.flow.inputs)
         is_from_around = found.phase == "input" or (is_given and found.phase == "forward" and found.is_bad_in_float32)
         phase = "between graphs" if is_from_around else found.phase
+        if phase == "backward" and found.op == "output":  # as it was given, rounded: float32 was not asked what it is
+            found = dataclasses.replace(found, is_bad_in_float32=False)
         return dataclasses.replace(found, phase=phase, module=path + found.module.removeprefix(call.variant.blocks[0]))
 
     def begin(self, call: Call) -> "CallWatcher":

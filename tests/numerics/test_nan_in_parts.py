@@ -70,6 +70,7 @@ def test_of_gradients_the_one_that_came_first_is_named(look):
     converted = fxamp.convert(model, torch.float16, opt_level="O2")
     found = look(converted, lambda out: out.float().sum() * 1e30)
     assert found.phase in ("backward", "sum of gradients") and found.module.startswith("head")
+    assert "smaller loss scale" in str(found) and "no matter of precision" not in str(found)
 
 
 class Between(Choosing):
