@@ -32,3 +32,17 @@ class Choosing(nn.Module):
 
 def batch(seed, rows=8):
     return torch.randn(rows, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(model, optimizer, count=4, scaler=None, autocast=None, **call):
+    """The losses of so many steps."""
+    losses = []
+    for step in range(count):
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            out = model(batch(step), **call)
+        loss = out.float().square().mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses)

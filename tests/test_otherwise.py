@@ -18,6 +18,7 @@ from fxamp.dynamo.backend import DynamoForward
 from fxamp.model.engine import engine_of
 from fxamp.model.written import Written
 from tests.choosing import Block, Choosing, batch
+from tests.choosing import trained as trained_by
 
 LOWS = [torch.float16, torch.bfloat16]
 
@@ -49,18 +50,8 @@ def chosen(converted):
     return type(engine_of(converted).dynamo.chosen)
 
 
-def trained(model, count=4, autocast=None, scaler=None):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
-    for step in range(count):
-        with torch.autocast("cpu", autocast, enabled=autocast is not None):
-            out = model(batch(step))
-        loss = out.float().square().mean()
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return torch.tensor(losses)
+def trained(model, **how):
+    return trained_by(model, torch.optim.SGD(model.parameters(), 0.1), **how)
 
 
 @pytest.mark.parametrize("dtype", LOWS)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp.model.engine import Engine, engine_of
-from tests.choosing import Block, Choosing, batch
+from tests.choosing import Block, Choosing, batch, trained
 
 LOWS = [torch.float16, torch.bfloat16]
 
@@ -34,19 +34,6 @@ class Experts(nn.Module):
             rows = (chosen == number).nonzero().flatten()
             out.index_add_(0, rows, (self.experts[number](x[rows]) * weights[rows, None]).to(x.dtype))
         return out
-
-
-def trained(model, optimizer, count=4, scaler=None, autocast=None, **call):
-    losses = []
-    for step in range(count):
-        with torch.autocast("cpu", autocast, enabled=autocast is not None):
-            out = model(batch(step), **call)
-        loss = out.float().square().mean()
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return torch.tensor(losses)
 
 
 def blocks_of(converted):
