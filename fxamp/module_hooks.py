@@ -1,6 +1,8 @@
 """Hooks on modules: those that must fire, and those that are a part of the model's own forward."""
 
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 # Hooks that only compute a weight from parameters are traced with the forward they stand before.
@@ -28,6 +30,11 @@ def is_traced_hook(hook: object) -> bool:
     """Whether a hook is a part of the model's own forward: an old weight_norm, or one that transformers sets to collect
     hidden states for the forward that is running."""
     return isinstance(hook, _TRACED_HOOKS) or str(getattr(hook, "__module__", "")).startswith("transformers.")
+
+
+def makes_weight(hook: object) -> bool:
+    """Whether a hook of torch's own sets a weight of the module that it is on before each forward."""
+    return isinstance(hook, (*_TRACED_HOOKS, SpectralNorm, BasePruningMethod))
 
 
 def recomputed_weights(module: nn.Module) -> list[str]:

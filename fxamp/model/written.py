@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 from fxamp.capture.refusals import Refusals
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.model.engine import Engine, engine_of
-from fxamp.model.seen import Family, itself, may_be_viewed, part_of, running
+from fxamp.model.seen import Family, running
 from fxamp.model.variant import Variant
+from fxamp.model.view_class import itself, may_be_viewed, part_of
 from fxamp.model.views import device_of
 from fxamp.model.wide_copies import taking_back_writes
 
