@@ -41,6 +41,7 @@ class BadNode:
         is_bad_in_float32: whether in fp32 what reaches the outputs, or of a bad gradient the parameters, is not finite
             either: then it is not a matter of precision.
         error: what then stopped the run, "" where nothing did.
+        is_float16: whether the first bad value is float16.
         is_buffer: of phase "parameter": whether it is a buffer.
         has_infinite_inputs: whether the call was given infinities other than those of a mask.
         block: path of the module, converted by itself, that the node calls: what overflows is in there.
@@ -68,6 +69,7 @@ class BadNode:
     block: str = ""
     master: str = ""
     is_buffer: bool = False
+    is_float16: bool = False
     call: int = dataclasses.field(default=0, compare=False)
     steps: int = dataclasses.field(default=0, compare=False)
 
@@ -130,9 +132,7 @@ class BadNode:
             return f"{likely}; another run was not tried: {self.unknown}"
         if self.op == "output" and self.phase != "output" and not self.overrides:
             too = ", and does so in float32: it is no matter of precision" if self.is_bad_in_float32 else ""
-            scale = (
-                "; where it is too large for float16, use a smaller loss scale" if ": float16 " in self.value else ""
-            )
+            scale = "; where it is too large for float16, use a smaller loss scale" if self.is_float16 else ""
             made = f"the loss, or what else is computed of it outside, makes it{too or scale}"
             return f"what the model gives is finite; {made}"
         if self.is_bad_in_float32:
@@ -227,5 +227,6 @@ def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_floa
         block=block_of(call, node),
         master=_master_in_words(call, origin),
         is_buffer=_is_of_buffer(call, origin),
+        is_float16=origin.extent.dtype == torch.float16,
         has_infinite_inputs=any(extent.infs and not extent.is_mask for extent in flow.inputs),
     )
