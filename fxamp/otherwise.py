@@ -77,6 +77,12 @@ class Otherwise:
         is_tried = tells and _share_in_modules(module) >= _MOST and not _needs_a_compiler(module)
         return self.written if is_tried else self.by_dynamo
 
+    def settled(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The way that calls take from now on; where none has told, this one is made for it."""
+        if self._way_for(module, _tells((args, kwargs))) is self.written and self.chosen is None:
+            self(base, module, args, kwargs)
+        return self.chosen or self.by_dynamo
+
     def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tells = _tells((args, kwargs))
         way = self._way_for(module, tells)

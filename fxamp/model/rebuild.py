@@ -14,6 +14,16 @@ from fxamp.model.variant import Variant
 from fxamp.model.views import device_of, plain_tree
 from fxamp.sparse import without_numbers
 
+REFERENCE: dict[str, Any] = {
+    "overrides": {"*": "deny"},
+    "pad_to": 0,
+    "opt_level": "O1",
+    "plan": None,
+    "ranges": None,
+    "output_dtype": torch.float32,
+}
+"""Options of a graph as an fp32 run has it: the same node names, and no cast, pad or packed weight."""
+
 
 def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **changes: Any) -> Variant:
     """One graph again, captured again and rewritten with these fields of its options changed.
@@ -34,13 +44,6 @@ def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **ch
     with modes_of(variant, plain):
         spec = None if variant.is_preview else captured.spec
         return engine.workshop.build(plain, spec, inputs, options, captured.live, again=captured.answers)
-
-
-def reference(converted: nn.Module, engine: Engine, variant: Variant) -> Variant:
-    """The same graph as an fp32 run has it: the same node names, and no cast, pad or packed weight."""
-    everything = {"*": "deny"}
-    options = {"overrides": everything, "pad_to": 0, "opt_level": "O1", "plan": None, "ranges": None}
-    return rebuild_variant(converted, engine, variant, output_dtype=torch.float32, **options)
 
 
 @contextlib.contextmanager

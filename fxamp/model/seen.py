@@ -122,14 +122,15 @@ class Family:
         """What forward is to see of a child: a view, or the child itself.
 
         1. Autocast runs a module without parameters, or a layer of torch's with float32 ones, as a graph would, unless
-           an override speaks of it.
+           an override speaks of its path; those of nodes' names do not hold there.
         2. A module that was converted by itself runs as such.
         3. What a class keeps beside the attributes' dictionary, as in slots, a view has not.
         """
         if not isinstance(child, nn.Module) or part_of(child) is not None:
             return child
         if id(child) not in self._seen:
-            is_itself = _is_other(child) or (_is_for_autocast(child) and self._colour_of(path) is None)
+            is_layer = not self.written.takes_layers and _is_for_autocast(child)
+            is_itself = _is_other(child) or (is_layer and self._colour_of(path) is None)
             self._seen[id(child)] = child if is_itself else self._new_view(child, path)
         return self._seen[id(child)]
 
@@ -146,6 +147,8 @@ class Family:
     def _engine_of(self, module: nn.Module, path: str) -> Engine:
         written, root = self.written, self.engine
         overrides = overrides_within(module, path, written.options.overrides, self._paths)
+        if _is_for_autocast(module):
+            overrides = {key: colour for key, colour in overrides.items() if key == "*"}
         key = (*likeness(module), tuple(overrides.items()))
         engine: Engine | None = written.engines.get(key)
         if engine is None:

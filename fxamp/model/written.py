@@ -42,10 +42,13 @@ class Written:
     variants: tuple[Variant, ...] = ()
     weights: frozenset[str] = frozenset()
     runs = "as under torch.autocast"
+    takes_layers = False
+    """Whether layers that autocast would run, as a graph does, are to be graphs."""
 
     def __init__(self, options: Any, rewrite: Callable[..., Any]) -> None:
         self.options = options
         self.rewrite = rewrite
+        self.engine: Engine | None = None  # of the model, where that is not converted, or has another
         self.blocks: dict[str, Engine] = {}
         self.engines: weakref.WeakValueDictionary[Any, Engine] = weakref.WeakValueDictionary()
         self.kin: collections.defaultdict[Any, Refusals] = collections.defaultdict(Refusals)
@@ -97,7 +100,7 @@ class Written:
         if view is not None and itself(view) is module:
             return view  # type: ignore[no-any-return]
         if module not in self._views:
-            engine = engine_of(module)
+            engine = self.engine or engine_of(module)
             assert engine is not None
             self._views[module] = Family(self, engine, module).view(module, "", engine)
         return self._views[module]

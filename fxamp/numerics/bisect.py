@@ -28,7 +28,8 @@ class DenySet:
     """What a search found.
 
     Attributes:
-        nodes: names to deny; of a block that is converted by itself the path.
+        nodes: names to deny; of a block that is converted by itself the path, as of a layer of a forward that runs as
+            it is written.
         error: largest relative error of an output (and of the loss) with them denied.
         tolerance: what was asked for; `is_met` says whether it is kept.
         runs: how many graphs were run.
@@ -119,10 +120,9 @@ def find_deny(
         if compared.not_finite == 1.0:
             raise OptionError("no output is finite, in float32 either: there is no error to search by. See find_nan.")
         rows = sorted(compared.rows, key=lambda row: -row.introduced)
-        low = [row.name for row in rows if row.name in search.blocks or _is_chosen_low(row)]
-        search.gemms = {row.name for row in rows if row.colour == "allow"}
-        # a name denies the nodes of that name in every graph, a path the block that is there
-        return search.smallest(list(dict.fromkeys(search.blocks.get(name, name) for name in low)))
+        low = [search.key_of(row) for row in rows if row.name in search.blocks or _is_chosen_low(row)]
+        search.gemms = {search.key_of(row) for row in rows if row.colour == "allow"}
+        return search.smallest(list(dict.fromkeys(low)))
 
 
 def _is_positive(number: Any) -> bool:
@@ -150,6 +150,15 @@ class _Search:
         self.gemms: Collection[str] = ()
         self.graphs = graphs = [part.variant.graph for part in self.exact.parts.values()]
         self.blocks = {node.name: path for graph in graphs for node in graph.nodes if (path := boundary_of(call, node))}
+
+    def key_of(self, row: NodeError) -> str:
+        """What denies a row's node: a name does so in every graph, a path the block that is there.
+
+        Where forward runs as it is written, a layer is denied by its path: it may be one that autocast runs, or is
+        stored low.
+        """
+        is_layer = bool(row.part) and not self.call.model.get_submodule(row.module)._modules
+        return row.module if is_layer else self.blocks.get(row.name, row.name)
 
     def smallest(self, candidates: Sequence[str]) -> DenySet:
         if self.sets.passes(()):

@@ -39,7 +39,8 @@ class NodeError:
         largest: largest absolute difference.
         flushed: share of the non-zero fp32 values that are zero in mixed precision.
         gradient: as `error`, of the loss's gradient with respect to the value; None without a loss.
-        graph: number of the node's graph in `fxamp.report(converted)`.
+        graph: number of the node's graph in `fxamp.report(converted)`; -1 where that shows none of the part.
+        part: where forward runs as it is written, the path of the module that it calls as a graph.
     """
 
     name: str
@@ -54,6 +55,7 @@ class NodeError:
     flushed: float
     gradient: float | None
     graph: int = 0
+    part: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +85,11 @@ class Comparison:
         return f"<Comparison of {len(self.rows)} nodes; print() gives the table>"
 
     def __str__(self) -> str:
-        many = any(row.graph for row in self.rows)
+        has_parts = any(row.part for row in self.rows)
+        many = not has_parts and any(row.graph for row in self.rows)
         lines = [
             (
-                *((row.graph,) if many else ()),
+                *((row.part,) if has_parts else (row.graph,) if many else ()),
                 row.name,
                 row.op,
                 row.precision,
@@ -100,7 +103,7 @@ class Comparison:
             for row in self.rows
         ]
         headers = (
-            *(("graph",) if many else ()),
+            *(("part",) if has_parts else ("graph",) if many else ()),
             *("node", "op", "precision", "error", "introduced", "largest", "to 0", "gradient", "line"),
         )
         head = f"largest relative error of an output: {self.output:.2e}"
@@ -144,8 +147,9 @@ def compare(
         scale: loss scale of the mixed run; its gradients are divided by it again.
 
     Returns:
-        The relative error of every node, the largest first; `str()` is a table. Of a model that convert() was asked to
-        leave as it is, the outputs' error alone.
+        The relative error of every node, the largest first; `str()` is a table. Where forward runs as it is written,
+        of the nodes of each module that it calls as a graph, and of each layer that autocast runs. Of a model that
+        convert() was asked to leave as it is, the outputs' error alone.
 
     Raises:
         OptionError: `converted` is not converted, or not from such a model; no inputs, or a scale that is not positive.
@@ -157,10 +161,10 @@ def compare(
         check_left(converted, "compare looks at its outputs only")
         return _compare_whole(model, converted, inputs, loss_fn)
     call = call_of(converted, inputs)
+    mixed = record(call, None, loss_fn, scale, counting=True)
     with flags_of(converted, model) as flags, _attributes_of(call, model):
         other = dataclasses.replace(call, weights=model)
         exact = record(other, in_float32(call), loss_fn, as_float32=True, counting=True)
-    mixed = record(call, None, loss_fn, scale, counting=True)
     lost = underflows(exact.flow, mixed.flow) if exact.flow and mixed.flow else ()
     rows = _rows(exact, mixed)
     output = max(map(error_of, exact.outputs, mixed.outputs), default=0.0)
@@ -256,7 +260,7 @@ def _rows_of(fp32: Part, part: Part, exact: Recorded, mixed: Recorded) -> Iterat
             mark.op,
             mark.colour,
             mark.precision,
-            ir.module_path(real),
+            part.module_path(real),
             ir.source_line(real),
             error=errors[name],
             introduced=introduced(errors[name], before),
@@ -264,6 +268,7 @@ def _rows_of(fp32: Part, part: Part, exact: Recorded, mixed: Recorded) -> Iterat
             flushed=max(map(share_flushed, exact.values[key], mixed.values[key])),
             gradient=error_of(gradients[0][0], gradients[1][0]) if gradients[0] and gradients[1] else None,
             graph=part.graph,
+            part=part.turn.path if part.turn is not None else "",
         )
 
 

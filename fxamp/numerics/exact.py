@@ -20,7 +20,7 @@ def has_master(weight: torch.Tensor) -> bool:
 class _Master(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return exact_values(weight).detach()
+        return exact_values(weight).clone()  # asking for the master again writes into it, before this one's backward
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -13,7 +13,7 @@ from fxamp.numerics.given import copied
 from fxamp.numerics.modes import usable
 from fxamp.numerics.nan import BadNode, Loss, describe
 from fxamp.numerics.origin import is_of_output, of_loss, of_output, origin_of, vanished_origin
-from fxamp.numerics.run import NoGraphError, arguments, call_of, check_module, in_float32, loss_of, state_kept
+from fxamp.numerics.run import arguments, call_of, check_module, in_float32, loss_of, state_kept
 from fxamp.numerics.watch import watch_nan
 from fxamp.numerics.watcher import watch_flow
 
@@ -26,7 +26,7 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
     Infinities that are written in the code or come in with a mask are left out, and so are those that the model gives
     back as float32 does (masked scores); a GEMM that computes with one is named. Of those that are made, the one that
     reaches the output is named, or else the one that reaches the gradient of a parameter or an input, or else the first
-    that float32 has not. Where forward runs as it is written (O2, O3), a copy of the model is run under `watch_nan`.
+    that float32 has not. Where forward runs as it is written, a copy of the model is run under `watch_nan`.
 
     Args:
         inputs: of one call, as `example_inputs` of convert().
@@ -42,9 +42,8 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
     if engine_of(converted) is None:
         check_left(converted, "find_nan looks at nothing")
         return None
-    try:
-        call = call_of(converted, inputs)
-    except NoGraphError:
+    call = call_of(converted, inputs)
+    if call.turns is not None:
         return _found_by_watching(converted, inputs, loss_fn)
     flow = watch_flow(call, loss_fn)
     if flow.is_finite and not flow.has_bad_values:

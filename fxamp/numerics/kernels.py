@@ -123,7 +123,7 @@ def _timed(call: Call, repeats: int) -> Kernels:
         nodes[_region(part, node)] = node
         return value
 
-    with state_kept(call.model), torch.no_grad():
+    with state_kept(call.model), torch.set_grad_enabled(call.needs_gradients):
         run(call, note, runner=_NamingRunner)
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:

@@ -174,7 +174,7 @@ def profile_converted(
         inputs, criterion = split_batch(usable(batch), loss_fn)
         check_not_empty(inputs, f"batch {count} is")
         check_finite(floats_in(inputs), f"batch {count} holds")
-        call = call_of(converted, inputs)
+        call = call_of(converted, inputs, only_fp32=True)
         if fp32 is None or fp32[0] is not call.engine:
             fp32 = call.engine, in_float32(call)
         ranges.low = call.engine.options.low
@@ -223,15 +223,16 @@ def _measure(call: Call, fp32: Rewriter, criterion: Any, ranges: Ranges, number:
     nodes = ranges.nodes
 
     def see(part: Part, node: fx.Node, value: Any) -> Any:
-        if node.op in ("placeholder", "get_attr"):
+        if node.op in ("placeholder", "get_attr") or ir.mark(node).role:
             return value
         for tensor in floats_in(value):
-            _record(nodes, node).values.add(tensor)
+            place = _record(nodes, node, part.module_path(node))
+            place.values.add(tensor)
             if tensor.requires_grad and criterion is not None:
-                _watch_gradient(tensor, _record(nodes, node).gradients)
+                _watch_gradient(tensor, place.gradients)
         return value
 
-    with state_kept(call.model), torch.set_grad_enabled(criterion is not None or call.takes_derivatives):
+    with state_kept(call.model), torch.set_grad_enabled(criterion is not None or call.needs_gradients):
         output = run(call, see, rewritten=fp32, as_float32=True)
         if criterion is not None:
             loss = loss_of(output, criterion)
@@ -268,11 +269,11 @@ def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _record(nodes: dict[str, NodeRange], node: fx.Node) -> NodeRange:
+def _record(nodes: dict[str, NodeRange], node: fx.Node, module: str) -> NodeRange:
     for key in itertools.chain((node.name,), (f"{node.name} ({number})" for number in itertools.count(2))):
         if key not in nodes:
-            nodes[key] = NodeRange(key, ir.mark(node).op, ir.module_path(node), ir.source_line(node))
-        if nodes[key].is_of(node):
+            nodes[key] = NodeRange(key, ir.mark(node).op, module, ir.source_line(node))
+        if nodes[key].place == (node.name, module):
             return nodes[key]
     raise AssertionError("unreachable")
 

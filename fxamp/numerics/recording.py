@@ -52,7 +52,7 @@ def record(
 ) -> Recorded:
     """Run one call and keep what it computes; `counting` also what is not zero, on every edge."""
     watcher = CallWatcher(call.weights, with_gradients=loss_fn is not None, counting=True) if counting else None
-    keeper = _Keeper(is_left_alone=call.dynamo is None)
+    keeper = _Keeper(is_left_alone=call.variant is not None)
     kept = Recorded({}, keeper.values, {}, [], None, keeper.writers, watcher.flow if watcher else None)
 
     def see(part: Part, node: fx.Node, value: Any) -> Any:
@@ -71,7 +71,7 @@ def record(
         keeper.before(_key(part, given), reader, value)
         return value if watcher is None else watcher.edge(part, given, reader, value)
 
-    with state_kept(call.model, call.weights), torch.set_grad_enabled(loss_fn is not None or call.takes_derivatives):
+    with state_kept(call.model, call.weights), torch.set_grad_enabled(loss_fn is not None or call.needs_gradients):
         output = run(call, see, edge, rewritten, as_float32)
         kept.outputs = [tensor.detach() for tensor in floats_in(output)]
         if loss_fn is not None:
@@ -85,7 +85,7 @@ class _Keeper:
     """Keeps the values themselves, and copies of those alone whose memory is about to be written.
 
     Args:
-        is_left_alone: nothing but the graph writes its values; code between two of Dynamo's graphs may.
+        is_left_alone: nothing but the graph writes its values; code between two graphs may.
     """
 
     def __init__(self, is_left_alone: bool) -> None:

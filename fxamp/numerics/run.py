@@ -19,19 +19,17 @@ from fxamp.dtypes import LOW_DTYPES
 from fxamp.errors import CaptureError, OptionError
 from fxamp.inplace import mutated
 from fxamp.model.engine import Engine, engine_of
-from fxamp.model.rebuild import rebuild_variant, reference
+from fxamp.model.rebuild import REFERENCE, rebuild_variant
 from fxamp.model.unconverted import not_converted
 from fxamp.model.variant import Variant
 from fxamp.model.views import forward_arguments
+from fxamp.model.written import Written
 from fxamp.numerics.extent import check_not_empty
 from fxamp.numerics.given import copied
 from fxamp.numerics.modes import plain_modes, usable
+from fxamp.numerics.parts import Look, Turn, Turns
 from fxamp.numerics.runner import Edge, Part, Runner, See, converted_again, run_part
 from fxamp.sparse import hold_the_same, is_sparse
-
-
-class NoGraphError(OptionError):
-    """There is no graph of a call to look at."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,8 +37,9 @@ class Call:
     """One call of a converted model, and what runs it.
 
     Attributes:
-        variant: the graph and `inputs` its flat inputs; None where `dynamo` runs the call.
+        variant: the graph and `inputs` its flat inputs; None where `dynamo` runs the call, or `turns` are given.
         dynamo: the model's forward through Dynamo, apart from the one that trains, so that looking adds no graph.
+        turns: of the modules that forward calls as graphs, where it runs as it is written.
         weights: whose parameters are read: the model itself, or one with the same paths.
     """
 
@@ -52,6 +51,7 @@ class Call:
     variant: Variant | None = None
     inputs: tuple[Any, ...] = ()
     dynamo: Any = None
+    turns: Turns | None = None
 
     def graph_of(self, variant: Variant) -> int:
         """The number of a graph in the model's report: the one of the same text, in order."""
@@ -64,9 +64,10 @@ class Call:
         return same[min(before, len(same) - 1)] if same else position
 
     @property
-    def takes_derivatives(self) -> bool:
-        """Whether forward asks for gradients itself (forces, a penalty), and so runs with gradients on only."""
-        return self.variant is not None and any(map(takes_derivative, self.variant.graph.nodes))
+    def needs_gradients(self) -> bool:
+        """Whether forward asks for gradients itself (forces, a penalty), or calls graphs with gradients on only."""
+        is_asked = self.variant is not None and any(map(takes_derivative, self.variant.graph.nodes))
+        return is_asked or self.turns is not None
 
 
 def takes_derivative(node: fx.Node) -> bool:
@@ -74,24 +75,21 @@ def takes_derivative(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is torch.autograd.grad
 
 
-_NO_GRAPH = (
-    "no graph holds this call of {name}: at {level} it runs as under torch.autocast, and what it calls as graphs. Look "
-    "at those submodules, converted by themselves, or at a copy of the model at O1, where Dynamo makes graphs of all."
-)
-
 _looking: "weakref.WeakKeyDictionary[Engine, Any]" = weakref.WeakKeyDictionary()
+_looks: "weakref.WeakKeyDictionary[Engine, Look]" = weakref.WeakKeyDictionary()
 
 
-def call_of(converted: nn.Module, inputs: Any) -> Call:
+def call_of(converted: nn.Module, inputs: Any, only_fp32: bool = False) -> Call:
     """One call, ready to be run.
 
     Args:
         converted: a converted model.
         inputs: as `call_arguments` takes them.
+        only_fp32: it is to be run in float32 alone: at O1 Dynamo's graphs hold more of a forward that runs as it is
+            written than the modules that it calls as graphs.
 
     Raises:
         OptionError: not converted, or the inputs are none of a call or hold no sample.
-        NoGraphError: forward runs as it is written, at O2 or O3.
     """
     engine = engine_of(converted)
     check_module(converted, "model")
@@ -101,8 +99,9 @@ def call_of(converted: nn.Module, inputs: Any) -> Call:
     check_not_empty((args, kwargs), "the inputs are")
     args, kwargs = forward_arguments(converted, args, kwargs)
     variant = _symbolic(converted, engine, args, kwargs)
-    if variant is None and engine.options.opt_level != "O1":
-        raise NoGraphError(_NO_GRAPH.format(name=type(converted).__qualname__, level=engine.options.opt_level))
+    is_for_dynamo = only_fp32 and engine.options.opt_level == "O1"
+    if variant is None and not is_for_dynamo and _runs_as_written(converted, engine, args, kwargs):
+        return Call(converted, engine, args, kwargs, converted, turns=Turns(engine))
     if variant is None:
         return Call(converted, engine, args, kwargs, converted, dynamo=looking_dynamo(engine))
     flat = pytree.tree_leaves((args, kwargs), is_leaf=lambda value: value is None)
@@ -135,6 +134,16 @@ def _symbolic(converted: nn.Module, engine: Engine, args: tuple[Any, ...], kwarg
         return None
 
 
+def _runs_as_written(converted: nn.Module, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call that no graph holds runs as it is written, with graphs inside."""
+    way: Any = engine.dynamo
+    if hasattr(way, "settled"):
+        given = copied((args, kwargs))
+        with state_kept(converted), torch.enable_grad():
+            way = way.settled(type(converted)._fxamp_base, converted, *given)  # type: ignore[attr-defined]
+    return isinstance(way, Written)
+
+
 class Rewriter:
     """Other graphs in the place of a call's, each made once.
 
@@ -147,24 +156,27 @@ class Rewriter:
 
     def __init__(self, call: Call, plain_blocks: Collection[str] = (), **changes: Any) -> None:
         self.plain_blocks = plain_blocks
-        self.make: Callable[[Variant], Variant] = functools.partial(_rebuilt, call, changes)
+        self.call = call
+        self.changes = changes
         self.made: dict[int, tuple[Variant, Variant]] = {}
 
     def __call__(self, variant: Variant) -> Variant:
         if id(variant) not in self.made:
-            self.made[id(variant)] = variant, self.make(variant)
+            self.made[id(variant)] = (
+                variant,
+                rebuild_variant(self.call.model, self.call.engine, variant, **self.changes),
+            )
         return self.made[id(variant)][1]
 
-
-def _rebuilt(call: Call, changes: dict[str, Any], variant: Variant) -> Variant:
-    return rebuild_variant(call.model, call.engine, variant, **changes)
+    @functools.cached_property
+    def look(self) -> Look:
+        """The same where forward runs as it is written."""
+        return Look(self.call.engine, dataclasses.replace(self.call.engine.options, **self.changes))
 
 
 def in_float32(call: Call) -> Rewriter:
     """The same graphs as an fp32 run has them."""
-    found = Rewriter(call)
-    found.make = functools.partial(reference, call.model, call.engine)
-    return found
+    return Rewriter(call, **REFERENCE)
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -191,22 +203,27 @@ def run(
         OptionError: Dynamo gave up on the model, so that there is no graph.
     """
     numbers = itertools.count()
-    is_tried = rewritten is not None and not as_float32
-    widens = as_float32 and _is_low_by_itself(call)
+    run_in = functools.partial(_run_in, call, rewritten, as_float32, runner)
 
     def run_graph(variant: Variant, inputs: Any) -> Any:
         chosen = variant if rewritten is None else rewritten(variant)
-        part = Part(next(numbers), call.graph_of(variant), chosen)
-        plain_blocks = () if rewritten is None else rewritten.plain_blocks
-        running = runner(call.weights, part, see, edge, as_float32, is_tried, plain_blocks)
-        return run_part(running, [_widened(value) for value in inputs] if widens else inputs)
+        return run_in(see, edge, Part(next(numbers), call.graph_of(variant), chosen), inputs)
+
+    def run_turn(turn: Turn, variant: Variant, inputs: Any) -> Any:
+        return run_in(see, edge, Part(turn.number, turn.graph, variant, turn), inputs)
+
+    def run_again(turn: Turn, variant: Variant, inputs: Any) -> Any:
+        return run_in(_nothing_seen, None, Part(turn.number, turn.graph, variant, turn), inputs)
 
     if call.variant is not None:
         return run_graph(call.variant, copied(call.inputs) if _writes_inputs(call.variant) else call.inputs)
+    args, kwargs = copied((call.args, call.kwargs))
+    if call.turns is not None:
+        look = _look_of(call.engine) if rewritten is None else rewritten.look
+        return look(call.weights, args, kwargs, call.turns, run_turn, run_again)
     base: Any = type(call.model)._fxamp_base  # type: ignore[attr-defined]
     call.dynamo.watch = run_graph
     try:
-        args, kwargs = copied((call.args, call.kwargs))
         result = call.dynamo(base, call.model, args, kwargs)
     finally:
         call.dynamo.watch = None
@@ -217,6 +234,36 @@ def run(
             "consists of."
         )
     return result
+
+
+def _run_in(
+    call: Call,
+    rewritten: Rewriter | None,
+    as_float32: bool,
+    runner: type[Runner],
+    see: See,
+    edge: Edge | None,
+    part: Part,
+    inputs: Any,
+) -> Any:
+    """One graph's turn."""
+    is_tried = rewritten is not None and not as_float32
+    plain_blocks = () if rewritten is None else rewritten.plain_blocks
+    model = call.weights if part.turn is None else part.turn.module
+    running = runner(model, part, see, edge, as_float32, is_tried, plain_blocks)
+    widens = as_float32 and _is_low_by_itself(call)
+    return run_part(running, [_widened(value) for value in inputs] if widens else inputs)
+
+
+def _nothing_seen(part: Part, node: fx.Node, value: Any) -> Any:
+    return value
+
+
+def _look_of(engine: Engine) -> Look:
+    """What a model's own calls run through, where they are looked at."""
+    if engine not in _looks:
+        _looks[engine] = Look(engine, engine.options)
+    return _looks[engine]
 
 
 def _writes_inputs(variant: Variant) -> bool:

@@ -17,6 +17,7 @@ from fxamp.dtypes import LOW_DTYPES
 from fxamp.model.engine import Engine
 from fxamp.model.variant import Variant
 from fxamp.numerics.exact import exact_weight, has_master
+from fxamp.numerics.parts import Turn
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,15 +28,24 @@ class Part:
         number: of the turn, in order of running.
         graph: number of the graph in `fxamp.report(model)`.
         variant: what runs.
+        turn: where forward runs as it is written, the call of a module that is a graph.
     """
 
     number: int
     graph: int
     variant: Variant
+    turn: Turn | None = None
 
     def root(self, model: nn.Module) -> nn.Module:
         """Where the paths in the graph lead from."""
+        if self.turn is not None:
+            return self.turn.module
         return self.variant.captured.root if self.variant.again else model
+
+    def module_path(self, node: fx.Node) -> str:
+        """Dotted path of the innermost module whose forward made the node; equal parts of a model share a graph."""
+        path = ir.module_path(node)
+        return path if self.turn is None else self.turn.path + path.removeprefix(self.variant.blocks[0])
 
 
 See = Callable[[Part, fx.Node, Any], Any]

@@ -31,7 +31,7 @@ def watch_flow(
     watcher = CallWatcher(call.weights, with_gradients=loss_fn is not None, counting=counting)
     flow = watcher.flow
     flow.inputs = [extent_of(tensor) for tensor in floats_in((call.args, call.kwargs))]
-    with state_kept(call.model), torch.set_grad_enabled(loss_fn is not None or call.takes_derivatives):
+    with state_kept(call.model), torch.set_grad_enabled(loss_fn is not None or call.needs_gradients):
         try:
             output = run(call, watcher.see, watcher.edge, rewritten, as_float32)
         except Exception as error:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -10,8 +10,11 @@ import torch
 from torch import fx, nn
 
 from fxamp import ir
+from fxamp.model.variant import Variant
 from fxamp.numerics.extent import Extent, check_finite
-from fxamp.numerics.run import call_of, floats_in, in_float32
+from fxamp.numerics.flow import CallFlow
+from fxamp.numerics.run import Call, Rewriter, call_of, floats_in, in_float32
+from fxamp.numerics.twin import twins
 from fxamp.numerics.watcher import watch_flow
 from fxamp.review.gemms import Gemm
 from fxamp.review.overflow import FP16_INF, largest, overflows
@@ -110,21 +113,32 @@ def audit_converted(converted: nn.Module, inputs: Any) -> Audit:
     Raises:
         OptionError: the inputs hold NaN, or infinities that are no mask's.
     """
-    call = call_of(converted, inputs)
+    call = call_of(converted, inputs, only_fp32=True)
     check_finite(floats_in((call.args, call.kwargs)), "audit was given")
     fp32 = in_float32(call)
     watched = watch_flow(call, None, fp32, as_float32=True)
     if watched.error is not None:
         raise watched.error
-    flows = {id(flow.variant): flow for flow in reversed(watched.parts)}  # of a graph that ran several times, the first
-    variants = [variant for variant, twin in fp32.made.values() if id(twin) in flows]
-    built = build_report(variants, call.engine.options, converted)
+    values = _values_of(call, fp32, watched)
+    built = build_report([variant for variant, _ in values], call.engine.options, converted)
     found = [
         finding
-        for number, variant in enumerate(variants)
-        for finding in _of_graph(built, number, flows[id(fp32(variant))].values, _powers(variant.graph))
+        for number, (variant, seen) in enumerate(values)
+        for finding in _of_graph(built, number, seen, _powers(variant.graph))
     ]
     return Audit(built.model, tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity))))
+
+
+def _values_of(call: Call, fp32: Rewriter, exact: CallFlow) -> Sequence[tuple[Variant, Mapping[str, Extent]]]:
+    """Each graph that low precision would run, with the values that its fp32 twin had the first time.
+
+    Where forward runs as it is written, which these are shows in a run of them.
+    """
+    if call.turns is None:
+        flows = {id(flow.variant): flow for flow in reversed(exact.parts)}
+        return [(variant, flows[id(twin)].values) for variant, twin in fp32.made.values() if id(twin) in flows]
+    pairs = twins(exact, watch_flow(call, None))
+    return list({id(low.variant): (low.variant, high.values) for high, low in reversed(pairs)}.values())[::-1]
 
 
 def _of_graph(built: Report, number: int, seen: Mapping[str, Extent], powers: Collection[str]) -> Iterator[Finding]:
