@@ -31,7 +31,11 @@ TESTED_TORCH = (2, 11), (2, 13)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What convert() was asked for, checked; it pickles with the converted model."""
+    """What convert() was asked for, checked; it pickles with the converted model.
+
+    Attributes:
+        is_part: of a part of a forward that runs as it is written.
+    """
 
     low: torch.dtype
     opt_level: str
@@ -44,6 +48,7 @@ class Options:
     output_dtype: torch.dtype | None
     plan: Any = None
     ranges: Any = None
+    is_part: bool = False
 
 
 def module_of(model: Any) -> Any:

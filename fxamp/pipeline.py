@@ -10,6 +10,7 @@ from fxamp.capture.captured import Captured
 from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, LeftOut
 from fxamp.capture.inputs import CallSpec, unknown_call
 from fxamp.capture.leaves import is_boundary
+from fxamp.capture.promotion import read_as_own
 from fxamp.capture.reads import Place
 from fxamp.capture.symbolic import capture_symbolic
 from fxamp.fakes import Fakes
@@ -79,6 +80,8 @@ def build_variant(
         captured = capture_symbolic(
             plain, spec, inputs, fakes, lambda name: name in options.lists, live, again, left_out
         )
+        if options.is_part and inputs is not None:
+            read_as_own(captured.graph, plain, fakes)
         if sizes != "one":
             captured.generalise(fakes, as_condition=sizes == "condition")
     before = captured.text()

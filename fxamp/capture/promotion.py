@@ -63,6 +63,13 @@ class Promotion:
             if ir.canonical_op(node, self.root) not in _CONVERSIONS:
                 self._from_outside.add(node)
 
+    def promoted(self, node: fx.Node) -> list[fx.Node]:
+        """The low values from outside that torch widens for an op which has a float32 result, beside float32 ones."""
+        if not node.op.startswith("call_") or ir.canonical_op(node, self.root) in _CONVERSIONS:
+            return []
+        is_wide = node.op != "call_module" and _dtype(node) == torch.float32
+        return [given for given in low_operands(node) if is_wide and given in self._from_outside]
+
     def _wanted(self, node: fx.Node) -> list[fx.Node]:
         if node.op not in ("call_function", "call_method") or node.meta.get("autocast") == "off":
             return []
@@ -117,6 +124,17 @@ def promote(graph: fx.Graph, root: nn.Module, fakes: Fakes) -> None:
                 node.meta["val"] = node.meta["val"].float() if _is_low(node) else node.meta["val"]
             elif node.op != "output":
                 node.meta["val"] = promotion.run(node)
+        promotion.after(node)
+
+
+def read_as_own(graph: fx.Graph, root: nn.Module, fakes: Fakes) -> None:
+    """What comes in low is no choice of the user's: what torch would widen for an op may stay low, if the op runs low.
+
+    So it is in the parts of a forward that runs as it is written: fxamp, or autocast, made their inputs low.
+    """
+    promotion = Promotion(root, lambda node: fakes.run(node, lambda given: given.meta["val"]))
+    for node in list(graph.nodes):
+        widen(node, promotion.promoted(node), promotion.run)
         promotion.after(node)
 
 

@@ -152,7 +152,7 @@ class Family:
         key = (*likeness(module), tuple(overrides.items()))
         engine: Engine | None = written.engines.get(key)
         if engine is None:
-            own = dataclasses.replace(written.options, overrides=overrides, output_dtype=None)
+            own = dataclasses.replace(written.options, overrides=overrides, output_dtype=None, is_part=True)
             inside = type(written)(own, written.rewrite)
             inside.kin = written.kin
             engine = Engine(own, root.workshop, inside, root.is_frozen)

@@ -44,11 +44,12 @@ def protect_streams(ruling: Ruling) -> None:
 
 
 def low_under_autocast(ruling: Ruling) -> set[fx.Node]:
-    """GEMM results, and what is made of them alone by ops that autocast leaves in the dtype of their operands."""
+    """GEMM results, inputs that come in low, and what is made of them alone by ops that autocast leaves in the dtype of
+    their operands."""
     found: set[fx.Node] = set()
     for node in ruling.graph.nodes:
         if node in ruling.fixed:
-            is_low = ruling.is_fixed(node, "low") and not ir.is_weight(node)
+            is_low = (ruling.is_fixed(node, "low") and not ir.is_weight(node)) or ir.PROMOTED in node.meta
         else:
             op = ir.mark(node).op
             is_low = bool(ruling.reads[node]) and op not in TRAITS["strict_deny"] and _all_in(ruling, node, found)

@@ -701,14 +701,6 @@ def test_a_watch_for_nan_sees_into_parts_old_and_new_and_leaves_them_afterwards(
     assert not torch.isfinite(other).all()
 
 
-def test_compare_and_its_like_say_where_there_are_graphs():
-    plain = Choosing()
-    converted = converted_o2(copy.deepcopy(plain))
-    for look in (lambda: fxamp.compare(plain, converted, (batch(0),)), lambda: fxamp.profile(converted, [(batch(0),)])):
-        with pytest.raises(fxamp.OptionError, match="at O2 it runs as under"):
-            look()
-
-
 def test_frozen_parts_stay_frozen():
     torch.manual_seed(0)
     converted = converted_o2(Choosing())

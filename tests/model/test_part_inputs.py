@@ -1,0 +1,107 @@
+"""What comes low into a part of a forward that runs as it is written is no choice of the user's: it may stay low."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxamp
+from tests.choosing import batch
+
+FORMS = {
+    "add": lambda part, x: part.other(x + part.fc(x)),
+    "added in place": lambda part, x: part.other(part.fc(x).add_(x)),
+    "cat": lambda part, x: part.wide(torch.cat([x, part.fc(x)], -1)),
+    "where": lambda part, x: part.other(torch.where(x > 0, x, part.fc(x))),
+    "product": lambda part, x: part.other(torch.sigmoid(part.fc(x)) * x),
+    "sums that go on": lambda part, x: (x + part.fc(x)) + part.other(x + part.fc(x)),
+}
+
+
+class Part(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.fc, self.other, self.wide, self.form = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(32, 16), form
+
+    def forward(self, x):
+        return self.form(self, x)
+
+
+class Net(nn.Module):
+    """Hands what its first layer gives, which autocast makes low, to a part."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.stem, self.part = nn.Linear(16, 16), Part(form)
+
+    def forward(self, x):
+        h = self.stem(x)
+        return torch.cat([self.part(h).float(), h.float()])
+
+
+def net(form, kind=Net):
+    """With a hook, so that it runs as it is written."""
+    torch.manual_seed(0)
+    model = kind(form)
+    model.part.register_forward_hook(lambda module, given, out: None)
+    return model
+
+
+def run(model, low=None):
+    """The output, and the gradients of the parameters."""
+    with torch.autocast("cpu", low, enabled=low is not None):
+        out = model(batch(0))
+    out.square().mean().backward()
+    return torch.cat([out.detach().flatten(), *(w.grad.flatten() for w in model.parameters() if w.grad is not None)])
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("name", FORMS)
+def test_it_runs_low_and_is_no_further_from_float32_than_autocast(name, opt_level, low):
+    expected, autocast = run(net(FORMS[name])), run(net(FORMS[name]), low)
+    converted = fxamp.convert(net(FORMS[name]), low, opt_level=opt_level)
+    found = run(converted)
+    assert (found - expected).norm() <= 1.2 * (autocast - expected).norm()
+    rows = [row for row in fxamp.report(converted).rows if row.role == "" and row.module.startswith("part")]
+    assert rows and not [row.name for row in rows if row.precision == "high" and row.op != "parameter"]
+
+
+def test_what_the_user_hands_over_low_is_read_as_it_is():
+    """The sum of a bfloat16 input and of a layer's result is float32 without autocast."""
+    converted = fxamp.convert(Part(FORMS["add"]), torch.bfloat16)
+    converted(batch(0).bfloat16())
+    (row,) = (row for row in fxamp.report(converted).rows if row.op == "add")
+    assert row.precision == "high" and "user's own choice" in row.reason
+
+
+class Writing(Net):
+    def forward(self, x):
+        h = self.stem(x)
+        return self.part(h).float() + h.float()
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(2), lambda x: F.relu(x, inplace=True), lambda x: x[:2].zero_()])
+def test_what_a_part_writes_into_what_it_is_given_arrives(write):
+    def form(part, x):
+        write(x)
+        return part.fc(x) + x
+
+    expected, autocast = run(net(form, Writing)), run(net(form, Writing), torch.bfloat16)
+    found = run(fxamp.convert(net(form, Writing), torch.bfloat16))
+    assert (found - expected).norm() <= 1.2 * (autocast - expected).norm()
+
+
+class Scaled(Net):
+    def __init__(self, form):
+        super().__init__(form)
+        self.part.scale = nn.Parameter(torch.tensor(0.3))
+
+
+def test_a_scale_without_dimensions_leaves_the_dtype_to_what_it_scales():
+    def form(part, x):
+        return part.other(x * part.scale)
+
+    expected, autocast = run(net(form, Scaled)), run(net(form, Scaled), torch.bfloat16)
+    found = run(fxamp.convert(net(form, Scaled), torch.bfloat16))
+    assert (found - expected).norm() <= 1.2 * (autocast - expected).norm()
