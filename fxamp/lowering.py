@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.capture.inputs import CallSpec, flatten_call
+from fxamp.model.hooked import MUCH, multiplied, share_in
 from fxamp.model.likeness import likeness
 from fxamp.model.views import device_of, plain_tree
 from fxamp.module_hooks import has_hooks
@@ -39,7 +40,7 @@ def lowered_by_layers(model: nn.Module, options: Options) -> list[str]:
     1. A layer is a module with a matrix among its own parameters. What it reads low stands in a graph of it alone;
        equal layers are looked at once. One that no graph holds keeps float32 parameters.
     2. A parameter that several modules hold is lowered where all of them read it low: not a tied embedding.
-    3. Modules with hooks run whole, and read float32, with all that they hold.
+    3. Modules with hooks that a graph runs whole read float32, with all that they hold.
 
     At O3 only modules that an override denies keep float32 parameters.
     """
@@ -48,15 +49,23 @@ def lowered_by_layers(model: nn.Module, options: Options) -> list[str]:
         keys = {path: override_of(list(around(path)), "", options.overrides) for path in modules}
         return _all_but(model, [path for path, key in keys.items() if key and options.overrides[key] == "deny"])
     layers = _Layers(options, list(modules))
-    hooked = tuple(f"{path}." for path, module in modules.items() if has_hooks(module) and path)
+    whole = tuple(f"{path}." for path in _run_whole(model, options))
     low: dict[str, int] = {}  # the parameter, by path
     others: set[int] = set()
     for path, module in modules.items():
         own = {name: weight for name, weight in module._parameters.items() if weight is not None}
-        read = frozenset() if f"{path}.".startswith(hooked) else layers.reads_low(module, path)
+        read = frozenset() if f"{path}.".startswith(whole) else layers.reads_low(module, path)
         low |= {f"{path}.{name}".lstrip("."): id(own[name]) for name in own if name in read}
         others |= {id(weight) for name, weight in own.items() if name not in read}
     return [path for path, weight in low.items() if weight not in others]
+
+
+def _run_whole(model: nn.Module, options: Options) -> list[str]:
+    """The modules with hooks; none where they hold so much that the forward around them runs as it is written."""
+    modules = model.named_modules(remove_duplicate=False)
+    hooked = {path: None for path, module in modules if path and has_hooks(module)}
+    is_written = options.capture == "auto" and share_in(multiplied(model), hooked) >= MUCH
+    return [] if is_written else list(hooked)
 
 
 class _Layers:

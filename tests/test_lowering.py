@@ -125,12 +125,37 @@ def test_lists_and_overrides_hold(change, left):
     assert stored(fxamp.convert(Defaults(), BF16, opt_level="O2", **change)) == LOW - left
 
 
-def test_modules_with_hooks_keep_float32():
+def with_hooks(width=16):
+    """Those modules hold a share of the weights that hangs on the width of the head."""
+    torch.manual_seed(0)
     model = Defaults()
+    model.head = nn.Linear(16, width, bias=False)
     model.layers[0].register_forward_hook(lambda module, args, out: None)
     model.addmm.register_forward_pre_hook(lambda module, args: None)
-    whole = ("layers.0.", "addmm.")
-    assert stored(fxamp.convert(model, BF16, opt_level="O2")) == {name for name in LOW if not name.startswith(whole)}
+    return model
+
+
+@pytest.mark.parametrize("width, options", [(512, {}), (16, {"capture": "symbolic"})], ids=["little", "one graph"])
+def test_modules_with_hooks_that_a_graph_runs_whole_keep_float32(width, options):
+    converted = fxamp.convert(with_hooks(width), BF16, opt_level="O2", **options)
+    kept = {name for name in LOW if not name.startswith(("layers.0.", "addmm."))}
+    assert stored(converted) == kept | {"head.weight"}
+    converted(tokens())[0].sum().backward()
+
+
+@pytest.mark.parametrize("is_example", [False, True])
+def test_modules_with_hooks_that_are_graphs_themselves_are_stored_low(is_example):
+    example = {"example_inputs": {"tokens": tokens()}} if is_example else {}
+    model, plain = with_hooks(), with_hooks()
+    fired = []
+    model.layers[0].register_forward_hook(lambda module, args, out: fired.append(module[0].weight.dtype))
+    converted = fxamp.convert(model, BF16, opt_level="O2", **example)
+    assert stored(converted) == LOW | {"head.weight"}
+    found = converted(tokens())[0]
+    assert fired == [BF16]
+    torch.testing.assert_close(found, plain(tokens())[0], rtol=0.05, atol=0.05)
+    found.sum().backward()
+    assert not [row for row in fxamp.report(converted).rows if row.role == "weight cast"]
 
 
 def test_a_weight_of_two_layers_is_stored_low_if_both_read_it_low():
