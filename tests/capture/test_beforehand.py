@@ -374,6 +374,19 @@ def test_what_is_to_have_gradients_is_not_written():
             assert mine is theirs is None or torch.equal(mine, theirs)
 
 
+def test_an_input_that_is_to_have_gradients_is_not_written():
+    class Forces(Spans):
+        def forward(self, x, kinds):
+            x.requires_grad_(True)
+            places, _ = self.places_of(kinds)
+            return self.last(self.fc(x).relu() + self.embed(places))
+
+    model, x = Forces(), torch.randn(6, 8)
+    converted = fxamp.convert(model, torch.bfloat16, (x, KINDS[0]), overrides={"*": "deny"}, capture="symbolic")
+    for kinds in KINDS:
+        assert torch.equal(converted(x.detach(), kinds), model(x.detach(), kinds))
+
+
 def test_what_is_to_have_gradients_itself_is_not_looked_at():
     class Asking(nn.Module):
         def __init__(self) -> None:

@@ -595,6 +595,29 @@ def test_what_its_author_keeps_in_float32_runs_so(opt_level):
     assert blocks_of(converted), "what is not protected runs in graphs"
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "pruning"])
+def test_a_weight_that_torchs_own_hook_makes_is_float32_where_autocast_is_off(kind):
+    class Protected(Choosing):
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                h = self.right(self.stem(x.float()))
+            return super().forward(h)
+
+    torch.manual_seed(0)
+    model, layers = Protected(), nn.utils
+    make = {
+        "weight_norm": layers.weight_norm,
+        "spectral_norm": layers.spectral_norm,
+        "pruning": lambda layer: layers.prune.l1_unstructured(layer, "weight", 0.3),
+    }
+    make[kind](model.right.up)
+    expected = model.eval()(batch(0)).detach()
+    found = fxamp.convert(model, torch.bfloat16, opt_level="O3")(batch(0))
+    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
+    found.sum().backward()
+
+
 def test_nothing_that_forward_keeps_of_itself_leads_to_a_view():
     class Keeping(Choosing):
         def forward(self, x):
