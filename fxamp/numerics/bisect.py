@@ -11,7 +11,7 @@ from fxamp.errors import OptionError
 from fxamp.lists import TRAITS
 from fxamp.model.engine import engine_of
 from fxamp.model.unconverted import check_left
-from fxamp.numerics.blocks import boundary_of
+from fxamp.numerics.blocks import boundary_of, is_layer
 from fxamp.numerics.compare import Loss, NodeError, check_pair, compare, finite, flags_of
 from fxamp.numerics.distance import error_of
 from fxamp.numerics.modes import plain_modes
@@ -152,13 +152,8 @@ class _Search:
         self.blocks = {node.name: path for graph in graphs for node in graph.nodes if (path := boundary_of(call, node))}
 
     def key_of(self, row: NodeError) -> str:
-        """What denies a row's node: a name does so in every graph, a path the block that is there.
-
-        Where forward runs as it is written, a layer is denied by its path: it may be one that autocast runs, or is
-        stored low.
-        """
-        is_layer = bool(row.part) and not self.call.model.get_submodule(row.module)._modules
-        return row.module if is_layer else self.blocks.get(row.name, row.name)
+        """What denies a row's node."""
+        return row.module if is_layer(self.call, row.module) else self.blocks.get(row.name, row.name)
 
     def smallest(self, candidates: Sequence[str]) -> DenySet:
         if self.sets.passes(()):

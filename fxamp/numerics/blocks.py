@@ -4,6 +4,7 @@ from torch import fx
 
 from fxamp.model.engine import engine_of
 from fxamp.numerics.run import Call
+from fxamp.numerics.runner import Part
 
 
 def block_of(call: Call, node: fx.Node) -> str:
@@ -13,6 +14,18 @@ def block_of(call: Call, node: fx.Node) -> str:
     path = str(node.target)
     inside = (name for name, module in call.model.get_submodule(path).named_modules() if engine_of(module) is not None)
     return next((f"{path}.{name}".rstrip(".") for name in inside), "")
+
+
+def denial(call: Call, part: Part, node: fx.Node) -> str:
+    """What denies a node in `overrides` of convert(): a name does so in every graph, a path the module there."""
+    path = part.module_path(node)
+    return path if is_layer(call, path) else boundary_of(call, node) or node.name
+
+
+def is_layer(call: Call, path: str) -> bool:
+    """Whether a module is denied by its path: where forward runs as it is written, a layer may be one that autocast
+    runs, or is stored low."""
+    return call.turns is not None and not call.model.get_submodule(path)._modules
 
 
 def boundary_of(call: Call, node: fx.Node) -> str:

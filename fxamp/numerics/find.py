@@ -1,20 +1,14 @@
 """Name the op that overflowed in a call."""
 
-import copy
-import dataclasses
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxamp.model.engine import engine_of
 from fxamp.model.unconverted import check_left
-from fxamp.numerics.given import copied
-from fxamp.numerics.modes import usable
 from fxamp.numerics.nan import BadNode, Loss, describe
 from fxamp.numerics.origin import is_of_output, of_loss, of_output, origin_of, vanished_origin
-from fxamp.numerics.run import arguments, call_of, check_module, in_float32, loss_of, state_kept
-from fxamp.numerics.watch import watch_nan
+from fxamp.numerics.run import call_of, check_module, in_float32
 from fxamp.numerics.watcher import watch_flow
 
 
@@ -26,7 +20,7 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
     Infinities that are written in the code or come in with a mask are left out, and so are those that the model gives
     back as float32 does (masked scores); a GEMM that computes with one is named. Of those that are made, the one that
     reaches the output is named, or else the one that reaches the gradient of a parameter or an input, or else the first
-    that float32 has not. Where forward runs as it is written, a copy of the model is run under `watch_nan`.
+    that float32 has not.
 
     Args:
         inputs: of one call, as `example_inputs` of convert().
@@ -43,8 +37,6 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
         check_left(converted, "find_nan looks at nothing")
         return None
     call = call_of(converted, inputs)
-    if call.turns is not None:
-        return _found_by_watching(converted, inputs, loss_fn)
     flow = watch_flow(call, loss_fn)
     if flow.is_finite and not flow.has_bad_values:
         return None
@@ -53,22 +45,3 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
     if origin is None or is_of_output(origin):
         origin = of_loss(flow) or origin or vanished_origin(flow, exact) or of_output(flow, exact)
     return None if origin is None else describe(call, flow, origin, loss_fn, exact)
-
-
-def _found_by_watching(converted: nn.Module, inputs: Any, loss_fn: Loss | None) -> BadNode | None:
-    """The first of the parts that are graphs to go wrong, in a call of a copy of the model.
-
-    With gradients on: without, only parts that have a graph already run as one.
-    """
-    twin = copy.deepcopy(converted)
-    args, kwargs = copied(arguments(usable(inputs)))
-    with state_kept(converted), torch.enable_grad(), watch_nan(twin, raises=False) as watch:
-        try:
-            output = twin(*args, **kwargs)
-            if loss_fn is not None:
-                loss_of(output, loss_fn).backward()  # type: ignore[no-untyped-call]
-        except Exception:
-            if watch.found is None:
-                raise
-        found = watch.found
-    return found and dataclasses.replace(found, call=0)

@@ -1,9 +1,10 @@
 """The deny that mends a bad value: the node itself, then with its readers, then with theirs ..."""
 
 import collections
+import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch import fx
 from fxamp import ir
 from fxamp.errors import FxampError
 from fxamp.inplace import mutated
-from fxamp.numerics.blocks import boundary_of
+from fxamp.numerics.blocks import boundary_of, denial
 from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.origin import Origin, origin_of, value_of_gradient
 from fxamp.numerics.reach import bad_values
 from fxamp.numerics.run import Call, Rewriter
+from fxamp.numerics.runner import Part
 from fxamp.numerics.subset import SubsetSearch
 from fxamp.numerics.twin import root_of
 from fxamp.numerics.watcher import watch_flow
@@ -43,21 +45,27 @@ def mending(call: Call, watched: CallFlow, origin: Origin, loss_fn: Loss | None)
     `MAX_RUNS`: behind a value that overflows the next may, and its gradient. (A gradient alone has the loss scale.)
     """
     sets = SubsetSearch(lambda denied: float(not _mends(call, origin, loss_fn, denied)), 0.0, MAX_RUNS)
+    parts = {flow.variant.graph: flow.part for flow in (*reversed(watched.parts), origin.flow)}
+    named = functools.partial(_denials, call, parts)
     graphs = [part.variant.graph for part in watched.parts if part.part.number >= origin.flow.part.number]
     is_value = origin.phase in ("forward", "parameter")
     for nodes in _rings(node_of(origin), graphs, backward=not is_value):
-        if sets.passes(denied := _denials(call, nodes)):
+        if sets.passes(denied := named(nodes)):
             return denied
     if not is_value:
         return ()
-    everything = _denials(call, _all_from(call, node_of(origin), watched))
+    everything = named(_all_from(call, node_of(origin), watched))
     return tuple(sets.reduced(sets.shortest_prefix(everything))[0]) if sets.passes(everything) else ()
 
 
-def _denials(call: Call, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    """What `overrides` of convert() names them by; what has no float, such as a size, has nothing to deny."""
+def _denials(call: Call, parts: Mapping[fx.Graph, Part], nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """What `overrides` of convert() names them by; what has no float, such as a size, has nothing to deny.
+
+    Args:
+        parts: whose nodes those of a graph are, where modules share it.
+    """
     named = [node for node in nodes if ir.mark(node).precision != "none"]
-    return tuple(dict.fromkeys(boundary_of(call, node) or node.name for node in named))
+    return tuple(dict.fromkeys(denial(call, parts[node.graph], node) for node in named))
 
 
 def _mends(call: Call, origin: Origin, loss_fn: Loss | None, denied: Sequence[str]) -> bool:

@@ -75,7 +75,7 @@ class BadNode:
 
     def __str__(self) -> str:
         where = "what it holds" if self._is_held else _WHERE.get(self.phase, self.phase)
-        name = f"{self.name} of graph {self.graph}" if self.graph else self.name
+        name = f"{self.name} of graph {self.graph}" if self.graph > 0 else self.name
         lines = [
             f"{name} (`{self.op}`, {self.colour}, {self.precision}): {where} is the first that is not finite",
             f"  {self.value}",
@@ -184,7 +184,7 @@ def _master_in_words(call: Call, origin: Origin) -> str:
     """Of a bad parameter its float32 value, "" where it has none or that is bad too."""
     if origin.phase != "parameter" or node_of(origin).op != "get_attr":
         return ""
-    weight = ir.attribute(call.weights, str(node_of(origin).target))
+    weight = ir.attribute(origin.flow.part.model(call.weights), str(node_of(origin).target))
     master = extent_of(exact_weight(weight)) if has_master(weight) else None
     return str(master) if master is not None and master.is_finite else ""
 
@@ -194,7 +194,8 @@ def _is_of_buffer(call: Call, origin: Origin) -> bool:
     if origin.phase != "parameter":
         return False
     path = origin.weight or str(node_of(origin).target)
-    return ir.mark(node_of(origin)).op == "buffer" or path in dict(call.weights.named_buffers(remove_duplicate=False))
+    model = origin.flow.part.model(call.weights)
+    return ir.mark(node_of(origin)).op == "buffer" or path in dict(model.named_buffers(remove_duplicate=False))
 
 
 def _line_of(node: fx.Node) -> str:
@@ -217,7 +218,7 @@ def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_floa
         value=f"{words}: {origin.extent}",
         inputs=tuple(f"{name}: {extent}" for name in read if (extent := reads.get((name, node.name)))),
         source=_line_of(node),
-        module=ir.module_path(node),
+        module=origin.flow.part.module_path(node),
         colour=mark.role or mark.colour,
         precision=mark.precision,
         overrides={**call.engine.options.overrides, **dict.fromkeys(denied, "deny")} if denied else {},

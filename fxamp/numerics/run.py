@@ -249,8 +249,7 @@ def _run_in(
     """One graph's turn."""
     is_tried = rewritten is not None and not as_float32
     plain_blocks = () if rewritten is None else rewritten.plain_blocks
-    model = call.weights if part.turn is None else part.turn.module
-    running = runner(model, part, see, edge, as_float32, is_tried, plain_blocks)
+    running = runner(part.model(call.weights), part, see, edge, as_float32, is_tried, plain_blocks)
     widens = as_float32 and _is_low_by_itself(call)
     return run_part(running, [_widened(value) for value in inputs] if widens else inputs)
 

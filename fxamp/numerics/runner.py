@@ -36,11 +36,13 @@ class Part:
     variant: Variant
     turn: Turn | None = None
 
+    def model(self, model: nn.Module) -> nn.Module:
+        """What it is a graph of: the model, or the module that forward has called."""
+        return model if self.turn is None else self.turn.module
+
     def root(self, model: nn.Module) -> nn.Module:
         """Where the paths in the graph lead from."""
-        if self.turn is not None:
-            return self.turn.module
-        return self.variant.captured.root if self.variant.again else model
+        return self.variant.captured.root if self.variant.again else self.model(model)
 
     def module_path(self, node: fx.Node) -> str:
         """Dotted path of the innermost module whose forward made the node; equal parts of a model share a graph."""

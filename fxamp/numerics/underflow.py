@@ -35,7 +35,7 @@ class Underflow:
     graph: int = 0
 
     def __str__(self) -> str:
-        name = f"{self.name} of graph {self.graph}" if self.graph else self.name
+        name = f"{self.name} of graph {self.graph}" if self.graph > 0 else self.name
         what = "the gradients it passes back" if self.phase == "backward" else "its values"
         place = f" at {self.source}" if self.source else ""
         text = f"underflow: {name} (`{self.op}`, {self.precision}){place}: {self.lost:.0%} of {what} are 0 here only"
@@ -144,7 +144,7 @@ class _Losses:
         mark = ir.mark(node)
         return Underflow(
             *(node.name, mark.op, phase, lost, mark.role or mark.precision),
-            *(ir.source_line(node), ir.module_path(node), self.mixed.part.graph),
+            *(ir.source_line(node), self.mixed.part.module_path(node), self.mixed.part.graph),
         )
 
 
