@@ -12,7 +12,7 @@ import fxamp
 from fxamp import demo
 from fxamp.counting.counts import Counter
 from fxamp.demo.jobs import Job, Runner, task_of
-from fxamp.demo.loop import FP32, MIXED, Result, Run, rate
+from fxamp.demo.loop import FP32, MIXED, Mode, Result, Run, rate
 from fxamp.demo.table import COLUMNS, Claim, claims, median_of, table
 from fxamp.demo.tasks import CHARACTERS, OTHER, TASKS, Task, encode, in_nine_places, load, windows
 
@@ -289,3 +289,10 @@ def test_a_device_that_is_not_there_is_refused():
 def test_a_run_too_short_to_count_casts_is_refused():
     with pytest.raises(fxamp.OptionError, match=r"--steps 1: .* at least"):
         demo.main(["--steps", "1", "--device", "cpu"])
+
+
+def test_casts_are_counted_when_masters_are_compared_with_their_parameters_no_more():
+    def casts(steps):
+        return Run(task_of("digits", steps, "cpu"), Mode("fxamp", torch.bfloat16, opt_level="O2"), 1)().casts
+
+    assert casts(8) < casts(3)

@@ -25,7 +25,7 @@ import torch
 
 from fxamp.counting import results
 from fxamp.demo.jobs import Job, Runner, task_of
-from fxamp.demo.loop import COUNT_FROM, FP32, MIXED, Mode, Result
+from fxamp.demo.loop import FEWEST, FP32, MIXED, Mode, Result
 from fxamp.demo.table import LEGEND, Claim, claims, median_of, table
 from fxamp.demo.tasks import TASKS
 from fxamp.errors import FxampError, OptionError
@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(chosen: argparse.Namespace) -> int:
     """The same, from parsed arguments."""
     device = _device(chosen.device)
-    if chosen.steps is not None and chosen.steps <= COUNT_FROM:
+    if chosen.steps is not None and chosen.steps < FEWEST:
         raise OptionError(
-            f"--steps {chosen.steps}: the casts of step {COUNT_FROM + 1} are counted, give at least that."
+            f"--steps {chosen.steps}: the casts of one step are counted and another is timed, give at least {FEWEST}."
         )
     if device.type == "cpu":
         torch.set_num_threads(1)

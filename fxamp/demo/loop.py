@@ -18,8 +18,11 @@ from fxamp.review.report import report
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
 
-COUNT_EVERY, COUNT_FROM = 50, 1
-"""Casts are counted in one step of fifty, from the second on: the counter sees every op, and that takes time."""
+COUNT_EVERY, COUNT_FROM = 50, 5
+"""Casts are counted in one step of fifty, from the sixth on, or the last of fewer: the counter sees every op, and that
+takes time. In the first ones master weights are compared with their parameters."""
+FEWEST = 2
+"""Steps of a run: one is counted and one is timed."""
 FINAL = 0.1
 """The share of the steps, the last ones, whose mean loss is the final loss."""
 WARMUP = 0.1
@@ -105,11 +108,11 @@ class Run:
     def __call__(self, on_step: Callable[[], Any] = lambda: None) -> Result:
         """Train, then test. `on_step` is called after every step."""
         start = time.perf_counter()
-        losses, times = self.losses, []
+        losses, times, counted = self.losses, [], min(COUNT_FROM, self.task.steps - 1)
         for number, batch in enumerate(self.task.batches(self.seed)):
             self.set_rate(number)
             began = time.perf_counter()
-            if number % self.count_every == COUNT_FROM:
+            if number % self.count_every == counted:
                 losses.append(self.counted_step(*batch))
             else:
                 losses.append(self.step(*batch))
