@@ -5,10 +5,25 @@ from typing import Any
 
 import torch
 
+_DEVICES = ("cuda", "cpu")
+
 
 def outside_autocast(run: Callable[..., Any], *args: Any) -> Any:
-    """A converted model inside an autocast region makes its own casts, and only those."""
-    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+    """A converted model inside an autocast region makes its own casts, and only those.
+
+    It turns the switches themselves: a region of `torch.autocast` costs as much as a few launches, and a forward that
+    runs as it is written comes here for each of its parts.
+    """
+    on = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    if not on:
+        return run(*args)
+    if torch.compiler.is_compiling():  # Dynamo knows regions
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return run(*args)
-    return run(*args)
+    for device in on:
+        torch.set_autocast_enabled(device, False)
+    try:
+        return run(*args)
+    finally:
+        for device in on:
+            torch.set_autocast_enabled(device, True)
