@@ -383,3 +383,24 @@ def test_an_example_that_no_graph_can_hold_is_told_of_where_gradients_are_off_to
 
     with torch.no_grad(), pytest.raises(fxamp.CaptureError, match=r"bool\(\) of a traced value"):
         fxamp.convert(Deciding(), torch.bfloat16, (torch.randn(2, 8),), opt_level, capture="symbolic")
+
+
+NORMS = {
+    "batch_norm": lambda: nn.BatchNorm1d(16),
+    "instance_norm": lambda: nn.InstanceNorm1d(16, affine=True, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("is_low", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_by_itself_writes_its_low_statistics_at_o3(name, is_low, caplog):
+    norm, plain = NORMS[name](), NORMS[name]()
+    x = torch.randn(8, 16, 4, generator=torch.Generator().manual_seed(0)) + 1
+    converted = fxamp.convert(norm, torch.bfloat16, opt_level="O3")
+    found = converted(x.bfloat16() if is_low else x)
+    torch.testing.assert_close(found.float(), plain(x), rtol=0.02, atol=0.02)
+    assert converted.running_mean.dtype == torch.bfloat16
+    torch.testing.assert_close(converted.running_mean.float(), plain.running_mean, rtol=0.02, atol=0.002)
+    found.float().square().sum().backward()
+    assert converted.weight.grad is not None
+    assert fxamp.report(converted).captures == ("symbolic",)

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
+from fxamp.inplace import mutated
 from fxamp.lists import TRAITS, OpLists
 from fxamp.value_types import tensors_in
 
@@ -65,7 +66,14 @@ def _mode(node: fx.Node, argument: ir.Operand, lists: OpLists, output_mode: Mode
     if ir.KERNEL in node.meta:
         places = node.meta[ir.KERNEL].places.get(argument.position, frozenset())
     named = (at == position or name == keyword for at, name in places for position, keyword in row.operands)
+    if argument.value.meta.get("stored_low") and _writes_stored_low(node):
+        return "any"
     return "with" if any(named) else "high"
+
+
+def _writes_stored_low(node: fx.Node) -> bool:
+    """Whether the node is a norm at O3: its kernel takes no float32 weights beside low statistics, which it writes."""
+    return any(written.meta.get("stored_low") for written in mutated(node))
 
 
 # Of one value: where it is largest or not zero, or in which order. Rounded values have other positions.

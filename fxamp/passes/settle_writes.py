@@ -50,7 +50,12 @@ def _to_separate(ruling: Ruling, storage: Storage) -> list[fx.Node]:
 
 
 def must_be_high(ruling: Ruling, storage: Storage) -> bool:
-    """Whether a written storage is float32: it is the caller's, or a rule says so of a node in it."""
+    """Whether a written storage is float32: it is the caller's, or a rule says so of a node in it.
+
+    A buffer that is stored low (O3) is not.
+    """
+    if any(node.meta.get("stored_low") for node in storage.nodes):
+        return False
     return storage.external or any(
         ruling.is_fixed(node, "high") for node in (*storage.nodes, *storage.writers) if node in ruling.participants
     )
