@@ -224,7 +224,8 @@ def run(
     base: Any = type(call.model)._fxamp_base  # type: ignore[attr-defined]
     call.dynamo.watch = run_graph
     try:
-        result = call.dynamo(base, call.model, args, kwargs)
+        with _parameters_of(call.weights, call.model):
+            result = call.dynamo(base, call.model, args, kwargs)
     finally:
         call.dynamo.watch = None
     if next(numbers) == 0:
@@ -234,6 +235,21 @@ def run(
             "consists of."
         )
     return result
+
+
+@contextlib.contextmanager
+def _parameters_of(weights: nn.Module, model: nn.Module) -> Iterator[None]:
+    """Let what Dynamo leaves outside of its graphs read the parameters that the graphs read."""
+    others = dict(weights.named_modules(remove_duplicate=False))
+    pairs = [(part, others.get(path, part)) for path, part in model.named_modules()] if weights is not model else []
+    before = [(part, dict(part._parameters)) for part, other in pairs if other is not part]
+    for part, other in pairs:
+        part._parameters.update({name: other._parameters.get(name, own) for name, own in part._parameters.items()})
+    try:
+        yield
+    finally:
+        for part, own in before:
+            part._parameters.update(own)
 
 
 def _run_in(

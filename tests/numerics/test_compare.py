@@ -1,5 +1,6 @@
 """compare and find_deny: errors node by node, and the planted sensitive nodes found again."""
 
+import copy
 import json
 import math
 
@@ -572,3 +573,27 @@ def test_a_set_to_deny_comes_with_the_overrides_that_the_model_has():
     found = find_deny(model, today, (torch.randn(4, 8),), 1e-7, progress=False)
     assert found.nodes and found.overrides == {"2": "deny", **dict.fromkeys(found.nodes, "deny")}
     assert fxamp.report(fxamp.convert(model, torch.float16, (torch.randn(4, 8),), overrides=found.overrides)).casts == 0
+
+
+def test_what_dynamo_leaves_outside_of_its_graphs_reads_the_weights_of_each_model(fresh_dynamo):
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.lstm = nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True)
+
+        def forward(self, x, lengths):
+            packed = nn.utils.rnn.pack_padded_sequence(self.fc(x), lengths, batch_first=True)
+            return nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0]
+
+    torch.manual_seed(0)
+    model = Packed()
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, capture="dynamo")
+    given = torch.randn(2, 3, 4), torch.tensor([3, 2])
+    found = fxamp.compare(model, converted, given, lambda out: out.square().sum())
+    assert {row.name for row in found.weights} == {name for name, _ in model.named_parameters()}
+    assert all(0 < row.error < 0.05 for row in found.weights)
+    with torch.no_grad():
+        for weight in model.lstm.parameters():
+            weight.zero_()
+    assert fxamp.compare(model, converted, given).output == math.inf
+    assert converted.lstm.weight_ih_l0 is not model.lstm.weight_ih_l0 and converted.lstm.weight_ih_l0.any()
