@@ -18,9 +18,10 @@ from fxamp.model.rebuild import training_flags
 from fxamp.model.unconverted import check_left
 from fxamp.numerics.distance import error_of, introduced, largest_difference, share_flushed, share_not_finite
 from fxamp.numerics.extent import check_not_empty
+from fxamp.numerics.kept import state_kept
 from fxamp.numerics.modes import usable
 from fxamp.numerics.recording import Recorded, record
-from fxamp.numerics.run import Call, arguments, call_of, check_module, floats_in, in_float32, loss_of, state_kept
+from fxamp.numerics.run import Call, arguments, call_of, check_module, floats_in, in_float32, loss_of
 from fxamp.numerics.runner import Part
 from fxamp.numerics.underflow import Underflow, underflows
 from fxamp.numerics.weight_errors import WeightError, weight_errors, weight_table

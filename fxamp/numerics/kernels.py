@@ -13,7 +13,8 @@ from fxamp import ir
 from fxamp.errors import OptionError
 from fxamp.model.engine import engine_of
 from fxamp.model.unconverted import check_left
-from fxamp.numerics.run import Call, call_of, floats_in, run, state_kept
+from fxamp.numerics.kept import state_kept
+from fxamp.numerics.run import Call, call_of, floats_in, run
 from fxamp.numerics.runner import Part, Runner
 
 _PREFIX = "fxamp::"

@@ -18,9 +18,10 @@ from fxamp.errors import OptionError
 from fxamp.model.engine import Engine
 from fxamp.numerics.extent import check_finite, check_not_empty
 from fxamp.numerics.histogram import Histogram
+from fxamp.numerics.kept import state_kept
 from fxamp.numerics.modes import usable
 from fxamp.numerics.progress import watched
-from fxamp.numerics.run import Call, Rewriter, call_of, floats_in, in_float32, loss_of, run, state_kept
+from fxamp.numerics.run import Call, Rewriter, call_of, floats_in, in_float32, loss_of, run
 from fxamp.numerics.runner import Part
 from fxamp.runtime.scale_rule import choose_scale
 from fxamp.sparse import held

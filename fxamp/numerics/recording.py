@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from fxamp import ir
 from fxamp.inplace import mutated
 from fxamp.numerics.flow import CallFlow
-from fxamp.numerics.run import Call, Rewriter, floats_in, loss_of, run, state_kept
+from fxamp.numerics.kept import state_kept
+from fxamp.numerics.run import Call, Rewriter, floats_in, loss_of, run
 from fxamp.numerics.runner import Part
 from fxamp.numerics.watcher import CallWatcher, storage_of
 

@@ -14,7 +14,6 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.inputs import call_arguments
-from fxamp.capture.traces import State
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.errors import CaptureError, OptionError
 from fxamp.inplace import mutated
@@ -26,10 +25,10 @@ from fxamp.model.views import forward_arguments
 from fxamp.model.written import Written
 from fxamp.numerics.extent import check_not_empty
 from fxamp.numerics.given import copied
-from fxamp.numerics.modes import plain_modes, usable
+from fxamp.numerics.kept import state_kept
+from fxamp.numerics.modes import usable
 from fxamp.numerics.parts import Look, Turn, Turns
-from fxamp.numerics.runner import Edge, Part, Runner, See, converted_again, run_part
-from fxamp.sparse import hold_the_same, is_sparse
+from fxamp.numerics.runner import Edge, Part, Runner, See, run_part
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -294,35 +293,6 @@ def _is_low_by_itself(call: Call) -> bool:
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES else value
-
-
-@contextlib.contextmanager
-def state_kept(*models: nn.Module) -> Iterator[None]:
-    """Attributes, buffers, and torch's random numbers, are afterwards what they were: a look must not train batch norm.
-
-    So are blocks that ran as they are written, which they do until a backward that recomputes them is over. The
-    caller's autocast and inference mode are off in between.
-    """
-    with plain_modes(*models), _random_and_buffers_kept(*models), converted_again():
-        yield
-
-
-@contextlib.contextmanager
-def _random_and_buffers_kept(*models: nn.Module) -> Iterator[None]:
-    buffers = {id(value): value for model in models for value in model.buffers()}.values()
-    saved = [(value, value.detach().clone()) for value in buffers]
-    attributes = [State(model) for model in models]
-    devices = sorted({value.device.index or 0 for model in models for value in model.parameters() if value.is_cuda})
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            for state in attributes:
-                state.restore()
-            for value, before in saved:
-                if not hold_the_same(value, before):  # by .data: a backward that saved the buffer may still come
-                    with torch.no_grad():
-                        (value if is_sparse(value) else value.data).copy_(before)  # which a sparse one's .data ignores
 
 
 def floats_in(value: Any) -> list[torch.Tensor]:

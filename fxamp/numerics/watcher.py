@@ -14,7 +14,8 @@ from fxamp.inplace import mutated
 from fxamp.lists import TRAITS
 from fxamp.numerics.extent import extent_of, extent_of_all
 from fxamp.numerics.flow import CallFlow, Edge, Flow
-from fxamp.numerics.run import Call, Rewriter, floats_in, loss_of, run, state_kept, takes_derivative
+from fxamp.numerics.kept import state_kept
+from fxamp.numerics.run import Call, Rewriter, floats_in, loss_of, run, takes_derivative
 from fxamp.numerics.runner import Part
 from fxamp.numerics.twin import given_to, takes_part
 from fxamp.sparse import held, is_sparse, parts_of

@@ -1,0 +1,41 @@
+"""What a look at a model leaves as it was."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from fxamp.capture.traces import State
+from fxamp.numerics.modes import plain_modes
+from fxamp.numerics.runner import converted_again
+from fxamp.sparse import hold_the_same, is_sparse
+
+
+@contextlib.contextmanager
+def state_kept(*models: nn.Module) -> Iterator[None]:
+    """Attributes, buffers, and torch's random numbers, are afterwards what they were: a look must not train batch norm.
+
+    So are blocks that ran as they are written, which they do until a backward that recomputes them is over. The
+    caller's autocast and inference mode are off in between.
+    """
+    with plain_modes(*models), _random_and_buffers_kept(*models), converted_again():
+        yield
+
+
+@contextlib.contextmanager
+def _random_and_buffers_kept(*models: nn.Module) -> Iterator[None]:
+    buffers = {id(value): value for model in models for value in model.buffers()}.values()
+    saved = [(value, value.detach().clone()) for value in buffers]
+    attributes = [State(model) for model in models]
+    devices = sorted({value.device.index or 0 for model in models for value in model.parameters() if value.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            for state in attributes:
+                state.restore()
+            for value, before in saved:
+                if not hold_the_same(value, before):  # by .data: a backward that saved the buffer may still come
+                    with torch.no_grad():
+                        (value if is_sparse(value) else value.data).copy_(before)  # which a sparse one's .data ignores
