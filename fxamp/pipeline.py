@@ -26,7 +26,7 @@ from fxamp.passes.base import Pass, run_passes
 from fxamp.passes.cast import InsertCasts
 from fxamp.passes.colour import ColourNodes
 from fxamp.passes.compilable import LetCompilersFollow
-from fxamp.passes.cpu_norms import AddNormGradientsUp
+from fxamp.passes.cpu_norms import WidenNorms
 from fxamp.passes.fuse import FuseWrittenOut
 from fxamp.passes.keep import KeepWeights, forget_copies
 from fxamp.passes.literals import Fit, fit_in
@@ -129,7 +129,7 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
         ReadLogitsLow(policy.low, policy.device),  # so does the loss; the padding must see that nothing needs its cast
         ConnectOutputs(policy.low),  # behind both, which would take its casts away again
         LetCompilersFollow(),  # when it is known in which dtype an op runs
-        AddNormGradientsUp(policy.device),  # likewise
+        WidenNorms(policy.device),  # likewise
         *_padding(captured, fakes, options),  # behind the casts: a cast moves the model's own sizes
         *((SplitGradients(policy),) if captured.had_gradients else ()),  # behind all that moves or pads casts
         *(() if fuses_casts else (PackWeights(),)),  # last: it groups the weight casts that are left

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import fxamp
 from fxamp.model.engine import engine_of
-from fxamp.runtime.group_norms import group_norm
+from fxamp.runtime.cpu_norms import group_norm
 
 LOW = pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 KINDS = {
