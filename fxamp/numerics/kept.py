@@ -8,7 +8,7 @@ from torch import nn
 
 from fxamp.capture.traces import State
 from fxamp.numerics.modes import plain_modes
-from fxamp.numerics.runner import converted_again
+from fxamp.numerics.runner import switched_back
 from fxamp.sparse import hold_the_same, is_sparse
 
 
@@ -19,7 +19,7 @@ def state_kept(*models: nn.Module) -> Iterator[None]:
     So are blocks that ran as they are written, which they do until a backward that recomputes them is over. The
     caller's autocast and inference mode are off in between.
     """
-    with plain_modes(*models), _random_and_buffers_kept(*models), converted_again():
+    with plain_modes(*models), _random_and_buffers_kept(*models), switched_back():
         yield
 
 

@@ -119,6 +119,10 @@ class Look:
         finally:
             self.run_turn = repeated
 
+    def forget(self) -> None:
+        """The call is over, with its backward."""
+        self.run_turn = None
+
 
 class _AllParts(Written):
     takes_layers = True

@@ -28,7 +28,7 @@ from fxamp.numerics.given import copied
 from fxamp.numerics.kept import state_kept
 from fxamp.numerics.modes import usable
 from fxamp.numerics.parts import Look, Turn, Turns
-from fxamp.numerics.runner import Edge, Part, Runner, See, run_part
+from fxamp.numerics.runner import Edge, Part, Runner, See, on_leaving, run_part
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -219,6 +219,7 @@ def run(
     args, kwargs = copied((call.args, call.kwargs))
     if call.turns is not None:
         look = _look_of(call.engine) if rewritten is None else rewritten.look
+        on_leaving(look.forget)
         return look(call.weights, args, kwargs, call.turns, run_turn, run_again)
     base: Any = type(call.model)._fxamp_base  # type: ignore[attr-defined]
     call.dynamo.watch = run_graph

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES
-from fxamp.model.engine import Engine
 from fxamp.model.variant import Variant
 from fxamp.numerics.exact import exact_weight, has_master
 from fxamp.numerics.parts import Turn
@@ -139,9 +138,9 @@ class Runner(fx.Interpreter):
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.module.get_submodule(str(target))
         if self.as_float32 or any(self.module.get_submodule(path) is module for path in self.plain_blocks):
-            switched = _switched.get()  # none has weights stored low: neither O2 nor O3 takes such modules
-            converted = [part for part in module.modules() if ir.ENGINE in part.__dict__]
-            switched += [(part, part.__dict__.pop(ir.ENGINE)) for part in converted]
+            for part in module.modules():  # none has weights stored low: neither O2 nor O3 takes such modules
+                if ir.ENGINE in part.__dict__:
+                    on_leaving(part.__dict__.__setitem__, ir.ENGINE, part.__dict__.pop(ir.ENGINE))
         if self.as_float32 and (low := _low_tensors(module)):
             exact = {name: exact_weight(tensor) for name, tensor in low.items()}
             return torch.func.functional_call(module, exact, args, kwargs)
@@ -154,20 +153,23 @@ def run_part(runner: Runner, inputs: Any) -> Any:
     return result if build is None else build(runner.module, result)
 
 
-_switched: contextvars.ContextVar[list[tuple[nn.Module, Engine]]] = contextvars.ContextVar("blocks as written")
+_leaving: contextvars.ContextVar[contextlib.ExitStack] = contextvars.ContextVar("what a look has switched")
 
 
 @contextlib.contextmanager
-def converted_again() -> Iterator[None]:
-    """On leaving, what ran as it is written has its engine again."""
-    switched: list[tuple[nn.Module, Engine]] = []
-    outer = _switched.set(switched)
-    try:
-        yield
-    finally:
-        for part, engine in switched:
-            part.__dict__[ir.ENGINE] = engine
-        _switched.reset(outer)
+def switched_back() -> Iterator[None]:
+    """On leaving, what runs of a look have switched is as it was."""
+    with contextlib.ExitStack() as stack:
+        outer = _leaving.set(stack)
+        try:
+            yield
+        finally:
+            _leaving.reset(outer)
+
+
+def on_leaving(call: Callable[..., Any], *args: Any) -> None:
+    """Have something called at the end of the look, when a backward that runs parts of it again is over."""
+    _leaving.get().callback(call, *args)
 
 
 def _low_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,6 +1,8 @@
 """Forwards that run as they are written are looked at: each module that they call as a graph, node by node."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -195,3 +197,15 @@ class Around(Choosing):
 def test_audit_at_O1_finds_what_is_around_the_parts_too():
     _, converted = twins(Around, dtype=torch.float16)
     assert "epsilon" in {finding.pattern for finding in fxamp.audit(converted, (batch(0),)).findings}
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_of_models_that_are_gone_a_look_keeps_nothing(opt_level):
+    model, converted = twins(Checkpointed, opt_level)
+    fxamp.compare(model, converted, (batch(0),), squared)
+    fxamp.find_nan(converted, (batch(0),), squared)
+    gone = [weakref.ref(each) for each in (model, converted, engine_of(converted))]
+    del model, converted
+    for _ in range(2):  # what an autograd graph held is free once that is
+        gc.collect()
+    assert [each() for each in gone] == [None, None, None]
