@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from fxamp.capture.guesses import guess
+from fxamp.capture.guesses import guess, known_or_guessed
 from fxamp.capture.inputs import misfit
 from fxamp.capture.locations import user_line
 from fxamp.capture.open_sizes import OpenSizes
@@ -105,8 +105,8 @@ class FakeValues:
         return node if self._open is None else self._open.of_data(node)
 
     def run(self, node: fx.Node) -> Any:
-        """What the node gives for its operands' values; which of them it writes is marked."""
-        values = {given: given.meta["val"] for given in node.all_input_nodes}
+        """What the node gives for its operands' values, or guesses; which of them it writes is marked."""
+        values = {given: known_or_guessed(given) for given in node.all_input_nodes}
         with self.aside():
             return run_and_note_writes(node, values, self._fakes.run)
 

@@ -13,13 +13,19 @@ import torch
 from torch import fx, nn
 
 from fxamp import ir
+from fxamp.capture.guesses import known_or_guessed
 from fxamp.dtypes import ARGUMENT_CAST, LOW_DTYPES
-from fxamp.fakes import Fakes
+from fxamp.fakes import UNKNOWN, Fakes
 from fxamp.inplace import mutated
 from fxamp.lists import OpLists
 
 # Ops that fake tensors let pass with mixed operands, and a device does not; autocast casts for them on CUDA.
 _STRICT = frozenset({"layer_norm", "group_norm", "index_put", "cross", "grid_sample", "grid_sampler"})
+# Ops that write into places which an index or a mask tells.
+_WRITES = frozenset(
+    """index_add index_copy index_put index_reduce masked_scatter put scatter scatter_add scatter_reduce
+    setitem""".split()
+)
 _CONVERSIONS = frozenset({"to", "half", "bfloat16", "type", "type_as"})
 _KEPT = ("source", "nn_module_stack", "autocast", "stack_trace")
 
@@ -35,6 +41,7 @@ class Promotion:
        autocast.
     4. The low arguments of a half_function are as inputs that come in low: its deny ops read them in float32.
     5. An op that torch refuses on mixed operands is tried on widened ones (by the tracer).
+    6. What is written into chosen places has the dtype of what it is written into: there torch promotes nothing.
 
     Args:
         root: resolves modules.
@@ -48,10 +55,13 @@ class Promotion:
         self._from_outside: set[fx.Node] = set()
 
     def before(self, node: fx.Node) -> bool:
-        """Widen what the node reads; tells whether anything was."""
-        operands = self._wanted(node)
+        """Widen what the node reads, or make it low; tells whether anything was."""
+        operands, written = self._wanted(node), self._written(node)
         widen(node, operands, self.run)
-        return bool(operands)
+        wide = [] if written is None else [given for given in node.all_input_nodes if _dtype(given) == torch.float32]
+        for given in wide:
+            _convert(node, given, _dtype(written), self.run)  # type: ignore[arg-type]
+        return bool(operands or wide)
 
     def after(self, node: fx.Node) -> None:
         """Remember low values that came in from outside, or follow from such, and what has them for parts."""
@@ -75,13 +85,23 @@ class Promotion:
             return []
         op = ir.canonical_op(node, self.root)
         colour = OpLists.default().colour(op)
-        if colour == "allow" or op in _STRICT:
+        if colour == "allow" or op in _STRICT or self._writes_places(node):
             return low_operands(node)
         if colour != "deny" or not self._is_float32 or op in _CONVERSIONS:
             return []
         written = mutated(node)
         outside = [given for given in node.all_input_nodes if given in self._from_outside and _is_low(given)]
         return [given for given in outside if given not in written]
+
+    def _written(self, node: fx.Node) -> fx.Node | None:
+        """What a node writes float32 values into places of, where that is low."""
+        is_on = node.op in ("call_function", "call_method") and node.meta.get("autocast") != "off"
+        return next((given for given in mutated(node) if is_on and _is_low(given) and self._writes_places(node)), None)
+
+    def _writes_places(self, node: fx.Node) -> bool:
+        op = ir.canonical_op(node, self.root)
+        chosen = ir.nodes_in(node.args[1]) if op == "setitem" else mutated(node)
+        return op in _WRITES and any(isinstance(known_or_guessed(given), torch.Tensor) for given in chosen)
 
 
 def low_operands(node: fx.Node) -> list[fx.Node]:
@@ -96,12 +116,18 @@ def low_operands(node: fx.Node) -> list[fx.Node]:
 def widen(node: fx.Node, operands: Sequence[fx.Node], run: Run) -> None:
     """Let a node read these operands in float32."""
     for given in operands:
-        with node.graph.inserting_before(node):
-            cast = node.graph.call_method("to", (given, torch.float32))
-        cast.meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
+        cast = _convert(node, given, torch.float32, run)
         cast.meta[ir.PROMOTED] = True
-        cast.meta["val"] = run(cast)
-        node.replace_input_with(given, cast)
+
+
+def _convert(node: fx.Node, given: fx.Node, dtype: torch.dtype, run: Run) -> fx.Node:
+    """Let a node read an operand in another dtype."""
+    with node.graph.inserting_before(node):
+        cast = node.graph.call_method("to", (given, dtype))
+    cast.meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
+    cast.meta["val" if "val" in given.meta else ir.GUESS] = run(cast)
+    node.replace_input_with(given, cast)
+    return cast
 
 
 def promote(graph: fx.Graph, root: nn.Module, fakes: Fakes) -> None:
@@ -132,7 +158,7 @@ def read_as_own(graph: fx.Graph, root: nn.Module, fakes: Fakes) -> None:
 
     So it is in the parts of a forward that runs as it is written: fxamp, or autocast, made their inputs low.
     """
-    promotion = Promotion(root, lambda node: fakes.run(node, lambda given: given.meta["val"]))
+    promotion = Promotion(root, lambda node: fakes.run(node, known_or_guessed))
     for node in list(graph.nodes):
         widen(node, promotion.promoted(node), promotion.run)
         promotion.after(node)
@@ -140,8 +166,8 @@ def read_as_own(graph: fx.Graph, root: nn.Module, fakes: Fakes) -> None:
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype of a node's tensor; zeros of a size that hangs on data (a packed sequence's) have their tensor's."""
-    value = node.meta.get("val")
-    if value is None and node.target == "new_zeros" and "dtype" not in node.kwargs:
+    value = known_or_guessed(node)
+    if value is UNKNOWN and node.target == "new_zeros" and "dtype" not in node.kwargs:
         return _dtype(node.args[0])  # type: ignore[arg-type]
     return value.dtype if isinstance(value, torch.Tensor) else None
 
@@ -152,6 +178,6 @@ def _is_low(node: fx.Node) -> bool:
 
 def _holds_low(node: fx.Node) -> bool:
     """Whether it is low, or a tuple with a low part, as `split` gives."""
-    value = node.meta.get("val")
+    value = known_or_guessed(node)
     parts = value if isinstance(value, (tuple, list)) else ()
     return _is_low(node) or any(isinstance(part, torch.Tensor) and part.dtype in LOW_DTYPES for part in parts)

@@ -406,6 +406,7 @@ class SymbolicTracer(fx.Tracer):
             proxy = self.proxy(node)
         elif self.example is not None:
             node.meta[ir.GUESS] = self.values.guess(node)
+            self._promotion.after(node)
             if not self._closes and all("val" in given.meta for given in node.all_input_nodes):
                 self.openings.note(user_frames())
         if value is None and (kind == "call_module" or node.target is operator.getitem):

@@ -105,3 +105,59 @@ def test_a_scale_without_dimensions_leaves_the_dtype_to_what_it_scales():
     expected, autocast = run(net(form, Scaled)), run(net(form, Scaled), torch.bfloat16)
     found = run(fxamp.convert(net(form, Scaled), torch.bfloat16))
     assert (found - expected).norm() <= 1.2 * (autocast - expected).norm()
+
+
+PLACES = torch.tensor([3, 0, 2, 1])
+
+
+def placed(write):
+    """A form that writes a layer's result into places of zeros that are as low as what comes in."""
+
+    def form(part, x):
+        rows = torch.zeros_like(x)
+        write(rows, part.fc(x))
+        return part.other(rows) + x
+
+    return form
+
+
+def gathered(part, x):
+    """An expert's rows of a batch, of which the data decides how many there are."""
+    rows, chosen = torch.zeros_like(x), x[:, 0] > 0
+    rows[chosen] = part.fc(x[chosen])
+    return part.other(rows) + x
+
+
+def given_low(part, x):
+    """A layer's result, into which what comes in is written."""
+    rows = part.fc(x)
+    rows[PLACES] = x[PLACES.flip(0)]
+    return part.other(rows) + x
+
+
+WRITES = {
+    "setitem": placed(lambda rows, made: rows.__setitem__(PLACES, made[:4])),
+    "setitem by a mask": placed(lambda rows, made: rows.__setitem__(made > 0, made[made > 0])),
+    "index_put": placed(lambda rows, made: rows.index_put_((PLACES,), made[:4])),
+    "index_add": placed(lambda rows, made: rows.index_add_(0, PLACES, made[:4])),
+    "index_copy": placed(lambda rows, made: rows.index_copy_(0, PLACES, made[:4])),
+    "scatter": placed(lambda rows, made: rows.scatter_(0, PLACES[:, None].expand(4, 16), made[:4])),
+    "scatter_add": placed(lambda rows, made: rows.scatter_add_(0, PLACES[:, None].expand(4, 16), made[:4])),
+    "scatter_reduce": placed(
+        lambda rows, made: rows.scatter_reduce_(0, PLACES[:, None].expand(4, 16), made[:4], "amax")
+    ),
+    "masked_scatter": placed(lambda rows, made: rows.masked_scatter_(made > 0, made)),
+    "gathered": gathered,
+    "given low": given_low,
+}
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_into_chosen_places_has_the_dtype_that_is_there(name, opt_level):
+    expected, autocast = run(net(WRITES[name])), run(net(WRITES[name]), torch.bfloat16)
+    converted = fxamp.convert(net(WRITES[name]), torch.bfloat16, opt_level=opt_level)
+    found = run(converted)
+    assert (found - expected).norm() <= 1.2 * (autocast - expected).norm()
+    rows = [row for row in fxamp.report(converted).rows if row.module.startswith("part.")]
+    assert {row.precision for row in rows if row.op == "linear"} == {"low"}
