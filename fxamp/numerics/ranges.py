@@ -21,7 +21,7 @@ from fxamp.numerics.histogram import Histogram
 from fxamp.numerics.kept import state_kept
 from fxamp.numerics.modes import usable
 from fxamp.numerics.progress import watched
-from fxamp.numerics.run import Call, Rewriter, call_of, floats_in, in_float32, loss_of, run
+from fxamp.numerics.run import Call, Rewriter, call_of, floats_in, gradients_of, in_float32, loss_of, run
 from fxamp.numerics.runner import Part
 from fxamp.runtime.scale_rule import choose_scale
 from fxamp.sparse import held
@@ -250,7 +250,7 @@ def _watch_gradient(tensor: torch.Tensor, histogram: Histogram) -> None:
 def _backward(loss: torch.Tensor) -> list[torch.Tensor]:
     """Run the hooks, and give the leaves' gradients; their `.grad` is left as it is."""
     leaves = _leaves(loss)
-    found = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
+    found = gradients_of(loss, leaves) if leaves else ()
     return [held(gradient) for gradient in found if gradient is not None]
 
 

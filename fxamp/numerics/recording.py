@@ -13,7 +13,7 @@ from fxamp import ir
 from fxamp.inplace import mutated
 from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.kept import state_kept
-from fxamp.numerics.run import Call, Rewriter, floats_in, loss_of, run
+from fxamp.numerics.run import Call, Rewriter, floats_in, gradients_of, loss_of, run
 from fxamp.numerics.runner import Part
 from fxamp.numerics.watcher import CallWatcher, storage_of
 
@@ -151,7 +151,7 @@ def _weight_gradients(loss: torch.Tensor, model: nn.Module, scale: float) -> dic
     wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not (loss.requires_grad and wanted):
         return {}
-    gradients = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    gradients = gradients_of(loss, list(wanted.values()))
     return {name: _unscaled(gradient, scale) for name, gradient in zip(wanted, gradients, strict=True)}
 
 

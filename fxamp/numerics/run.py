@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -325,4 +325,21 @@ def _called(loss_fn: Callable[[Any], torch.Tensor], output: Any) -> Any:
         raise OptionError(
             "loss_fn reads tensors that were made under torch.inference_mode, and no gradient goes through those: give "
             "it clones that were made outside."
+        ) from error
+
+
+def gradients_of(loss: torch.Tensor, wanted: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """Of a loss with respect to tensors, whose `.grad` is left as it is.
+
+    Raises:
+        OptionError: forward checkpoints in torch's older way, which fills `.grad` alone.
+    """
+    try:
+        return torch.autograd.grad(loss, wanted, allow_unused=True)
+    except RuntimeError as error:
+        if not str(error).startswith("When use_reentrant=True"):
+            raise
+        raise OptionError(
+            "forward checkpoints with use_reentrant=True, whose backward fills .grad and nothing else: checkpoint with "
+            "use_reentrant=False, look without a loss function, or train under fxamp.watch_nan."
         ) from error

@@ -15,7 +15,7 @@ from fxamp.lists import TRAITS
 from fxamp.numerics.extent import extent_of, extent_of_all
 from fxamp.numerics.flow import CallFlow, Edge, Flow
 from fxamp.numerics.kept import state_kept
-from fxamp.numerics.run import Call, Rewriter, floats_in, loss_of, run, takes_derivative
+from fxamp.numerics.run import Call, Rewriter, floats_in, gradients_of, loss_of, run, takes_derivative
 from fxamp.numerics.runner import Part
 from fxamp.numerics.twin import given_to, takes_part
 from fxamp.sparse import held, is_sparse, parts_of
@@ -52,7 +52,7 @@ def _watch_backward(call: Call, flow: CallFlow, loss: torch.Tensor) -> None:
     tensors = (*call.model.parameters(), *(given for given in inputs if isinstance(given, torch.Tensor)))
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     if loss.requires_grad and wanted:
-        torch.autograd.grad(loss, wanted, allow_unused=True)
+        gradients_of(loss, wanted)
 
 
 class CallWatcher:

@@ -167,6 +167,26 @@ def test_what_a_backward_runs_again_is_no_further_turn(opt_level):
     assert all(row.error < 0.05 for row in found.weights)
 
 
+class Reentrant(Choosing):
+    def forward(self, x):
+        h = self.stem(x)
+        block = self.left if h.sum().item() > -1e9 else self.right
+        return self.head(checkpoint(block, h, use_reentrant=True))
+
+
+@pytest.mark.parametrize("look", ["compare", "find_nan", "profile"])
+def test_checkpoints_of_the_older_kind_are_refused_with_a_loss(look):
+    model, converted = twins(Reentrant, "O2")
+    looks = {
+        "compare": lambda *loss: fxamp.compare(model, converted, (batch(0),), *loss),
+        "find_nan": lambda *loss: fxamp.find_nan(converted, (batch(0),), *loss),
+        "profile": lambda *loss: fxamp.profile(converted, [(batch(0),)], *loss, progress=False),
+    }
+    looks[look]()
+    with pytest.raises(fxamp.OptionError, match="use_reentrant=False"):
+        looks[look](squared)
+
+
 def test_ranges_at_O2_are_of_all_parts_and_of_no_casts():
     _, converted = twins(opt_level="O2")
     found = fxamp.profile(converted, [(batch(0),), (batch(1),)], squared, progress=False)
