@@ -9,19 +9,7 @@ from torch.nn import functional
 import fxamp
 from fxamp.model.engine import engine_of
 from fxamp.runtime.cpu_norms import group_norm
-
-LOW = pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
-KINDS = {
-    "weight and bias": (True, True),
-    "weight": (True, False),
-    "bias": (False, True),
-    "none": (False, False),
-}
-KIND = pytest.mark.parametrize("kind", KINDS)
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+from tests.runtime.norm_cases import KIND, KINDS, LOW, numbers
 
 
 def given(low: torch.dtype, kind: str = "weight and bias", length: int = 400) -> list[torch.Tensor | None]:
@@ -90,3 +78,26 @@ def test_transforms_and_compilers_get_torchs_and_other_devices_keep_it():
     on_meta = fxamp.convert(model.to("meta"), dtype=torch.float16, example_inputs=(x.to("meta"),))
     (variant,) = engine_of(on_meta).all_variants()
     assert functional.group_norm in [node.target for node in variant.graph.nodes]
+
+
+def test_batches_of_gradients_are_near_torchs():
+    tensors = given(torch.bfloat16, length=5)
+    ways = numbers(3, 2, 4, 5, dtype=torch.bfloat16, seed=3)
+    ours, theirs = (
+        torch.autograd.grad(norm(tensors[0], 2, *tensors[1:]), tensors, ways, is_grads_batched=True)
+        for norm in (group_norm, functional.group_norm)
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
+def test_channels_last_and_no_rows_are_taken():
+    x, weight, bias = given(torch.bfloat16)
+    images = x.detach().reshape(2, 4, 20, 20).contiguous(memory_format=torch.channels_last).requires_grad_()
+    norm = group_norm(images, 2, weight, bias)
+    assert torch.equal(norm, functional.group_norm(images, 2, weight, bias))
+    (found,) = torch.autograd.grad(norm.square().sum(), images)
+    (same,) = torch.autograd.grad(group_norm(x, 2, weight, bias).square().sum(), x)
+    torch.testing.assert_close(found.reshape(x.shape), same, rtol=0.05, atol=0.05)
+    group_norm(x[:0], 2, weight, bias).sum().backward()
+    assert not weight.grad.any()

@@ -10,18 +10,7 @@ from torch.nn import functional
 import fxamp
 from fxamp.model.engine import engine_of
 from fxamp.runtime.cpu_norms import layer_norm
-
-LOW = pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
-KINDS = {
-    "weight and bias": (True, True),
-    "weight": (True, False),
-    "bias": (False, True),
-    "none": (False, False),
-}
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+from tests.runtime.norm_cases import KIND, KINDS, LOW, numbers
 
 
 def error(value: torch.Tensor, exact: torch.Tensor) -> float:
@@ -52,7 +41,7 @@ def test_over_many_rows_the_gradients_of_a_norm_are_as_near_to_float64_as_the_dt
 
 
 @LOW
-@pytest.mark.parametrize("kind", KINDS)
+@KIND
 @pytest.mark.parametrize("rows", [(6,), (2, 3), (), (0,)])
 def test_results_are_torchs_and_so_are_gradients_but_for_rounding(low, kind, rows):
     tensors = given(low, rows, kind)
@@ -67,7 +56,7 @@ def test_results_are_torchs_and_so_are_gradients_but_for_rounding(low, kind, row
 
 
 @LOW
-@pytest.mark.parametrize("kind", KINDS)
+@KIND
 def test_its_input_gets_gradients_that_are_rounded_once(low, kind):
     x, *weights = given(low, (400,), kind)
     x = (x.detach() / 4 + 3).requires_grad_()  # a mean that is far from 0
