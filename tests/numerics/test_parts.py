@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp.model.engine import engine_of
+from fxamp.numerics.recording import record
+from fxamp.numerics.run import call_of
 from tests.choosing import Block, Choosing, batch
 
 LEVELS = ("O1", "O2", "O3")
@@ -164,6 +166,8 @@ def test_what_a_backward_runs_again_is_no_further_turn(opt_level):
     model, converted = twins(Checkpointed, opt_level)
     found = fxamp.compare(model, converted, (batch(0),), squared)
     assert sum(row.part == "left" and row.name == "linear" for row in found.rows) == 1
+    turns = [part.turn.path for part in record(call_of(converted, (batch(0),)), None, squared).parts.values()]
+    assert turns == ["stem", "left", "head"]
     assert all(row.error < 0.05 for row in found.weights)
 
 
