@@ -24,6 +24,7 @@ from fxamp.runtime.masters import is_stored_low
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # those whose weights may have more than one dimension
 _BIASED = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)  # no norm reads a bias
+_PRODUCTS = (nn.Linear, nn.Bilinear, _ConvNd)
 
 running = threading.local()
 """view: the innermost that is called; is_on: whether autocast was switched on around the innermost forward that runs as
@@ -129,7 +130,8 @@ class Family:
         if not isinstance(child, nn.Module) or part_of(child) is not None:
             return child
         if id(child) not in self._seen:
-            is_layer = not self.written.takes_layers and _is_for_autocast(child)
+            is_taken = self.written.takes_products and isinstance(child, _PRODUCTS)
+            is_layer = not is_taken and _is_for_autocast(child)
             is_itself = _is_other(child) or (is_layer and self._colour_of(path) is None)
             self._seen[id(child)] = child if is_itself else self._new_view(child, path)
         return self._seen[id(child)]

@@ -42,8 +42,8 @@ class Written:
     variants: tuple[Variant, ...] = ()
     weights: frozenset[str] = frozenset()
     runs = "as under torch.autocast"
-    takes_layers = False
-    """Whether layers that autocast would run, as a graph does, are to be graphs."""
+    takes_products = False
+    """Whether linear layers and convolutions that autocast would run, as a graph does, are to be graphs."""
 
     def __init__(self, options: Any, rewrite: Callable[..., Any]) -> None:
         self.options = options

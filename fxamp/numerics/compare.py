@@ -149,7 +149,7 @@ def compare(
 
     Returns:
         The relative error of every node, the largest first; `str()` is a table. Where forward runs as it is written,
-        of the nodes of each module that it calls as a graph, and of each layer that autocast runs. Of a model that
+        of the nodes of each module that it calls as a graph, and of each linear layer and convolution. Of a model that
         convert() was asked to leave as it is, the outputs' error alone.
 
     Raises:

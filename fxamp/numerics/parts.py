@@ -61,7 +61,7 @@ class Turns:
 class Look:
     """A model's forward as it is written, with graphs of its own, so that looking adds none to those that train.
 
-    Layers that autocast would run are graphs here, too, which run them alike.
+    Linear layers and convolutions that autocast would run are graphs here, too, which run them alike (a norm's do not).
 
     Args:
         engine: of the model.
@@ -70,7 +70,7 @@ class Look:
 
     def __init__(self, engine: Engine, options: Any) -> None:
         self.build = engine.workshop.build
-        self.way = _AllParts(options, engine.dynamo.rewrite)
+        self.way = _WithProducts(options, engine.dynamo.rewrite)
         self.way.engine = Engine(options, dataclasses.replace(engine.workshop, build=self._built), self.way)
         self.run_turn: Callable[[str, nn.Module, Variant, Any], Any] | None = None
 
@@ -124,5 +124,5 @@ class Look:
         self.run_turn = None
 
 
-class _AllParts(Written):
-    takes_layers = True
+class _WithProducts(Written):
+    takes_products = True

@@ -80,6 +80,26 @@ def test_every_call_of_a_part_has_rows_which_name_it(opt_level):
     assert "part" in str(found) and taken in str(found)
 
 
+class Normed(Twice):
+    """Norms between its blocks, which autocast runs otherwise than a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norms = nn.Linear(16, 16), nn.ModuleList([nn.GroupNorm(2, 16), nn.LayerNorm(16)])
+        for norm in self.norms:
+            nn.init.normal_(norm.weight)
+
+    def forward(self, x):
+        return super().forward(self.norms[1](self.norms[0](self.fc(x))))
+
+
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_layers_that_a_graph_would_run_otherwise_run_as_they_do(opt_level):
+    model, converted = twins(Normed, opt_level)
+    found = fxamp.compare(model, converted, (batch(0),))
+    assert found.output == pytest.approx(distance(model(batch(0)), converted(batch(0))), rel=1e-6)
+
+
 class Sensitive(Block):
     def forward(self, x):
         return super().forward(x) + ((x + 300.0) - 300.0)
