@@ -1,8 +1,8 @@
 """Sums that go on: in a dtype with fewer bits than TF32 a residual stream stays float32.
 
-A residual stream is x + f(x) + g(x) + ...: each sum is an operand of the next, itself or behind a norm. In bfloat16
-every one of them would round the whole stream to 8 bits, once a block, while autocast adds in float32, because what
-begins the stream (embedding rows, a norm, a positional parameter) is float32 there. The branches stay low: the sum
+A residual stream is x + f(x) + g(x) + ...: each sum is an operand of the next, itself, scaled or behind a norm. In
+bfloat16 every one of them would round the whole stream to 8 bits, once a block, while autocast adds in float32, because
+what begins the stream (embedding rows, a norm, a positional parameter) is float32 there. The branches stay low: the sum
 reads them as they are. float16 keeps the 11 bits of TF32, and its streams are left to the cut.
 """
 
@@ -27,7 +27,8 @@ TF32_EPS = 2.0**-10
 def protect_streams(ruling: Ruling) -> None:
     """Fix the sums of streams that autocast adds in float32, and what begins them, high (level balanced).
 
-    1. A sum counts where it is part of a chain of two at least, with nothing but clear ops and norms between.
+    1. A sum counts where it is part of a chain of two at least, with nothing but clear ops, norms and products with a
+       number or a weight (a residual that is scaled) between.
     2. What autocast adds in low precision (a residual network's convolutions) is free.
     3. Up from the sums, infer and clear nodes are high too, but for what a branch makes of its GEMM (a layer scale).
     4. A sum that the user has spoken of, by an override or the lists, is left to that.
@@ -75,7 +76,7 @@ def _sums_that_go_on(ruling: Ruling, low: set[fx.Node]) -> dict[fx.Node, None]:
             if before is not None:
                 sums |= dict.fromkeys((last[before], node))
             last[node] = node
-        elif before is not None and (ruling.colours[node] == "clear" or ir.mark(node).op in _NORMS):
+        elif before is not None and _passes_on(ruling, node):
             last[node] = last[before]
     return sums
 
@@ -85,7 +86,20 @@ def _is_sum(ruling: Ruling, node: fx.Node) -> bool:
     op = ir.mark(node).op
     if op not in SUMS or node in ruling.chosen or ruling.policy.is_users_choice(op):
         return False
-    return sum(not ir.is_weight(_viewed(read.value)) for read in ruling.reads[node]) >= 2
+    return len(_computed(ruling, node)) >= 2
+
+
+def _passes_on(ruling: Ruling, node: fx.Node) -> bool:
+    """Whether a node's result goes on with the stream that it reads: viewed, normed or scaled."""
+    op = ir.mark(node).op
+    if op in ("mul", "div"):
+        return len(_computed(ruling, node)) == 1
+    return ruling.colours[node] == "clear" or op in _NORMS
+
+
+def _computed(ruling: Ruling, node: fx.Node) -> list[fx.Node]:
+    """What a node reads that is no weight."""
+    return [read.value for read in ruling.reads[node] if not ir.is_weight(_viewed(read.value))]
 
 
 def _viewed(node: fx.Node) -> fx.Node:

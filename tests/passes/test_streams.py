@@ -27,6 +27,16 @@ X, W = torch.rand(8, 8), torch.rand(8, 8)
         ),
         # through views, and whichever operand goes on
         ("a=linear n=norm(x) s=add(a,n) v=view(s) t=sub(a,v) linear(t)", "low high high high high low"),
+        # the residual scaled at each sum, by a parameter or a number
+        (
+            "n=norm(x) q=mul(n,p) f=linear(n) s=add(q,f) r=mul(s,p) g=linear(s) t=add(r,g) linear(t)",
+            "high high low high high low high low",
+        ),
+        # one that is scaled by what is computed is another value
+        (
+            "a=linear n=norm(a) f=linear(n) s=add(n,f) r=mul(s,f) g=linear(s) t=add(r,g) linear(t)",
+            "low low low low low low low low",
+        ),
         # one sum is no stream: scores and their mask
         ("a=linear n=norm(a) s=add(a,n) w=softmax(s) linear(w)", "low low low low low"),
         # nor are sums apart from each other
