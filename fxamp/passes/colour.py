@@ -25,6 +25,7 @@ from fxamp.passes.settle_writes import must_be_high
 from fxamp.passes.verify import every_node_coloured
 
 # The two ends of the cut as variables: who reads in a precision that is not a node's own.
+_Version = tuple[fx.Node, int]  # a value, and how often it has been written into when it is read
 _ALWAYS: dict[mincut.Variable, str] = {HIGH: HIGH, LOW: LOW}
 
 
@@ -118,8 +119,8 @@ def build_problem(graph: fx.Graph, policy: Policy, ruling: Ruling, aliases: Alia
     for node in graph.nodes:
         if node in ruling.participants and node not in ruling.born and not ir.holds_float32(node):
             fixed.setdefault(variables[node], HIGH)
-    readers: dict[tuple[fx.Node, int], set[mincut.Variable]] = {}
-    promoting: dict[tuple[fx.Node, int], list[fx.Node]] = {}
+    readers: dict[_Version, set[mincut.Variable]] = {}
+    promoting: dict[_Version, list[mincut.Variable]] = {}
     implies: dict[tuple[mincut.Variable, mincut.Variable], None] = {}
     for node in graph.nodes:
         for read in float_reads(node, policy.lists, policy.output_mode):
@@ -137,17 +138,11 @@ def build_problem(graph: fx.Graph, policy: Policy, ruling: Ruling, aliases: Alia
             if read.mode != "any" and reader != value:
                 key = (read.value, aliases.epoch(read.value, node))
                 if _promotes(node, read.value, fixed, variables):
-                    promoting.setdefault(key, []).append(node)
+                    promoting.setdefault(key, []).append(reader)
                 else:
                     readers.setdefault(key, set()).add(reader)
-    inside = _cast_inside(promoting, readers, fixed, variables, costs)
     free = dict.fromkeys(variables[n] for n in graph.nodes if n in ruling.participants)
-    values = tuple(
-        SharedValue(variables[key[0]], frozenset(who), price, price - inside.get(key, 0))
-        for key, who in readers.items()
-        if (price := costs.cast(key[0]))
-    )
-    values += tuple(SharedValue(variables[key[0]], frozenset({HIGH}), 0, price) for key, price in inside.items())
+    values = tuple(_shared_values(readers, promoting, variables, costs))
     prices: dict[mincut.Variable, int] = {}
     for node in graph.nodes:
         if node in ruling.participants and (variable := variables[node]) not in fixed:
@@ -166,32 +161,23 @@ def _down_to(node: fx.Node, value: fx.Node, ruling: Ruling) -> Iterator[tuple[fx
 
 
 def _promotes(node: fx.Node, value: fx.Node, fixed: dict[mincut.Variable, str], variables: UnionFind) -> bool:
-    """Whether a node that is high reads a low `value` as it is, beside an operand that is float32 anyway."""
-    if fixed.get(variables[node]) != HIGH or mutated(node) or not can_promote(node, value):
+    """Whether a node reads a low `value` as it is where it is high, beside an operand that is float32 anyway."""
+    if fixed.get(variables[node], HIGH) != HIGH or mutated(node) or not can_promote(node, value):
         return False
     return all(other is value or fixed.get(variables[other]) == HIGH for other in node.all_input_nodes)
 
 
-def _cast_inside(
-    promoting: dict[tuple[fx.Node, int], list[fx.Node]],
-    readers: dict[tuple[fx.Node, int], set[mincut.Variable]],
-    fixed: dict[mincut.Variable, str],
+def _shared_values(
+    readers: dict[_Version, set[mincut.Variable]],
+    promoting: dict[_Version, list[mincut.Variable]],
     variables: UnionFind,
     costs: Costs,
-) -> dict[tuple[fx.Node, int], int]:
-    """What it costs that promoting kernels cast inside (see Absorb): the cast of the gradient in backward.
-
-    Where another reader needs the value in float32, or several would each cast its gradient, one cast serves them all.
-    """
-    found = {}
-    for key, nodes in promoting.items():
-        has_gradient = ir.has_gradient(key[0])
-        is_cast_anyway = any(fixed.get(other) == HIGH for other in readers.get(key, ()))
-        if is_cast_anyway or (has_gradient and len(nodes) > 1):
-            readers.setdefault(key, set()).update(map(variables.__getitem__, nodes))
-        elif has_gradient:
-            found[key] = costs.cast(key[0]) // 2
-    return found
+) -> Iterator[SharedValue]:
+    """What casts of values cost, one for all readers or inside of promoting kernels (see Absorb)."""
+    for key in dict.fromkeys((*readers, *promoting)):
+        value, cast = key[0], costs.cast(key[0])
+        plain, inside = frozenset(readers.get(key, ())), tuple(promoting.get(key, ()))
+        yield SharedValue(variables[value], plain, cast, cast, inside, costs.inside(value))
 
 
 def _saved_for_backward(

@@ -66,6 +66,14 @@ class Costs:
         backward = 2 if ir.has_gradient(value) else 1
         return max(1, backward * ((0 if is_packed else LAUNCH_BYTES) + BYTES_PER_CAST_ELEMENT * _elements(value)))
 
+    def inside(self, value: fx.Node) -> int:
+        """Cost of reading a low value in a float32 kernel that takes it as it is.
+
+        Backward casts the gradient; forward reads 2 bytes an element less than `high` says.
+        """
+        gradient = self.cast(value) // 2 if ir.has_gradient(value) else 0
+        return max(0, gradient - 2 * _elements(value))
+
     def kept(self, graph: fx.Graph) -> list["Kept"]:
         """What is saved for backward, value by value; nothing where shapes are not known."""
         if not self.in_bytes:

@@ -5,7 +5,8 @@ here a problem is a set of variables with
 
 * `fixed`: variables whose side is given,
 * `values`: one entry per value that several readers share: if any reader stands on the other side, one cast
-  (`to_low` or `to_high`) is paid, once,
+  (`to_low` or `to_high`) is paid, once; a reader that casts up inside pays `inside` for itself, until the one cast that
+  serves all costs no more,
 * `high_cost`: what a variable pays for being high,
 * `implies`: pairs (u, v): v high forces u high.
 
@@ -13,7 +14,8 @@ Among all minimum cuts the one with the largest low side is taken, which is uniq
 on the order of anything.
 
 Source of the hyperedge construction: one auxiliary node per value and direction, joined to its readers by edges of
-infinite capacity (Lawler, "Cutsets and partitions of hypergraphs", Networks 3, 1973).
+infinite capacity (Lawler, "Cutsets and partitions of hypergraphs", Networks 3, 1973); the price of casting inside is
+the capacity of that reader's edge.
 """
 
 import dataclasses
@@ -36,12 +38,21 @@ class SharedValue:
         readers: the variables that decide the precision it is read in.
         to_low: cost of one cast down, shared by all readers that are low.
         to_high: cost of one cast up, shared by all readers that are high.
+        promoting: the variables, one for each reader, that decide for readers which cast up inside.
+        inside: what each of those pays for being high.
     """
 
     producer: Variable
     readers: frozenset[Variable]
     to_low: int
     to_high: int
+    promoting: tuple[Variable, ...] = ()
+    inside: int = 0
+
+    @property
+    def everybody(self) -> frozenset[Variable]:
+        """The variables of all readers."""
+        return self.readers.union(self.promoting)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,19 +78,18 @@ def solve(problem: Problem) -> dict[Variable, str]:
 def _simplify(value: SharedValue, fixed: Mapping[Variable, str]) -> SharedValue | None:
     """Drop the casts no colouring can avoid or needs; None where nothing is left to decide."""
     producer = fixed.get(value.producer)
-    sides = {fixed[reader] for reader in value.readers if reader in fixed}
     to_low, to_high = value.to_low, value.to_high
     if producer == HIGH:
         to_high = 0
-        if LOW in sides:
+        if any(fixed.get(reader) == LOW for reader in value.everybody):
             to_low = 0
     if producer == LOW:
         to_low = 0
-        if HIGH in sides:
+        if any(fixed.get(reader) == HIGH for reader in value.readers):
             to_high = 0
     if to_low == 0 and to_high == 0:
         return None
-    if producer is not None and not any(reader not in fixed for reader in value.readers):
+    if producer is not None and all(reader in fixed for reader in value.everybody):
         return None
     return dataclasses.replace(value, to_low=to_low, to_high=to_high)
 
@@ -96,7 +106,7 @@ class _Component:
 def _components(problem: Problem, values: list[SharedValue]) -> Iterable[_Component]:
     free = set(problem.free)
     links = UnionFind(problem.free)
-    touching = [[v for v in (value.producer, *value.readers) if v in free] for value in values]
+    touching = [[v for v in (value.producer, *value.everybody) if v in free] for value in values]
     pairs = [[v for v in pair if v in free] for pair in problem.implies]
     for group in (*touching, *pairs):
         if group:
@@ -125,16 +135,18 @@ def _solve_component(problem: Problem, component: _Component) -> dict[Variable, 
         return number[variable] if fixed is None else (SOURCE if fixed == LOW else SINK)
 
     for value in component.values:
-        producer, readers = side(value.producer), {side(reader) for reader in value.readers}
+        producer = side(value.producer)
         if value.to_high:
             up = network.add_node()
             network.add_edge(producer, up, value.to_high)
-            for reader in readers:
+            for reader in set(map(side, value.readers)):
                 network.add_edge(up, reader, infinite)
+            for reader in map(side, value.promoting):
+                network.add_edge(up, reader, value.inside)
         if value.to_low:
             down = network.add_node()
             network.add_edge(down, producer, value.to_low)
-            for reader in readers:
+            for reader in set(map(side, value.everybody)):
                 network.add_edge(reader, down, infinite)
     for variable, price in prices.items():
         network.add_edge(SOURCE, number[variable], price)

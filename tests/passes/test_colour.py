@@ -16,7 +16,6 @@ from fxamp.passes.colour import fix_written_storages
 from fxamp.passes.costs import Costs
 from fxamp.passes.reads import float_reads
 from fxamp.passes.rules import apply_rules
-from fxamp.value_types import tensors_in
 from tests.language import (
     CAST,
     DECIDE,
@@ -91,17 +90,14 @@ def is_high_anyway(group, ruling):
 
 
 def reads_as_it_is(node, value, high):
-    """Whether a float32 node takes a low value into its kernel, beside operands that are float32 anyway."""
+    """Whether a node takes a low value into its float32 kernel, beside operands that are float32 anyway."""
     others = [given for given in node.all_input_nodes if given is not value]
-    return node in high and not mutated(node) and can_promote(node, value) and high.issuperset(others)
+    return not mutated(node) and can_promote(node, value) and high.issuperset(others)
 
 
 def cost_of_cast(value, readers, inside, costs):
-    """One cast serves all; where every reader casts inside, only gradients are cast."""
-    has_gradient = any(found.requires_grad for found in tensors_in(ir.mark(value).type))
-    if readers or (has_gradient and inside > 1):
-        return costs.cast(value)
-    return costs.cast(value) // 2 if has_gradient else 0
+    """One cast serves all; where every reader casts inside, each casts its gradient."""
+    return costs.cast(value) if readers else min(costs.cast(value), inside * costs.inside(value))
 
 
 def price(setting, ruling, precision):
@@ -183,6 +179,23 @@ def two_kernels_that_cast_inside(m, x):
     """Several would each cast the gradient, so one cast serves them: of the short value, not of the long one."""
     long, wide = torch.cat([m(x)] * 8), torch.cat([x] * 8).exp()
     return wide * long + (wide + long)
+
+
+class Head(nn.Module):
+    """Logarithms of scores of a table's rows and a bias for each, as Perceiver's decoder has them."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.table, self.bias = nn.Parameter(torch.rand(words, 8)), nn.Parameter(torch.rand(words))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.table.t() + self.bias).log_softmax(-1)
+
+
+@pytest.mark.parametrize("words", [8, 10_000])
+def test_a_free_kernel_that_casts_inside_saves_the_cast_of_its_result(words):
+    setting = decided(lambda m, x: m(x), torch.rand(2_000, 8), module=Head(words))
+    assert_precision(setting, {"matmul": "low", "add": "high cut", "log_softmax": "high"})
 
 
 def test_a_gradient_that_is_cast_inside_has_its_price():

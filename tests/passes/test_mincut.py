@@ -19,10 +19,12 @@ def cost(problem, sides):
     total = sum(price for variable, price in problem.high_cost.items() if whole[variable] == HIGH)
     for value in problem.values:
         made = whole[value.producer]
-        if made == HIGH and any(whole[reader] == LOW for reader in value.readers):
+        if made == HIGH and any(whole[reader] == LOW for reader in (*value.readers, *value.promoting)):
             total += value.to_low
-        if made == LOW and any(whole[reader] == HIGH for reader in value.readers):
-            total += value.to_high
+        if made == LOW:
+            inside = value.inside * sum(whole[reader] == HIGH for reader in value.promoting)
+            is_needed = any(whole[reader] == HIGH for reader in value.readers)
+            total += value.to_high if is_needed else min(inside, value.to_high)
     return total
 
 
@@ -55,8 +57,11 @@ def random_problem(rng):
     for _ in range(rng.randint(1, 12)):
         producer = rng.choice(everything)
         readers = frozenset(rng.choice(everything) for _ in range(rng.randint(1, 4))) - {producer}
-        if readers:
-            values.append(SharedValue(producer, readers, rng.randint(0, 4), rng.randint(0, 4)))
+        promoting = tuple(rng.choice(everything) for _ in range(max(0, rng.randint(-3, 3))))
+        if readers or promoting:
+            values.append(
+                SharedValue(producer, readers, rng.randint(0, 4), rng.randint(0, 4), promoting, rng.randint(0, 3))
+            )
     prices = {variable: rng.randint(0, 3) for variable in free if rng.random() < 0.4}
     implies = tuple(
         (rng.choice(free), rng.choice((*free, HIGH))) for _ in range(rng.randint(0, 3)) if rng.random() < 0.5
