@@ -1,12 +1,14 @@
 """Sums that go on: in a dtype with fewer bits than TF32 a residual stream stays float32.
 
-A residual stream is x + f(x) + g(x) + ...: each sum is an operand of the next, itself, scaled or behind a norm. In
-bfloat16 every one of them would round the whole stream to 8 bits, once a block, while autocast adds in float32, because
-what begins the stream (embedding rows, a norm, a positional parameter) is float32 there. The branches stay low: the sum
-reads them as they are. float16 keeps the 11 bits of TF32, and its streams are left to the cut.
+A residual stream is x + f(x) + g(x) + ...: each sum is an operand of the next, itself, scaled or behind a norm. A
+highway, the state of a recurrent cell (f * c + i * g) and a running mean are streams too. In bfloat16 every one of
+these sums would round the whole stream to 8 bits, once a block, while autocast adds in float32, because what begins the
+stream (embedding rows, a norm, a positional parameter) is float32 there. The branches stay low: the sum reads them as
+they are. float16 keeps the 11 bits of TF32, and its streams are left to the cut.
 """
 
-from collections.abc import Container
+import dataclasses
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -27,8 +29,7 @@ TF32_EPS = 2.0**-10
 def protect_streams(ruling: Ruling) -> None:
     """Fix the sums of streams that autocast adds in float32, and what begins them, high (level balanced).
 
-    1. A sum counts where it is part of a chain of two at least, with nothing but clear ops, norms and products with a
-       number or a weight (a residual that is scaled) between.
+    1. A sum counts where it is part of a chain of two at least, with nothing but clear ops, norms and products between.
     2. What autocast adds in low precision (a residual network's convolutions) is free.
     3. Up from the sums, infer and clear nodes are high too, but for what a branch makes of its GEMM (a layer scale).
     4. A sum that the user has spoken of, by an override or the lists, is left to that.
@@ -64,49 +65,73 @@ def _all_in(ruling: Ruling, node: fx.Node, found: set[fx.Node]) -> bool:
     return is_free and all(source in found for source in ruling.sources(node))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What goes on with a stream: made of its last sum by clear ops, norms and products alone."""
+
+    sum: fx.Node
+    is_normed: bool = False
+    is_gated: bool = False  # multiplied by what is computed
+
+
 def _sums_that_go_on(ruling: Ruling, low: set[fx.Node]) -> dict[fx.Node, None]:
     """Sums of two values in float32 under autocast, one of which is such a sum too, and that one."""
     sums: dict[fx.Node, None] = {}
-    last: dict[fx.Node, fx.Node] = {}
+    parts: dict[fx.Node, _Part] = {}
+    weights = _made_of_weights(ruling.graph)
     for node in ruling.graph.nodes:
         if not node.op.startswith("call") or not ruling.is_reader(node) or node in low:
             continue
-        before = ruling.first_source(node, last)
-        if _is_sum(ruling, node):
+        computed = [read for read in ruling.reads[node] if read.value not in weights]
+        given = [_part_of(ruling.sources_of(read, node), parts) for read in computed]
+        before = next(filter(None, given), None)
+        if _may_be_sum(ruling, node) and len(computed) >= 2 and not _is_mix(given):
             if before is not None:
-                sums |= dict.fromkeys((last[before], node))
-            last[node] = node
-        elif before is not None and _passes_on(ruling, node):
-            last[node] = last[before]
+                sums |= dict.fromkeys((before.sum, node))
+            parts[node] = _Part(node)
+        elif before is not None and (part := _passed_on(ruling, node, before, len(computed))) is not None:
+            parts[node] = part
     return sums
 
 
-def _is_sum(ruling: Ruling, node: fx.Node) -> bool:
-    """Whether a node adds two values that are computed: a bias or a positional parameter makes no stream."""
+def _made_of_weights(graph: fx.Graph) -> set[fx.Node]:
+    """Weights and what is made of them alone: a bias or a positional parameter makes no stream.
+
+    Their views are, whatever says which part; rows of a table are not.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        given = node.args[:1] if ir.mark(node).op in TRAITS["view"] else node.all_input_nodes
+        if ir.is_weight(node) or (given and found.issuperset(given)):
+            found.add(node)
+    return found
+
+
+def _part_of(sources: Iterable[fx.Node], parts: Mapping[fx.Node, _Part]) -> _Part | None:
+    return next((parts[source] for source in sources if source in parts), None)
+
+
+def _may_be_sum(ruling: Ruling, node: fx.Node) -> bool:
     op = ir.mark(node).op
-    if op not in SUMS or node in ruling.chosen or ruling.policy.is_users_choice(op):
-        return False
-    return len(_computed(ruling, node)) >= 2
+    return op in SUMS and node not in ruling.chosen and not ruling.policy.is_users_choice(op)
 
 
-def _passes_on(ruling: Ruling, node: fx.Node) -> bool:
-    """Whether a node's result goes on with the stream that it reads: viewed, normed or scaled."""
+def _is_mix(given: Sequence[_Part | None]) -> bool:
+    """Whether a sum adds nothing to a stream: it is of one value, moved and scaled, several times (a token shift)."""
+    return len(set(given)) == 1 and given[0] is not None and not given[0].is_gated
+
+
+def _passed_on(ruling: Ruling, node: fx.Node, part: _Part, operands: int) -> _Part | None:
+    """What a node that reads a part of a stream makes of it, None where that is another value.
+
+    A product with what is computed gates a stream; of what a norm made, it is a branch's own (a modulation).
+    """
     op = ir.mark(node).op
-    if op in ("mul", "div"):
-        return len(_computed(ruling, node)) == 1
-    return ruling.colours[node] == "clear" or op in _NORMS
-
-
-def _computed(ruling: Ruling, node: fx.Node) -> list[fx.Node]:
-    """What a node reads that is no weight."""
-    return [read.value for read in ruling.reads[node] if not ir.is_weight(_viewed(read.value))]
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    """What a view is a view of; rows of a table are no view of it."""
-    while ir.mark(node).op in TRAITS["view"] and node.args and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+    if op in ("mul", "div") and operands > 1:
+        return None if part.is_normed else dataclasses.replace(part, is_gated=True)
+    if op in _NORMS:
+        return _Part(part.sum, is_normed=True)
+    return part if op in ("mul", "div", *SUMS) or ruling.colours[node] == "clear" else None
 
 
 def _protect_what_begins_them(ruling: Ruling, low: set[fx.Node], sums: Container[fx.Node]) -> None:
