@@ -24,8 +24,8 @@ from fxamp.passes.ruling import Ruling, Verdict
 from fxamp.passes.settle_writes import must_be_high
 from fxamp.passes.verify import every_node_coloured
 
-# The two ends of the cut as variables: who reads in a precision that is not a node's own.
 _Version = tuple[fx.Node, int]  # a value, and how often it has been written into when it is read
+# The two ends of the cut as variables: who reads in a precision that is not a node's own.
 _ALWAYS: dict[mincut.Variable, str] = {HIGH: HIGH, LOW: LOW}
 
 
