@@ -35,7 +35,14 @@ from fxamp.passes.reads import Read, asked_dtype, converts_to, is_conversion
 from fxamp.passes.ruling import Ruling, Verdict, start_ruling
 from fxamp.passes.spread import keep_last_sums, mark_born, protect_differences, protect_domains, spread_deny
 from fxamp.passes.streams import protect_streams
-from fxamp.passes.values import fix_destroyed_values, is_dot_product, is_sum_of_squares, mark_integers, spread_taint
+from fxamp.passes.values import (
+    fix_destroyed_values,
+    is_dot_product,
+    is_rearrangement,
+    is_sum_of_squares,
+    mark_integers,
+    spread_taint,
+)
 from fxamp.runtime.recurrent_memory import GATES
 from fxamp.value_types import tensors_in
 
@@ -82,6 +89,8 @@ def choose_colours(ruling: Ruling) -> None:
             ruling.chosen[node] = Reason("override", f"the model's _keep_in_fp32_modules names {part!r}")
         elif is_dot_product(node) and not policy.is_users_choice(ir.mark(node).op):
             ruling.colours[node] = "deny"
+        elif is_rearrangement(node) and not policy.is_users_choice("einsum"):
+            ruling.colours[node] = "clear"
 
 
 def _list_colour(policy: Policy, op: str) -> Colour:
@@ -206,7 +215,7 @@ def _deny_reason(policy: Policy, node: fx.Node) -> str:
     if row.origin != "default":
         return f"set by {row.origin}"
     if is_dot_product(node):
-        return "this one is a dot product, a large sum of products and no GEMM"
+        return "this one is a sum, of numbers or of their products, and no GEMM"
     return row.reason if row.colour == "deny" else "torch.autocast runs it in float32, and so does level 'strict'"
 
 

@@ -123,12 +123,28 @@ def is_dot_product(node: fx.Node) -> bool:
 
 
 def _only_reduces(equation: str) -> bool:
+    operands, result = _terms(equation)
+    return bool(set().union(*operands) - set(result)) and all(set(result) <= set(operand) for operand in operands)
+
+
+def is_rearrangement(node: fx.Node) -> bool:
+    """Whether a node is an einsum of one operand, all of whose dimensions are the result's: it multiplies nothing.
+
+    einsum("nhwc->nchw", a), einsum("ii->i", a)
+    """
+    if ir.mark(node).op != "einsum" or not node.args or not isinstance(node.args[0], str):
+        return False
+    operands, result = _terms(node.args[0])
+    return len(operands) == 1 and set(operands[0]) == set(result)
+
+
+def _terms(equation: str) -> tuple[list[str], str]:
+    """The indices of each operand of an einsum, and of its result; an ellipsis is one index."""
     inputs, arrow, result = equation.replace(" ", "").replace("...", ".").partition("->")
-    operands = inputs.split(",")
-    every = inputs.replace(",", "")
     if not arrow:  # then the indices that stand once are the result's
+        every = inputs.replace(",", "")
         result = "".join(index for index in every if every.count(index) == 1 or index == ".")
-    return bool(set(every) - set(result)) and all(index in operand for index in result for operand in operands)
+    return inputs.split(","), result
 
 
 def _is_vector(operand: object) -> bool:
@@ -138,4 +154,4 @@ def _is_vector(operand: object) -> bool:
 
 def is_sum_of_squares(ruling: Ruling, node: fx.Node) -> bool:
     """Whether a dot product is that of a value with itself."""
-    return is_dot_product(node) and len(ruling.sources(node)) > 0 and _are_one(ruling, node.all_input_nodes)
+    return is_dot_product(node) and len(ruling.reads[node]) > 1 and _are_one(ruling, node.all_input_nodes)

@@ -338,7 +338,7 @@ def test_an_image_of_bytes_goes_low_into_the_first_convolution():
         (lambda y: y * torch.einsum("ij,ij", y, y), "einsum", "high square"),
         (lambda y: y * torch.einsum("ij,ij->i", y, y), "einsum", "high square"),
         (lambda y: y * torch.einsum("...i,...i->...", y, y.tanh()), "einsum", "high list"),
-        (lambda y: y * torch.einsum("ij->j", y), "einsum", "high"),
+        (lambda y: y * torch.einsum("ij->j", y), "einsum", "high list"),
         (lambda y: torch.einsum("ij,jk->ik", y, y), "einsum", "low"),
         (lambda y: torch.einsum("ij,kj", y, y), "einsum", "low"),
         (lambda y: torch.einsum("ij,ij->ij", y, y.tanh()), "einsum", "low"),
@@ -351,6 +351,18 @@ def test_an_image_of_bytes_goes_low_into_the_first_convolution():
 )
 def test_squares_are_powers(tail, op, wanted):
     assert_precision(decided(low_then(tail), X, W, chosen=policy(FP16)), {op: wanted})
+
+
+@pytest.mark.parametrize("equation", ["ij->ji", "ij", "ii->i", "...j->j...", "i j -> j i"])
+def test_an_einsum_of_one_operand_passes_its_numbers_on(equation):
+    """It multiplies nothing, so that torch.autocast leaves it in the dtype of its operand, too."""
+    setting = decided(lambda y: torch.einsum(equation, y.exp()), X)
+    assert_precision(setting, {"einsum": "high"})
+    assert ir.mark(node_of(setting, "einsum")).colour == "clear"
+
+
+def test_an_einsum_of_one_operand_is_low_between_gemms():
+    assert_precision(decided(lambda y, w: torch.einsum("ij->ji", y @ w) @ w, X, W), {"einsum": "low"})
 
 
 def test_a_square_spreads_like_any_deny_node():
