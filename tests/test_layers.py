@@ -17,7 +17,18 @@ GRAPH = (
     NAMES
     | CALLED
     | FAKES
-    | {"canonical", "fakes", "inplace", "ir", "lists", "module_hooks", "override_keys", "sparse", "value_types"}
+    | {
+        "canonical",
+        "fakes",
+        "inplace",
+        "ir",
+        "lists",
+        "module_hooks",
+        "override_keys",
+        "powers",
+        "sparse",
+        "value_types",
+    }
 )
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -38,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inplace": NAMES | {"ir"},
     "canonical": NAMES | {"inplace", "ir", "switches"},
     "grouped": set(),
+    "powers": set(),
     "module_hooks": set(),
     "recurrent_fakes": set(),
     "sparse_fakes": {"sparse"},

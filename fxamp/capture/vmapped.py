@@ -26,6 +26,7 @@ from fxamp.capture.low_samples import all_may_be_low, ops_inside
 from fxamp.checks import require
 from fxamp.draws import draw
 from fxamp.errors import CaptureError
+from fxamp.powers import call_power
 from fxamp.switches import set_switches, switches_found
 
 if TYPE_CHECKING:
@@ -152,6 +153,8 @@ def _sample_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 def _run(
     graph: fx.Graph, run_all: Callable[..., Any], in_dims: Sequence[int | None], out_dims: Sequence[int | None]
 ) -> Callable[..., Any]:
+    for node in graph.nodes:
+        call_power(node, gives_tensor=isinstance(node.meta.get("val"), torch.Tensor))
     sample = fx.GraphModule(nn.Module(), graph).forward
 
     def vmapped(*values: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import fx
 from fxamp import ir
 from fxamp.inplace import mutated
 from fxamp.passes.base import Pass
+from fxamp.powers import call_power
 from fxamp.value_types import TensorType
 
 
@@ -31,6 +32,7 @@ class Normalise(Pass):
     7. An empty tensor that `cat` skips is none of its operands: it would have a dtype. (A cache of keys begins so.)
     8. What torch.export asserts of a tensor's dtype and strides before each conversion speaks of the fp32 run: it goes.
     9. What a function gives in float32 whatever it reads is read behind a conversion to float32, which is that already.
+    10. A power of a negative number is a call: torch.fx writes `-1 ** x`, which Python reads as -(1 ** x).
     """
 
     def apply(self, graph: fx.Graph) -> bool:
@@ -38,6 +40,7 @@ class Normalise(Pass):
         for node in list(graph.nodes):
             changed = _put_operands_in_place(node) or changed
             changed = _respell(graph, node) or changed
+            changed = call_power(node, ir.is_tensor(node)) or changed
             changed = _leave_out_empty(node) or changed
             changed = (
                 _drop_relative_conversion(graph, node)

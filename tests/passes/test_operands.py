@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fxamp
 from fxamp.lists import OpLists
 from fxamp.passes.verify import types_hold
 from tests.language import (
@@ -218,3 +219,46 @@ def test_what_nobody_reads_is_not_computed_unless_it_acts():
         return x.relu()
 
     assert_rewrites(NORMALISE, model, expected, X, W)
+
+
+# ------------------------------------------------------------------------------------------------- powers
+
+
+class Signs(nn.Module):
+    """Haar wavelets, and checkerboards, are made with (-1) ** positions."""
+
+    def __init__(self, base, in_vmap=False):
+        super().__init__()
+        self.fc, self.base, self.in_vmap = nn.Linear(4, 4), base, in_vmap
+        self.register_buffer("places", torch.arange(4))
+
+    def forward(self, x):
+        powers = torch.vmap(self.power)(self.places) if self.in_vmap else self.power(self.places)
+        return self.fc(x) * powers * self.base ** x.shape[0]
+
+    def power(self, places):
+        return self.base**places
+
+
+@pytest.mark.parametrize("base", [-1, -2.0, 2])
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_a_power_of_a_negative_number_is_not_the_negative_of_a_power(base, capture):
+    """torch.fx writes -1 ** x, which Python reads as -(1 ** x)."""
+    torch.manual_seed(0)
+    model, x = Signs(base), torch.randn(3, 4)
+    converted = fxamp.convert(model, torch.bfloat16, capture=capture)
+    assert (converted(x) / model(x) - 1).abs().max() < 0.1  # a sign that is wrong would make it 2
+
+
+def test_a_power_of_a_negative_number_in_a_vmap():
+    torch.manual_seed(0)
+    model, x = Signs(-1, in_vmap=True), torch.randn(3, 4)
+    converted = fxamp.convert(model, torch.bfloat16, (x,))
+    assert (converted(x) / model(x) - 1).abs().max() < 0.1
+
+
+def test_a_power_of_a_negative_number_under_torch_compile():
+    torch.manual_seed(0)
+    model, x = Signs(-1), torch.randn(3, 4)
+    compiled = torch.compile(fxamp.convert(model, torch.bfloat16, (x,)), backend="aot_eager", fullgraph=True)
+    assert (compiled(x) / model(x) - 1).abs().max() < 0.1
