@@ -4,7 +4,8 @@ A residual stream is x + f(x) + g(x) + ...: each sum is an operand of the next, 
 highway, the state of a recurrent cell (f * c + i * g) and a running mean are streams too. In bfloat16 every one of
 these sums would round the whole stream to 8 bits, once a block, while autocast adds in float32, because what begins the
 stream (embedding rows, a norm, a positional parameter) is float32 there. The branches stay low: the sum reads them as
-they are. float16 keeps the 11 bits of TF32, and its streams are left to the cut.
+they are. What scales and shifts the norm at the end of a stream, before the last GEMM, rounds all of it too. float16
+keeps the 11 bits of TF32, and its streams are left to the cut.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ _NORMS = frozenset(
     """_fused_rms_norm batch_norm group_norm instance_norm layer_norm native_batch_norm native_group_norm
     native_layer_norm rms_norm""".split()
 )
+_SCALES = SUMS | {"mul", "div"}
 TF32_EPS = 2.0**-10
 
 
@@ -33,16 +35,24 @@ def protect_streams(ruling: Ruling) -> None:
     2. What autocast adds in low precision (a residual network's convolutions) is free.
     3. Up from the sums, infer and clear nodes are high too, but for what a branch makes of its GEMM (a layer scale).
     4. A sum that the user has spoken of, by an override or the lists, is left to that.
+    5. What scales and shifts a norm of a float32 value, and is read by the model's last GEMM, counts like a sum.
     """
     if ruling.policy.level != "balanced" or torch.finfo(ruling.policy.low).eps <= TF32_EPS:
         return
     low = low_under_autocast(ruling)
-    sums = _sums_that_go_on(ruling, low)
+    weights = _made_of_weights(ruling.graph)
+    sums = _sums_that_go_on(ruling, low, weights)
     text = f"adds to a residual stream, which {dtype_name(ruling.policy.low)} would round anew at each sum"
     for node in sums:
         if node not in ruling.fixed:
             ruling.fix(node, "high", "stream", text)
-    _protect_what_begins_them(ruling, low, sums)
+    _protect_what_begins_them(ruling, low, sums, "begins the residual stream that {} adds to")
+    scaled = _scale_the_last_norm(ruling, low | weights)
+    for node, norm in scaled.items():
+        ruling.fix(
+            node, "high", "stream", f"scales or shifts {norm.name} for the last GEMM, and so all that is returned"
+        )
+    _protect_what_begins_them(ruling, low, scaled, "leads to {}, which scales or shifts the last norm")
 
 
 def low_under_autocast(ruling: Ruling) -> set[fx.Node]:
@@ -74,18 +84,18 @@ class _Part:
     is_gated: bool = False  # multiplied by what is computed
 
 
-def _sums_that_go_on(ruling: Ruling, low: set[fx.Node]) -> dict[fx.Node, None]:
+def _sums_that_go_on(ruling: Ruling, low: set[fx.Node], weights: set[fx.Node]) -> dict[fx.Node, None]:
     """Sums of two values in float32 under autocast, one of which is such a sum too, and that one."""
     sums: dict[fx.Node, None] = {}
     parts: dict[fx.Node, _Part] = {}
-    weights = _made_of_weights(ruling.graph)
     for node in ruling.graph.nodes:
         if not node.op.startswith("call") or not ruling.is_reader(node) or node in low:
             continue
         computed = [read for read in ruling.reads[node] if read.value not in weights]
         given = [_part_of(ruling.sources_of(read, node), parts) for read in computed]
         before = next(filter(None, given), None)
-        if _may_be_sum(ruling, node) and len(computed) >= 2 and not _is_mix(given):
+        is_sum = ir.mark(node).op in SUMS and len(computed) >= 2 and _is_left_to_us(ruling, node)
+        if is_sum and not _is_mix(given):
             if before is not None:
                 sums |= dict.fromkeys((before.sum, node))
             parts[node] = _Part(node)
@@ -111,9 +121,9 @@ def _part_of(sources: Iterable[fx.Node], parts: Mapping[fx.Node, _Part]) -> _Par
     return next((parts[source] for source in sources if source in parts), None)
 
 
-def _may_be_sum(ruling: Ruling, node: fx.Node) -> bool:
-    op = ir.mark(node).op
-    return op in SUMS and node not in ruling.chosen and not ruling.policy.is_users_choice(op)
+def _is_left_to_us(ruling: Ruling, node: fx.Node) -> bool:
+    """Whether the user has not spoken of a node, by an override or the lists."""
+    return node not in ruling.chosen and not ruling.policy.is_users_choice(ir.mark(node).op)
 
 
 def _is_mix(given: Sequence[_Part | None]) -> bool:
@@ -131,10 +141,41 @@ def _passed_on(ruling: Ruling, node: fx.Node, part: _Part, operands: int) -> _Pa
         return None if part.is_normed else dataclasses.replace(part, is_gated=True)
     if op in _NORMS:
         return _Part(part.sum, is_normed=True)
-    return part if op in ("mul", "div", *SUMS) or ruling.colours[node] == "clear" else None
+    return part if op in _SCALES or ruling.colours[node] == "clear" else None
 
 
-def _protect_what_begins_them(ruling: Ruling, low: set[fx.Node], sums: Container[fx.Node]) -> None:
+def _scale_the_last_norm(ruling: Ruling, rounded: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Free products and sums between a norm of a float32 value and the last GEMM -> that norm.
+
+    Args:
+        rounded: low values and weights.
+    """
+    ahead = _gemms_ahead(ruling)
+    behind: dict[fx.Node, fx.Node] = {}
+    scaled: dict[fx.Node, fx.Node] = {}
+    for node in ruling.graph.nodes:
+        if ahead.get(node) != 1 or not ruling.is_reader(node) or not node.op.startswith("call"):
+            continue
+        op, before = ir.mark(node).op, ruling.first_source(node, behind)
+        if op in _NORMS and any(read.value not in rounded for read in ruling.reads[node]):
+            behind[node] = node
+        elif before is not None and (op in _SCALES or ruling.colours[node] == "clear"):
+            behind[node] = behind[before]
+            if op in _SCALES and node not in ruling.fixed and _is_left_to_us(ruling, node):
+                scaled[node] = behind[node]
+    return scaled
+
+
+def _gemms_ahead(ruling: Ruling) -> dict[fx.Node, int]:
+    """How many allow ops stand, at most, between each value and what is returned."""
+    ahead: dict[fx.Node, int] = {}
+    for node in reversed(ruling.graph.nodes):
+        readers = [user for user in node.users if user.op == "output" or user in ruling.participants]
+        ahead[node] = max((ahead[user] + (ruling.colours[user] == "allow") for user in readers), default=0)
+    return ahead
+
+
+def _protect_what_begins_them(ruling: Ruling, low: set[fx.Node], sums: Container[fx.Node], text: str) -> None:
     untouched = low | branches(ruling, low) | ruling.chosen.keys()
     reaches: dict[fx.Node, fx.Node] = {}
     for node in reversed(ruling.graph.nodes):
@@ -144,7 +185,7 @@ def _protect_what_begins_them(ruling: Ruling, low: set[fx.Node], sums: Container
         if node not in sums:
             if node in untouched or node in ruling.fixed:
                 continue
-            ruling.fix(node, "high", "stream", f"begins the residual stream that {end.name} adds to", end)
+            ruling.fix(node, "high", "stream", text.format(end.name), end)
         for source in ruling.sources(node):
             reaches.setdefault(source, end)
 
