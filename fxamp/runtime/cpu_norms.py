@@ -101,12 +101,10 @@ class _Norm(torch.autograd.Function):
 
 def _gradients_of_torch(ctx: Any, grad: torch.Tensor) -> list[torch.Tensor | None]:
     needed = ctx.needs_input_grad[1:4]
-    wanted = [tensor for tensor, is_needed in zip(ctx.saved_tensors, needed, strict=True) if is_needed]
-    is_differentiated = torch.is_grad_enabled()
-    with torch.enable_grad():
-        input, weight, bias = ctx.saved_tensors
-        normed = ctx.kind.norm(input, ctx.by, weight, bias, ctx.eps)
-        found = iter(torch.autograd.grad(normed, wanted, grad, create_graph=is_differentiated))
+    input, weight, bias = ctx.saved_tensors  # a checkpoint gives them once
+    wanted = [tensor for tensor, is_needed in zip((input, weight, bias), needed, strict=True) if is_needed]
+    normed = ctx.kind.norm(input, ctx.by, weight, bias, ctx.eps)
+    found = iter(torch.autograd.grad(normed, wanted, grad, create_graph=True))
     return [next(found) if is_needed else None for is_needed in needed]
 
 

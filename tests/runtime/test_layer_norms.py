@@ -6,6 +6,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.func import grad, vmap
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp.model.engine import engine_of
@@ -91,6 +92,16 @@ def test_gradients_that_are_differentiated_are_torchs():
         found.append(torch.autograd.grad(sum(each.square().sum() for each in first), tensors))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
+def test_gradients_inside_a_checkpoint_are_differentiated():
+    tensors = given(torch.bfloat16)
+    found = []
+    for run in (lambda *args: checkpoint(layer_norm, *args, use_reentrant=False), layer_norm):
+        first = torch.autograd.grad(run(tensors[0], (8,), *tensors[1:]).square().sum(), tensors, create_graph=True)
+        found.append(torch.autograd.grad(sum(each.square().sum() for each in first), tensors))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_batches_of_gradients_are_torchs():
