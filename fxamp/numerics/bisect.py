@@ -13,7 +13,7 @@ from fxamp.model.engine import engine_of
 from fxamp.model.unconverted import check_left
 from fxamp.numerics.blocks import boundary_of, is_layer
 from fxamp.numerics.compare import Loss, NodeError, check_pair, compare, finite, flags_of
-from fxamp.numerics.distance import error_of
+from fxamp.numerics.distance import error_of, error_of_all
 from fxamp.numerics.modes import plain_modes
 from fxamp.numerics.progress import Progress
 from fxamp.numerics.recording import record
@@ -200,12 +200,12 @@ class _Search:
         overrides = {**call.engine.options.overrides, **dict.fromkeys(denied, "deny")}
         plain_blocks = set(denied).intersection(self.blocks.values())
         mixed = record(call, Rewriter(call, plain_blocks, overrides=overrides), None)
-        errors = list(map(error_of, self.exact.outputs, mixed.outputs))
+        errors = [error_of_all(self.exact.outputs, mixed.outputs)]
         if self.loss_fn is not None:
             with plain_modes(call.model):
                 one, other = (self.loss_fn(_outputs(found.outputs)) for found in (self.exact, mixed))
             errors.append(error_of(one.detach(), other.detach()))
-        return max(errors, default=0.0)
+        return max(errors)
 
     def result(self, nodes: tuple[str, ...], is_minimal: bool) -> DenySet:
         given = dict(self.call.engine.options.overrides)

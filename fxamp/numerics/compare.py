@@ -16,7 +16,16 @@ from fxamp.errors import OptionError
 from fxamp.model.engine import engine_of
 from fxamp.model.rebuild import training_flags
 from fxamp.model.unconverted import check_left
-from fxamp.numerics.distance import error_of, introduced, largest_difference, share_flushed, share_not_finite
+from fxamp.numerics.distance import (
+    are_alike,
+    error_of,
+    error_of_all,
+    holds_all_of,
+    introduced,
+    largest_difference,
+    share_flushed,
+    share_not_finite,
+)
 from fxamp.numerics.extent import check_not_empty
 from fxamp.numerics.kept import state_kept
 from fxamp.numerics.modes import usable
@@ -25,6 +34,7 @@ from fxamp.numerics.run import Call, arguments, call_of, check_module, floats_in
 from fxamp.numerics.runner import Part
 from fxamp.numerics.underflow import Underflow, underflows
 from fxamp.numerics.weight_errors import WeightError, weight_errors, weight_table
+from fxamp.value_types import tensors_in
 from fxamp.words import listed
 
 Loss = Callable[[Any], torch.Tensor]
@@ -149,8 +159,9 @@ def compare(
 
     Returns:
         The relative error of every node, the largest first; `str()` is a table. Where forward runs as it is written,
-        of the nodes of each module that it calls as a graph, and of each linear layer and convolution. Of a model that
-        convert() was asked to leave as it is, the outputs' error alone.
+        of the nodes of each module that it calls as a graph, and of each linear layer and convolution. What data made
+        of other sizes in the two runs (rows that a gate has sent elsewhere) has no row, and as an output an infinite
+        error. Of a model that convert() was asked to leave as it is, the outputs' error alone.
 
     Raises:
         OptionError: `converted` is not converted, or not from such a model; no inputs, or a scale that is not positive.
@@ -168,7 +179,7 @@ def compare(
         exact = record(other, in_float32(call), loss_fn, as_float32=True, counting=True)
     lost = underflows(exact.flow, mixed.flow) if exact.flow and mixed.flow else ()
     rows = _rows(exact, mixed)
-    output = max(map(error_of, exact.outputs, mixed.outputs), default=0.0)
+    output = error_of_all(exact.outputs, mixed.outputs)
     losses = None if exact.loss is None or mixed.loss is None else (exact.loss, mixed.loss)
     weights = tuple(weight_errors(exact, mixed, model))
     bad = share_not_finite(exact.outputs, mixed.outputs)
@@ -230,7 +241,7 @@ def _compare_whole(model: nn.Module, other: nn.Module, inputs: Any, loss_fn: Los
             with state_kept(each), torch.no_grad():
                 given.append(each(*args, **kwargs))
                 losses.append(None if loss_fn is None else float(loss_of(given[-1], loss_fn)))
-    output = max(map(error_of, *map(floats_in, given)), default=0.0)
+    output = error_of_all(*map(floats_in, given))
     one, two = losses
     return Comparison((), output, None if one is None or two is None else (one, two), other_flags=flags)
 
@@ -239,7 +250,7 @@ def _rows(exact: Recorded, mixed: Recorded) -> list[NodeError]:
     rows: list[NodeError] = []
     for number, part in exact.parts.items():
         other = mixed.parts.get(number)
-        if other is not None and other.graph == part.graph:  # else the two runs decided differently on their data
+        if other is not None and other.identity == part.identity:
             rows += _rows_of(part, other, exact, mixed)
     return sorted(rows, key=lambda row: -row.error)
 
@@ -248,8 +259,11 @@ def _rows_of(fp32: Part, part: Part, exact: Recorded, mixed: Recorded) -> Iterat
     nodes = {node.name: node for node in part.variant.graph.nodes}
     errors: dict[str, float] = {}
     for node in fp32.variant.graph.nodes:
-        name, real, key = node.name, nodes.get(node.name), (part.number, part.graph, node.name)
+        name, real, key = node.name, nodes.get(node.name), (part.identity, node.name)
         if real is None or not exact.values.get(key) or not mixed.values.get(key):
+            continue
+        are_comparable = holds_all_of if _is_padded(node, real) else are_alike
+        if not all(map(are_comparable, exact.values[key], mixed.values[key])):
             continue
         errors[name] = max(map(error_of, exact.values[key], mixed.values[key]))
         read = [_made_by(exact, fp32, given, node) for given in node.all_input_nodes]
@@ -273,6 +287,12 @@ def _rows_of(fp32: Part, part: Part, exact: Recorded, mixed: Recorded) -> Iterat
         )
 
 
+def _is_padded(exact: fx.Node, mixed: fx.Node) -> bool:
+    """Whether the mixed graph holds what an fp32 node gives with a padding."""
+    shapes = [[part.shape for part in tensors_in(ir.mark(node).type)] for node in (exact, mixed)]
+    return shapes[0] != shapes[1]
+
+
 def _made_by(recorded: Recorded, part: Part, given: fx.Node, reader: fx.Node) -> tuple[str, str]:
     """The value's node, and the one that made what is read of it: the last that wrote it in place, or itself."""
-    return given.name, recorded.writers.get(((part.number, part.graph, given.name), reader.name), given.name)
+    return given.name, recorded.writers.get(((part.identity, given.name), reader.name), given.name)

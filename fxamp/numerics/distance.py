@@ -15,6 +15,12 @@ def error_of(exact: torch.Tensor, mixed: torch.Tensor) -> float:
     return difference / size if size and math.isfinite(size) else (0.0 if difference == 0 else math.inf)
 
 
+def error_of_all(exact: Sequence[torch.Tensor], mixed: Sequence[torch.Tensor]) -> float:
+    """The largest error of two runs' outputs; inf where they are of other sizes, on which data has decided."""
+    pairs = list(zip(exact, mixed, strict=False))
+    return max((error_of(*both) if are_alike(*both) else math.inf for both in pairs), default=0.0)
+
+
 def difference_of(exact: torch.Tensor, mixed: torch.Tensor) -> float:
     """Norm of the difference, of what is finite in `mixed`; inf where only `mixed` is not finite."""
     one, other = _pair(exact, mixed)
@@ -45,9 +51,20 @@ def share_flushed(exact: torch.Tensor, mixed: torch.Tensor) -> float:
 
 def share_not_finite(exact: Sequence[torch.Tensor], mixed: Sequence[torch.Tensor]) -> float:
     """Share of the numbers that are finite in neither."""
-    pairs = [_pair(*both) for both in zip(exact, mixed, strict=False)]
+    pairs = [_pair(*both) for both in zip(exact, mixed, strict=False) if are_alike(*both)]
     bad = sum(int((~torch.isfinite(one) & ~torch.isfinite(other)).sum()) for one, other in pairs)
     return bad / max(1, sum(one.numel() for one, _ in pairs))
+
+
+def holds_all_of(exact: torch.Tensor, mixed: torch.Tensor) -> bool:
+    """Whether a value that may be padded can be held against the other: data may have made it smaller."""
+    is_as_large = all(one <= other for one, other in zip(exact.shape, mixed.shape, strict=False))
+    return exact.dim() == mixed.dim() and is_as_large
+
+
+def are_alike(exact: torch.Tensor, mixed: torch.Tensor) -> bool:
+    """Whether two values that are not padded can be held against each other: data may have decided on their sizes."""
+    return exact.shape == mixed.shape
 
 
 def _pair(exact: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,11 +14,11 @@ from fxamp.inplace import mutated
 from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.kept import state_kept
 from fxamp.numerics.run import Call, Rewriter, floats_in, gradients_of, loss_of, run
-from fxamp.numerics.runner import Part
+from fxamp.numerics.runner import Identity, Part
 from fxamp.numerics.watcher import CallWatcher, storage_of
 
-Key = tuple[int, int, str]
-"""(the graph's turn in the call, its number in the report, the node's name)"""
+Key = tuple[Identity, str]
+"""(the graph's turn, the node's name)"""
 Values = dict[Key, list[torch.Tensor]]
 
 
@@ -111,7 +111,7 @@ class _Keeper:
         """A node is about to read a value, and perhaps to write it."""
         if key in self._writer_of:
             self.writers[key, reader.name] = self._writer_of[key]
-        if any(key[2] == written.name for written in mutated(reader)):
+        if any(key[1] == written.name for written in mutated(reader)):
             self._written += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             for sharing in self._sharing_with(self._written):
                 self._copy(sharing)
@@ -135,7 +135,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> Iterable[StorageWeakRef]:
 
 
 def _key(part: Part, node: fx.Node) -> Key:
-    return part.number, part.graph, node.name
+    return part.identity, node.name
 
 
 def _keep_gradient(tensor: torch.Tensor, key: Key, kept: Values, scale: float) -> None:

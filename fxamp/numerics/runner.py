@@ -18,6 +18,9 @@ from fxamp.model.variant import Variant
 from fxamp.numerics.exact import exact_weight, has_master
 from fxamp.numerics.parts import Turn
 
+Identity = tuple[int, int, tuple[torch.Size, ...]]
+"""(the graph's turn in the call, its number in the report, the sizes of what came in)"""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
@@ -28,12 +31,19 @@ class Part:
         graph: number of the graph in `fxamp.report(model)`.
         variant: what runs.
         turn: where forward runs as it is written, the call of a module that is a graph.
+        sizes: of the tensors that come in.
     """
 
     number: int
     graph: int
     variant: Variant
     turn: Turn | None = None
+    sizes: tuple[torch.Size, ...] = ()
+
+    @property
+    def identity(self) -> Identity:
+        """What it shares with its twin in another run; it has none where that has decided otherwise on its data."""
+        return self.number, self.graph, self.sizes
 
     def model(self, model: nn.Module) -> nn.Module:
         """What it is a graph of: the model, or the module that forward has called."""

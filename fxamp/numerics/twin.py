@@ -10,12 +10,8 @@ from fxamp.numerics.flow import CallFlow, Flow
 
 def twins(exact: CallFlow, mixed: CallFlow) -> list[tuple[Flow, Flow]]:
     """(fp32's, mixed) for each graph that ran in both, at the same turn of the call."""
-    others = {_turn(flow): flow for flow in exact.parts}
-    return [(others[_turn(flow)], flow) for flow in mixed.parts if _turn(flow) in others]
-
-
-def _turn(flow: Flow) -> tuple[int, int]:
-    return flow.part.number, flow.part.graph
+    others = {flow.part.identity: flow for flow in exact.parts}
+    return [(others[flow.part.identity], flow) for flow in mixed.parts if flow.part.identity in others]
 
 
 def root_of(node: fx.Node) -> fx.Node:

@@ -9,7 +9,14 @@ from tabulate import tabulate
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.numerics.distance import difference_of, error_of, introduced, largest_difference, share_flushed
+from fxamp.numerics.distance import (
+    difference_of,
+    error_of,
+    holds_all_of,
+    introduced,
+    largest_difference,
+    share_flushed,
+)
 from fxamp.numerics.recording import Key, Recorded
 from fxamp.sparse import held
 from fxamp.words import listed
@@ -85,7 +92,7 @@ def weight_errors(exact: Recorded, mixed: Recorded, model: nn.Module) -> list[We
                 share_flushed(one, other),
                 norms[name],
                 difference / whole if whole else 0.0,
-                tuple(dict.fromkeys(node for _, _, node in reading)),
+                tuple(dict.fromkeys(node for _, node in reading)),
                 difference / terms if terms else 0.0,
             )
         )
@@ -93,9 +100,9 @@ def weight_errors(exact: Recorded, mixed: Recorded, model: nn.Module) -> list[We
 
 
 def _gradient_error(exact: Recorded, mixed: Recorded, key: Key) -> float:
-    """Of the gradient of a node's value; 0 where it has none in one of the runs."""
+    """Of the gradient of a node's value; 0 where it has none in one of the runs, or one of another size."""
     one, other = exact.gradients.get(key), mixed.gradients.get(key)
-    return error_of(one[0], other[0]) if one and other else 0.0
+    return error_of(one[0], other[0]) if one and other and holds_all_of(one[0], other[0]) else 0.0
 
 
 def _size_of_gradient(exact: Recorded, key: Key) -> float:
@@ -142,7 +149,7 @@ def _readers(recorded: Recorded, model: nn.Module) -> dict[str, list[Key]]:
         for node in part.variant.graph.nodes:
             for parameter, reader in _reads(node, root, model):
                 if id(parameter) in names:
-                    found.setdefault(names[id(parameter)], []).append((part.number, part.graph, reader.name))
+                    found.setdefault(names[id(parameter)], []).append((part.identity, reader.name))
     return found
 
 

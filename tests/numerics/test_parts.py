@@ -41,10 +41,6 @@ def distance(one, other):
     return float((one - other).detach().double().norm() / one.detach().double().norm())
 
 
-def is_as_written(converted):
-    return fxamp.report(converted).whole == () and not engine_of(converted).all_variants()
-
-
 @pytest.mark.parametrize("is_called_before", [False, True])
 @pytest.mark.parametrize("opt_level", LEVELS)
 def test_compare_tells_what_the_model_gives(opt_level, is_called_before):
@@ -78,6 +74,50 @@ def test_every_call_of_a_part_has_rows_which_name_it(opt_level):
     assert any(row.part == "head" for row in found.rows)
     assert all(row.gradient is not None for row in found.rows)
     assert "part" in str(found) and taken in str(found)
+
+
+class Routed(Choosing):
+    """Sends rows to one of two blocks."""
+
+    is_graph = False
+
+    def forward(self, x):
+        h = self.stem(x)
+        goes_left = h[:, 0] > (0 if self.is_graph or h.sum().item() > -1e9 else 1)
+        out = torch.zeros_like(h)
+        out[goes_left] = self.left(h[goes_left]).to(out.dtype)
+        out[~goes_left] = self.right(h[~goes_left]).to(out.dtype)
+        return self.head(out)
+
+
+class RoutedInAGraph(Routed):
+    is_graph = True
+
+
+class Filtered(Choosing):
+    """Gives some rows alone."""
+
+    def forward(self, x):
+        h = self.stem(x)
+        return self.head(self.left(h[h[:, 0] > 0]))
+
+
+@pytest.mark.parametrize("make", [Routed, RoutedInAGraph])
+@pytest.mark.parametrize("opt_level", LEVELS)
+def test_modules_that_get_other_rows_in_float32_have_no_rows_in_the_table(opt_level, make):
+    model, converted = twins(make, opt_level)
+    x = batch(0, 2000)
+    found = fxamp.compare(model, converted, (x,), squared)
+    assert any(row.part for row in found.rows) == (make is Routed)
+    assert {row.module.split(".")[0] for row in found.rows if row.op == "linear"} == {"stem", "head"}
+    assert found.output == pytest.approx(distance(model(x), converted(x)), rel=1e-6)
+    assert found.underflows == ()
+    assert fxamp.find_deny(model, converted, (x,), tolerance=1e-2).nodes
+
+
+def test_outputs_of_other_sizes_are_no_error_that_can_be_told():
+    model, converted = twins(Filtered)
+    assert fxamp.compare(model, converted, (batch(0, 2000),)).output == float("inf")
 
 
 class Normed(Twice):
