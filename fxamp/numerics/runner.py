@@ -75,8 +75,8 @@ class Runner(fx.Interpreter):
         edge: gets (the node read, its reader, the value), and gives the value that the reader sees.
         as_float32: parameters that are low are read as the float32 numbers they stand for, and modules that are
             converted by themselves run as they are written.
-        stored_anew: high ops read the masters of parameters that are stored low (O2): the graph is one of other
-            options, and a conversion with those would store what high ops read in float32.
+        stored_anew: high ops read the masters of parameters that are stored low, and high modules their numbers in
+            float32: the graph is one of other options, and a conversion with those would store them so.
         plain_blocks: of those modules the paths of some that do so in any case.
     """
 
@@ -101,8 +101,10 @@ class Runner(fx.Interpreter):
         self.as_float32 = as_float32
         self.stored_anew = stored_anew
         self.plain_blocks = plain_blocks
+        self.reads_exactly = as_float32
 
     def run_node(self, n: fx.Node) -> Any:
+        self.reads_exactly = self.as_float32 or (self.stored_anew and ir.mark(n).precision == "high")
         value = super().run_node(n)
         if n.op == "placeholder" and ir.WEIGHT_PATH in n.meta:
             other = ir.attribute(self.model, n.meta[ir.WEIGHT_PATH])
@@ -151,7 +153,7 @@ class Runner(fx.Interpreter):
             for part in module.modules():  # none has weights stored low: neither O2 nor O3 takes such modules
                 if ir.ENGINE in part.__dict__:
                     on_leaving(part.__dict__.__setitem__, ir.ENGINE, part.__dict__.pop(ir.ENGINE))
-        if self.as_float32 and (low := _low_tensors(module)):
+        if self.reads_exactly and (low := _low_tensors(module)):
             exact = {name: exact_weight(tensor) for name, tensor in low.items()}
             return torch.func.functional_call(module, exact, args, kwargs)
         return module(*args, **kwargs)

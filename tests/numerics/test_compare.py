@@ -597,3 +597,12 @@ def test_what_dynamo_leaves_outside_of_its_graphs_reads_the_weights_of_each_mode
             weight.zero_()
     assert fxamp.compare(model, converted, given).output == math.inf
     assert converted.lstm.weight_ih_l0 is not model.lstm.weight_ih_l0 and converted.lstm.weight_ih_l0.any()
+
+
+@pytest.mark.parametrize("make", [nn.BatchNorm1d, nn.LayerNorm])
+def test_at_O3_norms_that_are_stored_low_are_tried_in_float32(make):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), make(16), nn.Linear(16, 3)), torch.randn(8, 16)
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, opt_level="O3")
+    found = fxamp.find_deny(model, converted, (x,), tolerance=1e-9)
+    assert not found.is_met and found.error < fxamp.compare(model, converted, (x,)).output
