@@ -233,7 +233,7 @@ def _untouchable(ruling: Ruling, node: fx.Node) -> str | None:
             if found.dtype is None:
                 return f"the dtype of its input {given.name} is not known before real inputs are seen"
             if found.dtype != torch.float32 and is_inexact(found.dtype) and not is_conversion(node):
-                return f"its input {given.name} is {dtype_name(found.dtype)} by the user's own choice"
+                return f"its input {given.name} is {dtype_name(found.dtype)} by itself"
     if (sparse := ir.sparse_values(node)) and not is_conversion(node):
         name = "its result" if sparse[0] is node else f"its input {sparse[0].name}"
         return f"{name} is sparse: few kernels take a low one, and torch has no gradient for some casts of it"
@@ -379,7 +379,7 @@ def _fix_promotion(ruling: Ruling, node: fx.Node) -> None:
     """A low value that stands beside float32 ones: widening is exact, and so is rounding it back."""
     (source,) = node.all_input_nodes
     dtype = next((found.dtype for found in tensors_in(ir.mark(source).type)), None)
-    text = f"{source.name} is low by the user's own choice, and is read here as torch.autocast reads it"
+    text = f"{source.name} is low by itself, and is read here as torch.autocast reads it"
     ruling.fix(node, "high", "conversion", text, source)
     if dtype == torch.bfloat16 and ruling.policy.low == torch.float16:
         ruling.tainted.add(node)  # it may hold numbers beyond float16's range

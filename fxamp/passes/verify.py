@@ -67,7 +67,7 @@ def _check_operand(node: fx.Node, value: fx.Node, mode: str) -> None:
 
 
 def _found(value: fx.Node) -> str:
-    """The precision of a value; "none" for what is low by the user's own choice, whatever computes it."""
+    """The precision of a value; "none" for what is low by itself, whatever computes it."""
     return "none" if _is_users_low(value) else ir.mark(value).precision
 
 

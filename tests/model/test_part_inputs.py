@@ -72,7 +72,15 @@ def test_what_the_user_hands_over_low_is_read_as_it_is():
     converted = fxamp.convert(Part(FORMS["add"]), torch.bfloat16)
     converted(batch(0).bfloat16())
     (row,) = (row for row in fxamp.report(converted).rows if row.op == "add")
-    assert row.precision == "high" and "user's own choice" in row.reason
+    assert row.precision == "high" and "is bfloat16 by itself" in row.reason
+
+
+def test_what_comes_low_into_a_part_is_not_said_to_be_the_users_choice():
+    converted = fxamp.convert(net(lambda part, x: part.fc(x.exp())), torch.bfloat16)
+    run(converted)
+    reasons = [row.reason for row in fxamp.report(converted).rows]
+    assert [reason for reason in reasons if "is low by itself" in reason]
+    assert not [reason for reason in reasons if "user" in reason]
 
 
 class Writing(Net):
