@@ -28,7 +28,7 @@ _PRODUCTS = (nn.Linear, nn.Bilinear, _ConvNd)
 
 running = threading.local()
 """view: the innermost that is called; is_on: whether autocast was switched on around the innermost forward that runs as
-it is written."""
+it is written; has_gradients: whether gradients were on around the outermost one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +54,14 @@ class Part:
     def run(self, view: nn.Module, written: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the module, in a graph or as it is written.
 
-        1. Without gradients only what has a graph looks for one: who generates text calls each part for each token.
+        1. Without gradients only what has a graph looks for one: who generates text calls each part for each token. In
+           a step of training it looks as well: it is a teacher, or a checkpoint of torch's older kind.
         2. Where forward has switched autocast off, its author wants float32.
         """
         module, engine = self.module, self.engine
         if module is None or engine is None or self.family.is_protected():
             return written(view, *args, **kwargs)
-        if not engine.variants and not torch.is_grad_enabled():
+        if not engine.variants and not (torch.is_grad_enabled() or getattr(running, "has_gradients", False)):
             return written(view, *args, **kwargs)
         take_back_writes()
         before, running.view = getattr(running, "view", None), view

@@ -108,13 +108,15 @@ class Written:
 
 @contextlib.contextmanager
 def _autocast(device: str, low: torch.dtype, is_on: bool) -> Iterator[None]:
-    """torch.autocast around a forward, off for one that an override denies; noted, for forward may switch it off."""
-    before, running.is_on = getattr(running, "is_on", True), is_on
+    """torch.autocast around a forward, off for one that an override denies; noted, for forward may switch it off, and
+    gradients, too."""
+    before, had_gradients = getattr(running, "is_on", True), getattr(running, "has_gradients", False)
+    running.is_on, running.has_gradients = is_on, had_gradients or torch.is_grad_enabled()
     try:
         with torch.autocast(device, dtype=low, enabled=is_on):
             yield
     finally:
-        running.is_on = before
+        running.is_on, running.has_gradients = before, had_gradients
 
 
 def _floats_as(dtype: torch.dtype, values: Any, replaced: set[torch.dtype]) -> Any:

@@ -368,8 +368,9 @@ def test_flags_and_hooks_that_are_set_by_an_older_reference_are_seen():
     torch.testing.assert_close(doubled[0], doubled[1], rtol=0.05, atol=0.1)  # no dropout: `inner` is not trained
 
 
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_inside_compute_the_same_again(reentrant):
+def test_checkpoints_inside_compute_the_same_again(reentrant, opt_level, caplog):
     class Checkpointing(Choosing):
         def forward(self, x, saves=True):
             h = checkpoint(self.stem, x, use_reentrant=reentrant) if saves else self.stem(x)
@@ -377,15 +378,51 @@ def test_checkpoints_inside_compute_the_same_again(reentrant):
             return self.head(checkpoint(lambda y: chosen(y), h, use_reentrant=reentrant) if saves else chosen(h))
 
     torch.manual_seed(0)
-    converted = converted_o2(Checkpointing())
+    converted = fxamp.convert(Checkpointing(), torch.bfloat16, opt_level=opt_level)
     gradients = []
     for saves in (True, False):
         x = batch(0).requires_grad_()
-        converted(x, saves).square().sum().backward()
+        result = converted(x, saves)
+        assert {"left", "right"}.intersection(blocks_of(converted)) and "stem" in blocks_of(converted)
+        result.square().sum().backward()
         gradients.append([x.grad, *(weight.grad for weight in converted.parameters() if weight.grad is not None)])
         converted.zero_grad()
     assert len(gradients[0]) == len(gradients[1]) > 8
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+class Taught(Choosing):
+    """Its right block is renewed at each call, and asked without gradients."""
+
+    def __init__(self, no_gradients):
+        super().__init__()
+        self.right = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+        self.no_gradients = no_gradients
+
+    def forward(self, x):
+        h = self.stem(x)
+        with torch.no_grad():
+            for weight in self.right.parameters():
+                weight.lerp_(torch.ones_like(weight), 0.25)
+        with self.no_gradients():
+            target = self.right(h)
+        return (self.left(h) - target.clone() if h.sum().item() > -1e9 else h).square().mean()
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("no_gradients", [torch.no_grad, torch.inference_mode])
+def test_a_teacher_in_a_step_of_training_is_a_graph(no_gradients, opt_level):
+    torch.manual_seed(0)
+    model = Taught(no_gradients)
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, opt_level=opt_level)
+    for seed in range(3):
+        expected, found = model(batch(seed)), converted(batch(seed))
+        expected.backward()
+        found.backward()
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=1e-3)
+    assert blocks_of(converted) == ["left", "right", "stem"]
+    assert all(weight.grad is None for weight in converted.right.parameters())
 
 
 def test_copies_and_pickles_hold_no_view():
