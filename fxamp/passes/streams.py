@@ -49,9 +49,8 @@ def protect_streams(ruling: Ruling) -> None:
     _protect_what_begins_them(ruling, low, sums, "begins the residual stream that {} adds to")
     scaled = _scale_the_last_norm(ruling, low | weights)
     for node, norm in scaled.items():
-        ruling.fix(
-            node, "high", "stream", f"scales or shifts {norm.name} for the last GEMM, and so all that is returned"
-        )
+        text = f"scales or shifts {norm.name} for the last GEMM, and so all that is returned"
+        ruling.fix(node, "high", "stream", text)
     _protect_what_begins_them(ruling, low, scaled, "leads to {}, which scales or shifts the last norm")
 
 
