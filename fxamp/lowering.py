@@ -1,4 +1,7 @@
-"""Which parameters O2 and O3 store low: by the graph of a call, or layer by layer where there is none."""
+"""Which parameters O2 and O3 store low: by the graph of a call, or layer by layer where there is none.
+
+At O2 teachers (`fxamp.teachers`) stay in float32.
+"""
 
 import dataclasses
 import logging
@@ -18,8 +21,14 @@ from fxamp.options import Options
 from fxamp.override_keys import around, override_of, overrides_within
 from fxamp.pipeline import build_variant
 from fxamp.sparse import is_sparse
+from fxamp.teachers import weights_of_teachers
 
 log = logging.getLogger("fxamp")
+
+_OF_TEACHERS = (
+    "%s: %d weights (%s, ...) are frozen copies of trained ones and stay in float32, for an average that follows those "
+    "would not move low numbers"
+)
 
 
 def lowered_by_graph(graph: fx.Graph, model: nn.Module, options: Options) -> list[str]:
@@ -31,7 +40,8 @@ def lowered_by_graph(graph: fx.Graph, model: nn.Module, options: Options) -> lis
     if options.opt_level == "O3":
         whole = [node for node in graph.nodes if node.op == "call_module" and ir.mark(node).precision == "high"]
         return _all_but(model, [str(node.target) for node in whole])
-    return [name for name in _read_low(graph) if isinstance(ir.attribute(model, name), nn.Parameter)]
+    low = [name for name in _read_low(graph) if isinstance(ir.attribute(model, name), nn.Parameter)]
+    return _without_teachers(model, low)
 
 
 def lowered_by_layers(model: nn.Module, options: Options) -> list[str]:
@@ -57,7 +67,7 @@ def lowered_by_layers(model: nn.Module, options: Options) -> list[str]:
         read = frozenset() if f"{path}.".startswith(whole) else layers.reads_low(module, path)
         low |= {f"{path}.{name}".lstrip("."): id(own[name]) for name in own if name in read}
         others |= {id(weight) for name, weight in own.items() if name not in read}
-    return [path for path, weight in low.items() if weight not in others]
+    return _without_teachers(model, [path for path, weight in low.items() if weight not in others])
 
 
 def _run_whole(model: nn.Module, options: Options) -> list[str]:
@@ -66,6 +76,13 @@ def _run_whole(model: nn.Module, options: Options) -> list[str]:
     hooked = {path: None for path, module in modules if path and has_hooks(module)}
     is_written = options.capture == "auto" and share_in(multiplied(model), hooked) >= MUCH
     return [] if is_written else list(hooked)
+
+
+def _without_teachers(model: nn.Module, names: list[str]) -> list[str]:
+    teachers = set(weights_of_teachers(model)).intersection(names)
+    if teachers:
+        log.info(_OF_TEACHERS, type(model).__qualname__, len(teachers), min(teachers))
+    return [name for name in names if name not in teachers]
 
 
 class _Layers:

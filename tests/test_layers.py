@@ -50,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "canonical": NAMES | {"inplace", "ir", "switches"},
     "grouped": set(),
     "powers": set(),
+    "teachers": {"sparse"},
     "module_hooks": set(),
     "recurrent_fakes": set(),
     "sparse_fakes": {"sparse"},
