@@ -6,45 +6,60 @@ Source: He et al., "Momentum contrast for unsupervised visual representation lea
 """
 
 import collections
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fxamp.sparse import is_sparse
 
-_SAMPLE = 4  # numbers by which equal weights are found
+_NUMBERS = 1024  # of each matrix, by which copies are found
+_ENOUGH = 64  # numbers whose correlation is no chance
+_ALIKE, _EQUAL = 0.5, 1 - 1e-6  # correlations
 
 
 def weights_of_teachers(model: nn.Module) -> list[str]:
-    """The frozen parameters of modules that begin as copies of trained ones.
+    """The frozen parameters of modules that are copies of trained ones, or were and have followed them since.
 
-    A frozen matrix that equals a trained one tells where the copy is and of what; the biases and norms beside it belong
-    to it. One whose first numbers are the same (zeros) tells nothing, nor do fake and meta tensors.
+    A frozen matrix that is correlated with a trained one tells where the copy is and of what; the biases and norms
+    beside it belong to it. Constant ones (zeros) tell nothing, nor do fake and meta tensors.
     """
-    weights = {name: weight for name, weight in model.named_parameters() if not is_sparse(weight)}
-    trained: collections.defaultdict[object, list[str]] = collections.defaultdict(list)
-    frozen: dict[str, object] = {}
-    for name, weight in weights.items():
-        if (sample := _sample(weight)) is not None:
-            trained[sample].append(name) if weight.requires_grad else frozen.update({name: sample})
+    weights = dict(model.named_parameters())
     copies: dict[str, str] = {}
-    for name, sample in frozen.items():
-        same = (other for other in trained[sample] if torch.equal(weights[name], weights[other]))
-        if (original := next(same, None)) is not None:
-            copy, original = _without_common_end(name, original)
-            copies.setdefault(copy, original)
+    for copy, original in _pairs(weights):
+        copies.setdefault(*_without_common_end(copy, original))
     return [name for name, weight in weights.items() if not weight.requires_grad and _is_in(copies, name, weights)]
 
 
-def _sample(weight: torch.Tensor) -> object:
-    """Shape, dtype, device and the first numbers of a matrix; None of any other tensor, or where these are the same."""
-    is_matrix = weight.dim() > 1 and weight.numel() > 1 and type(weight) is nn.Parameter
-    if not is_matrix or weight.is_meta or isinstance(weight.data, FakeTensor):
-        return None
-    numbers = weight.detach()[(0,) * (weight.dim() - 1)][:_SAMPLE].tolist()
-    return None if len(set(numbers)) < 2 else (weight.shape, weight.dtype, weight.device, *numbers)
+def _pairs(weights: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, str]]:
+    """Frozen matrices and the trained ones that they are most like."""
+    groups: collections.defaultdict[object, list[str]] = collections.defaultdict(list)
+    for name, weight in weights.items():
+        if _holds_numbers(weight):
+            groups[weight.shape, weight.dtype, weight.device].append(name)
+    for names in groups.values():
+        frozen = [name for name in names if not weights[name].requires_grad]
+        trained = [name for name in names if weights[name].requires_grad]
+        if not (frozen and trained):
+            continue
+        mine, others = (torch.stack([_numbers(weights[name]) for name in part]) for part in (frozen, trained))
+        least = _ALIKE if mine.size(1) >= _ENOUGH else _EQUAL
+        best, places = (mine @ others.T).max(1)
+        for name, alike, place in zip(frozen, best.tolist(), places.tolist(), strict=True):
+            if alike > least:
+                yield name, trained[place]
+
+
+def _holds_numbers(weight: nn.Parameter) -> bool:
+    is_plain = type(weight) is nn.Parameter and not weight.is_meta and not is_sparse(weight)  # no fake or sharded one
+    return is_plain and weight.is_floating_point() and weight.dim() > 1 and weight.numel() > 0
+
+
+def _numbers(weight: torch.Tensor) -> torch.Tensor:
+    """Some numbers of a matrix, evenly spaced, with mean 0 and norm 1; of constant ones zeros."""
+    step = max(1, weight.numel() // _NUMBERS)
+    numbers = weight.detach().flatten()[::step][:_NUMBERS].float()
+    return nn.functional.normalize(numbers - numbers.mean(), dim=0)
 
 
 def _without_common_end(copy: str, original: str) -> tuple[str, str]:
