@@ -8,7 +8,8 @@
    residual streams high.
    So does it what leads to a question about positions: an argsort, a threshold, a bin (positions.py), and a softmax
    that a norm centres.
-4. Values that low precision would destroy are high: literals out of range and what they taint, exact integers,
+4. What becomes of a parameter or buffer from call to call is high (states.py).
+5. Values that low precision would destroy are high: literals out of range and what they taint, exact integers,
    squares.
 What is left is free, and the cut decides.
 """
@@ -34,6 +35,7 @@ from fxamp.passes.positions import protect_positions
 from fxamp.passes.reads import Read, asked_dtype, converts_to, is_conversion
 from fxamp.passes.ruling import Ruling, Verdict, start_ruling
 from fxamp.passes.spread import keep_last_sums, mark_born, protect_differences, protect_domains, spread_deny
+from fxamp.passes.states import protect_states
 from fxamp.passes.streams import protect_streams
 from fxamp.passes.values import (
     fix_destroyed_values,
@@ -64,6 +66,7 @@ def apply_rules(graph: fx.Graph, policy: Policy, fit_of: Callable[[fx.Node], Fit
     if not policy.everything_low:
         spread_deny(ruling)
         protect_domains(ruling)
+        protect_states(ruling)
         protect_streams(ruling)
         protect_differences(ruling)
         protect_positions(ruling)

@@ -17,6 +17,7 @@ _CAUSES = (
     "integers",
     "taint",
     "stream",
+    "state",
     "differences",
     "kernel",
 )

@@ -23,7 +23,7 @@ log = logging.getLogger("fxamp")
 
 MAX_MOVES = 12
 """Moves that `suggest` tries."""
-_MOVABLE = ("list", "unlisted", "not low-born", "stream", "user region", "override")
+_MOVABLE = ("list", "unlisted", "not low-born", "stream", "state", "user region", "override")
 """Kinds of reason that a move may set aside; literals, squares and integers are facts about the numbers."""
 WORTH = 0.01
 """Share of all bytes that a move without a saved launch must save to be suggested."""

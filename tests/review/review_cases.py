@@ -80,6 +80,12 @@ def switched_off(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return m.b(y)
 
 
+def renewed(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    low = m.a(x)
+    m.kept.copy_(m.kept * 0.9 + low[0])
+    return m.b(low)
+
+
 def written(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
     m.kept.mul_(0.5)
     return m.a(x) * m.kept
@@ -178,6 +184,7 @@ CASES = (
         *(("stream", "stream"), "begins"),
         dtype=torch.bfloat16,
     ),
+    Case("state", renewed, "add", "high", ("state",), "rounded anew at each call"),
     Case(
         *("differences", lambda m, x: m.b(nn.functional.layer_norm(m.a(x).softmax(-1), (8,))), "softmax", "high"),
         *(("differences",), "layer_norm goes by"),

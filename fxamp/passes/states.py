@@ -1,0 +1,77 @@
+"""States: what a model keeps from call to call stays float32 on the way from its old to its new numbers.
+
+    self.mean = self.mean * 0.99 + 0.01 * low          # an average, a codebook, a queue's centre
+
+Computed low and kept in float32, such a state is rounded at each call: one that moves by less than half a unit in the
+last place, of 8 or 11 bits, does not move at all. torch.autocast computes it in float32, for that is what it reads.
+"""
+
+import math
+from collections.abc import Container
+
+import torch
+from torch import fx
+
+from fxamp import ir
+from fxamp.inplace import mutated
+from fxamp.passes.costs import GATHERS
+from fxamp.passes.ruling import Ruling
+from fxamp.passes.streams import low_under_autocast
+from fxamp.value_types import TensorType
+
+
+def protect_states(ruling: Ruling) -> None:
+    """Fix high what is made of a parameter or buffer, of its size (or that of rows), and goes into one, or is returned.
+
+    1. It is made by infer and clear ops alone, and is float32 under autocast.
+    2. A graph that Dynamo makes returns new states as it does anything else; results of a parameter's own size are few.
+    3. A node that the user has spoken of, by an override or the lists, is left to that.
+    """
+    parts = _parts_of_states(ruling)
+    kept: dict[fx.Node, fx.Node] = {}
+    for node in reversed(ruling.graph.nodes):
+        if node.op == "output" or node in kept or _writes_for_the_caller(ruling, node):
+            for source in ruling.sources(node):
+                if source in parts and source not in kept:
+                    kept[source] = parts[source]
+    for node, state in kept.items():
+        if node not in ruling.fixed:
+            text = f"is made of {state.name} and kept, or returned: a state would be rounded anew at each call"
+            ruling.fix(node, "high", "state", text)
+
+
+def _parts_of_states(ruling: Ruling) -> dict[fx.Node, fx.Node]:
+    """Values that are free or high and have the size of a parameter or buffer that they are made of -> that one."""
+    low = low_under_autocast(ruling)
+    origins: dict[fx.Node, fx.Node] = {}
+    for node in ruling.graph.nodes:
+        if ir.is_weight(node):
+            origins[node] = node
+        elif _may_be_high(ruling, node, low):
+            is_moved = ruling.colours[node] == "clear" and len(ruling.reads[node]) == 1
+            found = [source for source in ruling.sources(node) if source in origins]
+            same = [source for source in found if is_moved or _size(source) == _size(node) is not None]
+            if same:
+                origins[node] = origins[same[0]]
+    return {node: origin for node, origin in origins.items() if node is not origin}
+
+
+def _may_be_high(ruling: Ruling, node: fx.Node, low: Container[fx.Node]) -> bool:
+    op = ir.mark(node).op
+    is_passing = ruling.colours.get(node) in ("infer", "clear") and op not in GATHERS
+    is_left_to_us = node not in ruling.chosen and not ruling.policy.is_users_choice(op)
+    is_low = node in low or ruling.is_fixed(node, "low")
+    return node.op.startswith("call") and is_passing and is_left_to_us and not is_low
+
+
+def _size(node: fx.Node) -> int | None:
+    kind = ir.mark(node).type
+    if not isinstance(kind, TensorType) or kind.shape is None or kind.dtype != torch.float32:
+        return None
+    return math.prod(kind.shape)
+
+
+def _writes_for_the_caller(ruling: Ruling, node: fx.Node) -> bool:
+    """Whether a node writes into a parameter, a buffer or an input."""
+    storages = (ruling.aliases.storage_of.get(written) for written in mutated(node))
+    return any(storage is not None and storage.external for storage in storages)

@@ -1,0 +1,118 @@
+"""What a model keeps from call to call is float32 on its way from old to new numbers, as under autocast."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp.lists import OpLists
+from tests.language import FP16, assert_precision, decided, policy
+
+LOWS = [torch.float16, torch.bfloat16]
+
+
+class Keeping(nn.Module):
+    """Averages the products of its features over its calls, in one way or another."""
+
+    def __init__(self, renew):
+        super().__init__()
+        self.layer, self.renew = nn.Linear(12, 8), renew
+        self.register_buffer("kept", torch.randn(8, 8))
+
+    def forward(self, x):
+        features = self.layer(x)
+        self.renew(self, (features.t() @ features / 32).detach())
+        return (features @ self.kept).square().mean()
+
+
+def assigned(model, new):
+    model.kept = model.kept * 0.998 + 0.002 * new
+
+
+def copied(model, new):
+    model.kept.copy_(model.kept * 0.998 + 0.002 * new)
+
+
+def normed(model, new):
+    mixed = model.kept * 0.998 + 0.002 * new
+    model.kept = mixed / mixed.norm(dim=1, keepdim=True)
+
+
+def by_difference(model, new):
+    model.kept = model.kept - 0.002 * (model.kept - new)
+
+
+def by_row(model, new):
+    model.kept[3] = model.kept[3] * 0.998 + 0.002 * new[3]
+
+
+@pytest.mark.parametrize("low", LOWS)
+@pytest.mark.parametrize("level", ["strict", "balanced", "aggressive"])
+@pytest.mark.parametrize("renew", [assigned, copied, normed, by_difference, by_row])
+def test_a_state_is_as_near_to_float32_as_under_autocast(renew, level, low):
+    torch.manual_seed(0)
+    model = Keeping(renew)
+    casting, converted = copy.deepcopy(model), fxamp.convert(copy.deepcopy(model), low, level=level)
+    for step in range(100):
+        x = torch.randn(32, 12, generator=torch.Generator().manual_seed(step))
+        model(x)
+        converted(x)
+        with torch.autocast("cpu", low):
+            casting(x)
+    ours, theirs = ((each.kept - model.kept).norm() for each in (converted, casting))
+    assert ours <= 1.2 * theirs
+    assert converted.kept.dtype == torch.float32
+
+
+class Codebook(nn.Module):
+    """Vectors that are parameters and made anew in each call of training: graphs of Dynamo's on both sides."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.sums = nn.Linear(12, 8), nn.Parameter(torch.randn(8, 8), requires_grad=False)
+
+    def forward(self, x):
+        features = self.layer(x)
+        self.sums = nn.Parameter(self.sums * 0.99 + 0.01 * (features.t() @ features).detach(), requires_grad=False)
+        return (features @ self.sums).square().mean()
+
+
+def test_a_state_that_is_a_parameter_is_too():
+    torch.manual_seed(0)
+    model = Codebook()
+    casting, converted = copy.deepcopy(model), fxamp.convert(copy.deepcopy(model), torch.bfloat16)
+    for step in range(60):
+        x = torch.randn(32, 12, generator=torch.Generator().manual_seed(step))
+        model(x)
+        converted(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            casting(x)
+    ours, theirs = ((each.sums - model.sums).norm() for each in (converted, casting))
+    assert ours <= 1.2 * theirs
+
+
+class Held(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kept", torch.rand(8, 8))
+        self.register_buffer("row", torch.rand(8))
+        self.layer = nn.Linear(8, 8)
+
+
+def renewed(m, x):
+    low = m.layer(x)
+    m.kept.copy_(m.kept * 0.9 + low)
+    return m.layer(low + m.row)
+
+
+@pytest.mark.parametrize("chosen", [policy(), policy(FP16), policy(level="aggressive")])
+def test_what_is_kept_is_high_and_what_is_only_read_is_free(chosen):
+    setting = decided(renewed, torch.rand(8, 8), module=Held(), chosen=chosen)
+    assert_precision(setting, {"mul": "high state", "add": "high state", "add 1": "low", "linear": "low"})
+
+
+def test_what_the_user_says_of_it_comes_first():
+    own = policy(lists=OpLists.default().override(infer=["add"]))
+    assert_precision(decided(renewed, torch.rand(8, 8), module=Held(), chosen=own), {"add": "low"})
