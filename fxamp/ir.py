@@ -42,6 +42,8 @@ TRANSFORMED = "fxamp_transformed"
 RESULT = "fxamp_result"
 # Set by a capture on the output node: positions, among the results, of tensors inside objects that forward makes.
 INSIDE_OBJECTS = "fxamp_inside_objects"
+# Set by a capture on a value that forward sets an attribute to.
+KEPT = "fxamp_kept"
 # Set on an input that a caller of the model hands over, which nothing of the model has computed.
 FROM_CALLER = "fxamp_from_caller"
 # Set on a node that stands for an expression of the model: the ops it was written with, see fxamp.passes.fuse.

@@ -27,7 +27,7 @@ log = logging.getLogger("fxamp")
 
 _OF_TEACHERS = (
     "%s: %d weights (%s, ...) are frozen copies of trained ones and stay in float32, for an average that follows those "
-    "would not move low numbers"
+    "would not move low numbers; overrides={'path': 'allow'} stores them low"
 )
 
 
@@ -41,7 +41,7 @@ def lowered_by_graph(graph: fx.Graph, model: nn.Module, options: Options) -> lis
         whole = [node for node in graph.nodes if node.op == "call_module" and ir.mark(node).precision == "high"]
         return _all_but(model, [str(node.target) for node in whole])
     low = [name for name in _read_low(graph) if isinstance(ir.attribute(model, name), nn.Parameter)]
-    return _without_teachers(model, low)
+    return _without_teachers(model, low, options)
 
 
 def lowered_by_layers(model: nn.Module, options: Options) -> list[str]:
@@ -67,7 +67,7 @@ def lowered_by_layers(model: nn.Module, options: Options) -> list[str]:
         read = frozenset() if f"{path}.".startswith(whole) else layers.reads_low(module, path)
         low |= {f"{path}.{name}".lstrip("."): id(own[name]) for name in own if name in read}
         others |= {id(weight) for name, weight in own.items() if name not in read}
-    return _without_teachers(model, [path for path, weight in low.items() if weight not in others])
+    return _without_teachers(model, [path for path, weight in low.items() if weight not in others], options)
 
 
 def _run_whole(model: nn.Module, options: Options) -> list[str]:
@@ -78,8 +78,11 @@ def _run_whole(model: nn.Module, options: Options) -> list[str]:
     return [] if is_written else list(hooked)
 
 
-def _without_teachers(model: nn.Module, names: list[str]) -> list[str]:
+def _without_teachers(model: nn.Module, names: list[str], options: Options) -> list[str]:
+    """The names but for those of teachers; what an override allows is as the user wants it."""
     teachers = set(weights_of_teachers(model)).intersection(names)
+    keys = {name: override_of(list(around(name.rpartition(".")[0])), "", options.overrides) for name in teachers}
+    teachers = {name for name, key in keys.items() if key is None or options.overrides[key] != "allow"}
     if teachers:
         log.info(_OF_TEACHERS, type(model).__qualname__, len(teachers), min(teachers))
     return [name for name in names if name not in teachers]

@@ -24,7 +24,7 @@ def weights_of_teachers(model: nn.Module) -> list[str]:
     A frozen matrix that is correlated with a trained one tells where the copy is and of what; the biases and norms
     beside it belong to it. Constant ones (zeros) tell nothing, nor do fake and meta tensors.
     """
-    weights = dict(model.named_parameters())
+    weights = dict(model.named_parameters(remove_duplicate=False))
     copies: dict[str, str] = {}
     for copy, original in _pairs(weights):
         copies.setdefault(*_without_common_end(copy, original))
@@ -58,7 +58,7 @@ def _holds_numbers(weight: nn.Parameter) -> bool:
 def _numbers(weight: torch.Tensor) -> torch.Tensor:
     """Some numbers of a matrix, evenly spaced, with mean 0 and norm 1; of constant ones zeros."""
     step = max(1, weight.numel() // _NUMBERS)
-    numbers = weight.detach().flatten()[::step][:_NUMBERS].float()
+    numbers = weight.detach().flatten()[::step][:_NUMBERS].float().nan_to_num(0, 0, 0)
     return nn.functional.normalize(numbers - numbers.mean(), dim=0)
 
 

@@ -119,3 +119,10 @@ def test_what_holds_no_numbers_tells_nothing():
         assert weights_of_teachers(Momentum(False)) == []
     with FakeTensorMode():
         assert weights_of_teachers(Momentum(False)) == []
+
+
+def test_an_override_stores_a_copy_low():
+    model = Momentum(False)
+    low = fxamp.convert(model, BF16, opt_level="O2", overrides={"teacher.0": "allow"})
+    assert low.teacher[0].up.weight.dtype == BF16
+    assert low.teacher[1].up.weight.dtype == torch.float32

@@ -209,6 +209,9 @@ class SymbolicTracer(fx.Tracer):
                 )
             self._follow_modes()
             changes = assignments.to_be_set(self.graph)
+            for value in pytree.tree_leaves([change.new for change in changes]):
+                if issubclass(type(value), fx.Proxy):
+                    value.node.meta[ir.KEPT] = True
             flat, self.output_form = flatten_output(result, assignments.before, changes)
             for value in pytree.tree_leaves(flat):
                 if issubclass(type(value), fx.Proxy):

@@ -34,7 +34,14 @@ from fxamp.passes.policy import Policy
 from fxamp.passes.positions import protect_positions
 from fxamp.passes.reads import Read, asked_dtype, converts_to, is_conversion
 from fxamp.passes.ruling import Ruling, Verdict, start_ruling
-from fxamp.passes.spread import keep_last_sums, mark_born, protect_differences, protect_domains, spread_deny
+from fxamp.passes.spread import (
+    keep_differences_of_weights,
+    keep_last_sums,
+    mark_born,
+    protect_differences,
+    protect_domains,
+    spread_deny,
+)
 from fxamp.passes.states import protect_states
 from fxamp.passes.streams import protect_streams
 from fxamp.passes.values import (
@@ -71,6 +78,7 @@ def apply_rules(graph: fx.Graph, policy: Policy, fit_of: Callable[[fx.Node], Fit
         protect_differences(ruling)
         protect_positions(ruling)
         keep_last_sums(ruling)
+        keep_differences_of_weights(ruling)
         mark_born(ruling)
     return ruling
 

@@ -10,7 +10,7 @@ from fxamp import ir
 from fxamp.inplace import mutated
 from fxamp.lists import DOMAIN_SENSITIVE, TRAITS
 from fxamp.passes.ruling import EXACT_CREATORS, Ruling, gives_exact, is_bounded
-from fxamp.passes.streams import TF32_EPS
+from fxamp.passes.streams import TF32_EPS, is_left_to_us, made_of_weights
 
 
 def spread_deny(ruling: Ruling) -> None:
@@ -147,6 +147,17 @@ def keep_last_sums(ruling: Ruling) -> None:
             if weight is not None and len(origins) > 1:
                 text = f"{weight.name} is float32, and so is what the model returns (level 'balanced')"
                 ruling.fix(node, "high", "not low-born", text, weight)
+
+
+def keep_differences_of_weights(ruling: Ruling) -> None:
+    """`1 - self.decay` may be as small as what rounding takes from a decay of 0.998, which in bfloat16 is 1."""
+    if ruling.policy.level != "balanced":
+        return
+    for node in made_of_weights(ruling.graph):
+        is_difference = ir.mark(node).op in ("sub", "rsub") and ruling.colours.get(node) == "infer"
+        if is_difference and ir.holds_float32(node) and node not in ruling.fixed and is_left_to_us(ruling, node):
+            text = "a difference of weights may be as small as what low loses of them (level 'balanced')"
+            ruling.fix(node, "high", "not low-born", text)
 
 
 _MIXES = frozenset({"add", "sub", "rsub", "mul", "div"})

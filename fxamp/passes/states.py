@@ -21,35 +21,49 @@ from fxamp.value_types import TensorType
 
 
 def protect_states(ruling: Ruling) -> None:
-    """Fix high what is made of a parameter or buffer, of its size (or that of rows), and goes into one, or is returned.
+    """Fix high what is made of a parameter or buffer, and is kept in one, or returned and read by nothing else.
 
-    1. It is made by infer and clear ops alone, and is float32 under autocast.
-    2. A graph that Dynamo makes returns new states as it does anything else; results of a parameter's own size are few.
+    1. It has the size of that, or of rows of it, and is float32 under autocast; no GEMM makes it.
+    2. A graph that Dynamo makes returns what is kept as it does anything else: there what is returned may be kept, if
+       what it is made of is not trained. A residual stream, which branches read as well, is no state.
     3. A node that the user has spoken of, by an override or the lists, is left to that.
     """
     parts = _parts_of_states(ruling)
-    kept: dict[fx.Node, fx.Node] = {}
+    kept: dict[fx.Node, None] = {}
+    returned: dict[fx.Node, None] = {}
     for node in reversed(ruling.graph.nodes):
-        if node.op == "output" or node in kept or _writes_for_the_caller(ruling, node):
-            for source in ruling.sources(node):
-                if source in parts and source not in kept:
-                    kept[source] = parts[source]
-    for node, state in kept.items():
+        if node in parts and (node.meta.get(ir.KEPT) or _may_be_kept(node, parts[node])):
+            kept[node] = None
+        elif node in parts and _is_returned_alone(node, returned):
+            returned[node] = None
+        if node in kept or _writes_for_the_caller(ruling, node):
+            kept |= dict.fromkeys(source for source in ruling.sources(node) if source in parts)
+    for node in kept | returned:
         if node not in ruling.fixed:
-            text = f"is made of {state.name} and kept, or returned: a state would be rounded anew at each call"
+            text = f"is made of {parts[node].name} and kept, or returned: a state would be rounded anew at each call"
             ruling.fix(node, "high", "state", text)
 
 
+def _may_be_kept(node: fx.Node, origin: fx.Node) -> bool:
+    is_returned = any(user.op == "output" for user in node.users)
+    return is_returned and origin.op == "placeholder" and not ir.has_gradient(origin)
+
+
+def _is_returned_alone(node: fx.Node, returned: Container[fx.Node]) -> bool:
+    return bool(node.users) and all(user.op == "output" or user in returned for user in node.users)
+
+
 def _parts_of_states(ruling: Ruling) -> dict[fx.Node, fx.Node]:
-    """Values that are free or high and have the size of a parameter or buffer that they are made of -> that one."""
+    """Values that are free or high and come of a parameter or buffer, with its size or moved -> that one."""
     low = low_under_autocast(ruling)
     origins: dict[fx.Node, fx.Node] = {}
     for node in ruling.graph.nodes:
         if ir.is_weight(node):
             origins[node] = node
         elif _may_be_high(ruling, node, low):
-            is_moved = ruling.colours[node] == "clear" and len(ruling.reads[node]) == 1
-            found = [source for source in ruling.sources(node) if source in origins]
+            sources = ruling.sources(node)
+            found = [source for source in sources if source in origins]
+            is_moved = ruling.colours[node] == "clear" and len(found) == len(sources)
             same = [source for source in found if is_moved or _size(source) == _size(node) is not None]
             if same:
                 origins[node] = origins[same[0]]
@@ -58,7 +72,7 @@ def _parts_of_states(ruling: Ruling) -> dict[fx.Node, fx.Node]:
 
 def _may_be_high(ruling: Ruling, node: fx.Node, low: Container[fx.Node]) -> bool:
     op = ir.mark(node).op
-    is_passing = ruling.colours.get(node) in ("infer", "clear") and op not in GATHERS
+    is_passing = ruling.colours.get(node) in ("infer", "clear", "deny") and op not in GATHERS
     is_left_to_us = node not in ruling.chosen and not ruling.policy.is_users_choice(op)
     is_low = node in low or ruling.is_fixed(node, "low")
     return node.op.startswith("call") and is_passing and is_left_to_us and not is_low

@@ -48,9 +48,17 @@ def by_row(model, new):
     model.kept[3] = model.kept[3] * 0.998 + 0.002 * new[3]
 
 
+def through_a_deny_op(model, new):
+    model.kept = 3 * nn.functional.normalize(model.kept * 0.998 + 0.002 * new, dim=1)
+
+
+def stacked(model, new):
+    model.kept = torch.stack([model.kept[row] * 0.998 + 0.002 * new[row] for row in range(8)])
+
+
 @pytest.mark.parametrize("low", LOWS)
 @pytest.mark.parametrize("level", ["strict", "balanced", "aggressive"])
-@pytest.mark.parametrize("renew", [assigned, copied, normed, by_difference, by_row])
+@pytest.mark.parametrize("renew", [assigned, copied, normed, by_difference, by_row, through_a_deny_op, stacked])
 def test_a_state_is_as_near_to_float32_as_under_autocast(renew, level, low):
     torch.manual_seed(0)
     model = Keeping(renew)
@@ -64,6 +72,17 @@ def test_a_state_is_as_near_to_float32_as_under_autocast(renew, level, low):
     ours, theirs = ((each.kept - model.kept).norm() for each in (converted, casting))
     assert ours <= 1.2 * theirs
     assert converted.kept.dtype == torch.float32
+
+
+def test_a_state_of_dynamos_graphs_is_too():
+    torch.manual_seed(0)
+    model = Keeping(assigned)
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, capture="dynamo")
+    for step in range(60):
+        x = torch.randn(32, 12, generator=torch.Generator().manual_seed(step))
+        model(x)
+        converted(x)
+    assert (converted.kept - model.kept).norm() < 1e-3 * model.kept.norm()
 
 
 class Codebook(nn.Module):
@@ -111,6 +130,18 @@ def renewed(m, x):
 def test_what_is_kept_is_high_and_what_is_only_read_is_free(chosen):
     setting = decided(renewed, torch.rand(8, 8), module=Held(), chosen=chosen)
     assert_precision(setting, {"mul": "high state", "add": "high state", "add 1": "low", "linear": "low"})
+
+
+def stream(m, x):
+    h = m.row.expand(*x.shape) + m.layer(x)
+    for _ in range(2):
+        h = h + m.layer(nn.functional.layer_norm(h, (8,)))
+    return h
+
+
+def test_a_stream_that_a_learned_query_begins_and_that_is_returned_is_no_state():
+    setting = decided(stream, torch.rand(1, 8), module=Held(), chosen=policy(FP16))
+    assert_precision(setting, {"add": "low", "add 1": "low"})
 
 
 def test_what_the_user_says_of_it_comes_first():

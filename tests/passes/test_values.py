@@ -1,5 +1,7 @@
 """Values that low precision would destroy: literals, taint, exact integers, squares."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -407,3 +409,20 @@ def test_gradients_of_an_indexed_parameter_are_added_in_float32(dtype):
     model = Bias()
     fxamp.convert(model, dtype=dtype)(torch.zeros(4096, dtype=torch.long)).sum().backward()
     assert torch.equal(model.table.grad[0], torch.full((8,), 4096.0))
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_a_difference_of_weights_is_not_made_of_rounded_ones(low):
+    class Decaying(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.decay = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.tensor(0.998))
+
+        def forward(self, x):
+            return self.layer(self.layer(x) * (1 - self.decay))
+
+    torch.manual_seed(0)
+    model, x = Decaying(), torch.rand(4, 8)
+    torch.nn.init.zeros_(model.layer.bias)
+    converted = fxamp.convert(copy.deepcopy(model), low)
+    assert (converted(x) - model(x)).norm() < 0.02 * model(x).norm()
