@@ -28,7 +28,7 @@ from fxamp.numerics.given import copied
 from fxamp.numerics.kept import state_kept
 from fxamp.numerics.modes import usable
 from fxamp.numerics.parts import Look, Turn, Turns
-from fxamp.numerics.runner import Edge, Part, Runner, See, on_leaving, run_part
+from fxamp.numerics.runner import Edge, Part, Runner, See, on_leaving, run_part, sizes_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -206,10 +206,10 @@ def run(
 
     def run_graph(variant: Variant, inputs: Any) -> Any:
         chosen = variant if rewritten is None else rewritten(variant)
-        return run_in(see, edge, Part(next(numbers), call.graph_of(variant), chosen, sizes=_sizes(inputs)), inputs)
+        return run_in(see, edge, Part(next(numbers), call.graph_of(variant), chosen, sizes=sizes_of(inputs)), inputs)
 
     def run_turn(turn: Turn, variant: Variant, inputs: Any) -> Any:
-        return run_in(see, edge, Part(turn.number, turn.graph, variant, turn, _sizes(inputs)), inputs)
+        return run_in(see, edge, Part(turn.number, turn.graph, variant, turn, sizes_of(inputs)), inputs)
 
     def run_again(turn: Turn, variant: Variant, inputs: Any) -> Any:
         return run_in(_nothing_seen, None, Part(turn.number, turn.graph, variant, turn), inputs)
@@ -268,10 +268,6 @@ def _run_in(
     running = runner(part.model(call.weights), part, see, edge, as_float32, is_tried, plain_blocks)
     widens = as_float32 and _is_low_by_itself(call)
     return run_part(running, [_widened(value) for value in inputs] if widens else inputs)
-
-
-def _sizes(inputs: Any) -> tuple[torch.Size, ...]:
-    return tuple(value.shape for value in inputs if isinstance(value, torch.Tensor) and not value.is_nested)
 
 
 def _nothing_seen(part: Part, node: fx.Node, value: Any) -> Any:

@@ -22,6 +22,11 @@ Identity = tuple[int, int, tuple[torch.Size, ...]]
 """(the graph's turn in the call, its number in the report, the sizes of what came in)"""
 
 
+def sizes_of(inputs: Any) -> tuple[torch.Size, ...]:
+    """What the identity of a part says of what came in: the sizes of the tensors."""
+    return tuple(value.shape for value in inputs if isinstance(value, torch.Tensor) and not value.is_nested)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
     """One graph's turn in a call; a model that Dynamo captured may run several graphs, and one several times.
