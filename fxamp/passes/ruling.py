@@ -66,6 +66,10 @@ class Ruling:
         verdict = self.fixed.get(node)
         return verdict is not None and verdict.precision == precision
 
+    def is_spoken_of(self, node: fx.Node) -> bool:
+        """Whether the user has said what is to become of the node, by an override or the lists."""
+        return node in self.chosen or self.policy.is_users_choice(ir.mark(node).op)
+
     def is_reader(self, node: fx.Node) -> bool:
         """Whether float32 values flow into or out of the node."""
         return ir.holds_float32(node) or bool(self.reads[node])

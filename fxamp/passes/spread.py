@@ -10,7 +10,7 @@ from fxamp import ir
 from fxamp.inplace import mutated
 from fxamp.lists import DOMAIN_SENSITIVE, TRAITS
 from fxamp.passes.ruling import EXACT_CREATORS, Ruling, gives_exact, is_bounded
-from fxamp.passes.streams import TF32_EPS, is_left_to_us, made_of_weights
+from fxamp.passes.streams import TF32_EPS, made_of_weights
 
 
 def spread_deny(ruling: Ruling) -> None:
@@ -110,20 +110,16 @@ def protect_differences(ruling: Ruling) -> None:
         return
     centred: set[fx.Node] = set()
     for node in reversed(ruling.graph.nodes):
-        if (ir.mark(node).op not in _CENTRES and node not in centred) or _is_spoken_of(ruling, node):
+        if (ir.mark(node).op not in _CENTRES and node not in centred) or ruling.is_spoken_of(node):
             continue
         for origin in map(ruling.through_clear, ruling.sources(node)):
-            if ir.mark(origin).op not in _SOFTMAX or _is_spoken_of(ruling, origin):
+            if ir.mark(origin).op not in _SOFTMAX or ruling.is_spoken_of(origin):
                 continue
             centred.add(origin)
             text = f"{node.name} goes by the differences of probabilities, which rounding may be larger than"
             for each in (origin, node):
                 if each not in ruling.fixed:
                     ruling.fix(each, "high", "differences", text)
-
-
-def _is_spoken_of(ruling: Ruling, node: fx.Node) -> bool:
-    return node in ruling.chosen or ruling.policy.is_users_choice(ir.mark(node).op)
 
 
 def keep_last_sums(ruling: Ruling) -> None:
@@ -155,7 +151,7 @@ def keep_differences_of_weights(ruling: Ruling) -> None:
         return
     for node in made_of_weights(ruling.graph):
         is_difference = ir.mark(node).op in ("sub", "rsub") and ruling.colours.get(node) == "infer"
-        if is_difference and ir.holds_float32(node) and node not in ruling.fixed and is_left_to_us(ruling, node):
+        if is_difference and ir.holds_float32(node) and node not in ruling.fixed and not ruling.is_spoken_of(node):
             text = "a difference of weights may be as small as what low loses of them (level 'balanced')"
             ruling.fix(node, "high", "not low-born", text)
 

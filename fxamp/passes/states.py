@@ -40,7 +40,8 @@ def protect_states(ruling: Ruling) -> None:
             kept |= dict.fromkeys(source for source in ruling.sources(node) if source in parts)
     for node in kept | returned:
         if node not in ruling.fixed:
-            text = f"is made of {parts[node].name} and kept, or returned: a state would be rounded anew at each call"
+            done = "kept: it" if node in kept else "returned: if it is kept, it"
+            text = f"is made of {parts[node].name} and {done} would be rounded anew at each call"
             ruling.fix(node, "high", "state", text)
 
 
@@ -73,9 +74,8 @@ def _parts_of_states(ruling: Ruling) -> dict[fx.Node, fx.Node]:
 def _may_be_high(ruling: Ruling, node: fx.Node, low: Container[fx.Node]) -> bool:
     op = ir.mark(node).op
     is_passing = ruling.colours.get(node) in ("infer", "clear", "deny") and op not in GATHERS
-    is_left_to_us = node not in ruling.chosen and not ruling.policy.is_users_choice(op)
     is_low = node in low or ruling.is_fixed(node, "low")
-    return node.op.startswith("call") and is_passing and is_left_to_us and not is_low
+    return node.op.startswith("call") and is_passing and not is_low and not ruling.is_spoken_of(node)
 
 
 def _size(node: fx.Node) -> int | None:

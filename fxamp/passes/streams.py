@@ -93,7 +93,7 @@ def _sums_that_go_on(ruling: Ruling, low: set[fx.Node], weights: set[fx.Node]) -
         computed = [read for read in ruling.reads[node] if read.value not in weights]
         given = [_part_of(ruling.sources_of(read, node), parts) for read in computed]
         before = next(filter(None, given), None)
-        is_sum = ir.mark(node).op in SUMS and len(computed) >= 2 and is_left_to_us(ruling, node)
+        is_sum = ir.mark(node).op in SUMS and len(computed) >= 2 and not ruling.is_spoken_of(node)
         if is_sum and not _is_mix(given):
             if before is not None:
                 sums |= dict.fromkeys((before.sum, node))
@@ -118,11 +118,6 @@ def made_of_weights(graph: fx.Graph) -> set[fx.Node]:
 
 def _part_of(sources: Iterable[fx.Node], parts: Mapping[fx.Node, _Part]) -> _Part | None:
     return next((parts[source] for source in sources if source in parts), None)
-
-
-def is_left_to_us(ruling: Ruling, node: fx.Node) -> bool:
-    """Whether the user has not spoken of a node, by an override or the lists."""
-    return node not in ruling.chosen and not ruling.policy.is_users_choice(ir.mark(node).op)
 
 
 def _is_mix(given: Sequence[_Part | None]) -> bool:
@@ -160,7 +155,7 @@ def _scale_the_last_norm(ruling: Ruling, rounded: set[fx.Node]) -> dict[fx.Node,
             behind[node] = node
         elif before is not None and (op in _SCALES or ruling.colours[node] == "clear"):
             behind[node] = behind[before]
-            if op in _SCALES and node not in ruling.fixed and is_left_to_us(ruling, node):
+            if op in _SCALES and node not in ruling.fixed and not ruling.is_spoken_of(node):
                 scaled[node] = behind[node]
     return scaled
 
