@@ -206,13 +206,13 @@ def run(
 
     def run_graph(variant: Variant, inputs: Any) -> Any:
         chosen = variant if rewritten is None else rewritten(variant)
-        return run_in(see, edge, Part(next(numbers), call.graph_of(variant), chosen, sizes=sizes_of(inputs)), inputs)
+        return run_in(see, edge, Part(next(numbers), call.graph_of(variant), chosen, sizes_of(inputs)), inputs)
 
     def run_turn(turn: Turn, variant: Variant, inputs: Any) -> Any:
-        return run_in(see, edge, Part(turn.number, turn.graph, variant, turn, sizes_of(inputs)), inputs)
+        return run_in(see, edge, Part(turn.number, turn.graph, variant, sizes_of(inputs), turn), inputs)
 
     def run_again(turn: Turn, variant: Variant, inputs: Any) -> Any:
-        return run_in(_nothing_seen, None, Part(turn.number, turn.graph, variant, turn), inputs)
+        return run_in(_nothing_seen, None, Part(turn.number, turn.graph, variant, sizes_of(inputs), turn), inputs)
 
     if call.variant is not None:
         return run_graph(call.variant, copied(call.inputs) if _writes_inputs(call.variant) else call.inputs)

@@ -35,15 +35,15 @@ class Part:
         number: of the turn, in order of running.
         graph: number of the graph in `fxamp.report(model)`.
         variant: what runs.
-        turn: where forward runs as it is written, the call of a module that is a graph.
         sizes: of the tensors that come in.
+        turn: where forward runs as it is written, the call of a module that is a graph.
     """
 
     number: int
     graph: int
     variant: Variant
+    sizes: tuple[torch.Size, ...]
     turn: Turn | None = None
-    sizes: tuple[torch.Size, ...] = ()
 
     @property
     def identity(self) -> Identity:

@@ -232,5 +232,5 @@ def _errors_noted(watch: NanWatch, watcher: CallWatcher) -> Iterator[None]:
 
 def _watched_part(watcher: CallWatcher, engine: Engine, variant: Variant, module: nn.Module, inputs: Any) -> Any:
     graph = next((place for place, known in enumerate(engine.all_variants()) if known is variant), 0)
-    part = Part(len(watcher.flow.parts), graph, variant, sizes=sizes_of(inputs))
+    part = Part(len(watcher.flow.parts), graph, variant, sizes_of(inputs))
     return run_part(Runner(module, part, watcher.see, watcher.edge), inputs)

@@ -365,7 +365,7 @@ def test_a_value_in_the_memory_of_a_freed_one_was_not_written_by_its_writer():
     clone, written, add, sin = (
         next(node for node in call.variant.graph.nodes if node.name == name) for name in ("clone", "mul_", "add", "sin")
     )
-    watcher = Watcher(Flow(Part(0, 0, call.variant)), call.weights, with_gradients=False)
+    watcher = Watcher(Flow(Part(0, 0, call.variant, ())), call.weights, with_gradients=False)
     memory = bytearray(128)
     first = torch.frombuffer(memory, dtype=torch.float32)
     watcher.see(clone, first)
