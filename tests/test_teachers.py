@@ -103,12 +103,40 @@ def test_a_copy_beside_its_original_is_one():
     assert weights_of_teachers(layer) == ["average"]
 
 
+def test_a_copy_at_the_root_does_not_make_all_that_is_frozen_one():
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layer, model.other = nn.Linear(8, 8), Block().requires_grad_(False)
+    model.weight = nn.Parameter(model.layer.weight.detach().clone(), requires_grad=False)
+    assert weights_of_teachers(model) == ["weight"]
+
+
+def test_one_bad_number_hides_no_teacher():
+    torch.manual_seed(0)
+    model = Momentum(False)
+    model.extra = nn.Linear(16, 32)
+    with torch.no_grad():
+        model.extra.weight[0, 0], model.extra.weight[0, 1] = torch.inf, torch.nan
+    assert len(weights_of_teachers(model)) == 12
+
+
+def test_a_teacher_that_is_tied_to_an_earlier_name_is_whole():
+    torch.manual_seed(0)
+    model, inner = nn.Module(), Momentum(False)
+    model.alias, model.inner = nn.Linear(16, 32, bias=False), inner
+    model.alias.weight = inner.teacher[0].up.weight
+    assert {"inner.teacher.0.up.weight", "inner.teacher.0.up.bias"} <= set(weights_of_teachers(model))
+
+
 def test_what_is_frozen_for_another_reason_is_none():
     torch.manual_seed(0)
     adapted = nn.ModuleDict({"frozen": Block(), "trained": Block()})
     adapted["frozen"].requires_grad_(False)
     for block in adapted.values():
         nn.init.zeros_(block.down.weight)  # as adapters begin
+    assert weights_of_teachers(adapted) == []
+    for block in adapted.values():
+        nn.init.uniform_(block.up.weight)  # alike in their means alone
     assert weights_of_teachers(adapted) == []
     low = fxamp.convert(nn.Sequential(*adapted.values()), BF16, opt_level="O2")
     assert low[0].up.weight.dtype == BF16
@@ -119,6 +147,9 @@ def test_what_holds_no_numbers_tells_nothing():
         assert weights_of_teachers(Momentum(False)) == []
     with FakeTensorMode():
         assert weights_of_teachers(Momentum(False)) == []
+    sparse = nn.ParameterList(torch.eye(16).to_sparse() for _ in range(2))
+    sparse[0].requires_grad_(False)
+    assert weights_of_teachers(sparse) == []
 
 
 def test_an_override_stores_a_copy_low():

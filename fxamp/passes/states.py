@@ -16,7 +16,6 @@ from fxamp import ir
 from fxamp.inplace import mutated
 from fxamp.passes.costs import GATHERS
 from fxamp.passes.ruling import Ruling
-from fxamp.passes.streams import low_under_autocast
 from fxamp.value_types import TensorType
 
 
@@ -56,12 +55,11 @@ def _is_returned_alone(node: fx.Node, returned: Container[fx.Node]) -> bool:
 
 def _parts_of_states(ruling: Ruling) -> dict[fx.Node, fx.Node]:
     """Values that are free or high and come of a parameter or buffer, with its size or moved -> that one."""
-    low = low_under_autocast(ruling)
     origins: dict[fx.Node, fx.Node] = {}
     for node in ruling.graph.nodes:
         if ir.is_weight(node):
             origins[node] = node
-        elif _may_be_high(ruling, node, low):
+        elif _may_be_high(ruling, node):
             sources = ruling.sources(node)
             found = [source for source in sources if source in origins]
             is_moved = ruling.colours[node] == "clear" and len(found) == len(sources)
@@ -71,11 +69,10 @@ def _parts_of_states(ruling: Ruling) -> dict[fx.Node, fx.Node]:
     return {node: origin for node, origin in origins.items() if node is not origin}
 
 
-def _may_be_high(ruling: Ruling, node: fx.Node, low: Container[fx.Node]) -> bool:
-    op = ir.mark(node).op
-    is_passing = ruling.colours.get(node) in ("infer", "clear", "deny") and op not in GATHERS
-    is_low = node in low or ruling.is_fixed(node, "low")
-    return node.op.startswith("call") and is_passing and not is_low and not ruling.is_spoken_of(node)
+def _may_be_high(ruling: Ruling, node: fx.Node) -> bool:
+    is_passing = ruling.colours.get(node) in ("infer", "clear", "deny") and ir.mark(node).op not in GATHERS
+    is_open = not ruling.is_fixed(node, "low") and not ruling.is_spoken_of(node)
+    return node.op.startswith("call") and is_passing and is_open
 
 
 def _size(node: fx.Node) -> int | None:

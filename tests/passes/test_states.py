@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fxamp
+from fxamp import ir
 from fxamp.lists import OpLists
 from tests.language import FP16, assert_precision, decided, policy
 
@@ -88,19 +89,22 @@ def test_a_state_of_dynamos_graphs_is_too():
 class Codebook(nn.Module):
     """Vectors that are parameters and made anew in each call of training: graphs of Dynamo's on both sides."""
 
-    def __init__(self):
+    def __init__(self, is_trained):
         super().__init__()
-        self.layer, self.sums = nn.Linear(12, 8), nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        self.layer, self.is_trained = nn.Linear(12, 8), is_trained
+        self.sums = nn.Parameter(torch.randn(8, 8), requires_grad=is_trained)
 
     def forward(self, x):
         features = self.layer(x)
-        self.sums = nn.Parameter(self.sums * 0.99 + 0.01 * (features.t() @ features).detach(), requires_grad=False)
+        new = self.sums * 0.99 + 0.01 * (features.t() @ features).detach()
+        self.sums = nn.Parameter(new, requires_grad=self.is_trained)
         return (features @ self.sums).square().mean()
 
 
-def test_a_state_that_is_a_parameter_is_too():
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_state_that_is_a_parameter_is_too(is_trained):
     torch.manual_seed(0)
-    model = Codebook()
+    model = Codebook(is_trained)
     casting, converted = copy.deepcopy(model), fxamp.convert(copy.deepcopy(model), torch.bfloat16)
     for step in range(60):
         x = torch.randn(32, 12, generator=torch.Generator().manual_seed(step))
@@ -142,6 +146,11 @@ def stream(m, x):
 def test_a_stream_that_a_learned_query_begins_and_that_is_returned_is_no_state():
     setting = decided(stream, torch.rand(1, 8), module=Held(), chosen=policy(FP16))
     assert_precision(setting, {"add": "low", "add 1": "low"})
+
+
+def test_what_a_parameter_of_another_size_scales_is_no_state():
+    setting = decided(lambda m, x: (m.layer(x) * m.row).tanh(), torch.rand(4, 8), module=Held())
+    assert not [node for node in setting.graph.nodes if ir.mark(node).reason.kind == "state"]
 
 
 def test_what_the_user_says_of_it_comes_first():

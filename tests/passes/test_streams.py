@@ -37,6 +37,11 @@ X, W = torch.rand(8, 8), torch.rand(8, 8)
             "a=linear n=norm(a) f=linear(n) s=add(n,f) r=mul(s,f) g=linear(s) t=add(r,g) linear(t)",
             "low low low high high low high low",
         ),
+        # gated twice, it is another value than it was
+        (
+            "a=linear n=norm(a) f=linear(n) s=add(n,f) g=linear(s) r=mul(s,f) v=mul(s,g) t=add(r,v) linear(t)",
+            "low low low high low high high high low",
+        ),
         # what a gate makes of a norm's result is a branch's own: a modulation
         (
             "a=linear n=norm(a) f=linear(n) s=add(n,f) m=norm(s) r=mul(m,f) t=add(r,f) h=linear(t) linear(h)",
