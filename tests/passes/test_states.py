@@ -148,6 +148,15 @@ def test_a_stream_that_a_learned_query_begins_and_that_is_returned_is_no_state()
     assert_precision(setting, {"add": "low", "add 1": "low"})
 
 
+def test_what_is_returned_alone_may_be_a_state():
+    def renewed(m, x):
+        new = m.layer.weight * 0.9 + m.layer(x)
+        return new.tanh()
+
+    setting = decided(renewed, torch.rand(8, 8), module=Held(), chosen=policy(FP16))
+    assert_precision(setting, {"mul": "high state", "add": "high state", "tanh": "high state"})
+
+
 def test_what_a_parameter_of_another_size_scales_is_no_state():
     setting = decided(lambda m, x: (m.layer(x) * m.row).tanh(), torch.rand(4, 8), module=Held())
     assert not [node for node in setting.graph.nodes if ir.mark(node).reason.kind == "state"]
