@@ -4,10 +4,9 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from typing import Any, NoReturn
 
-from fxamp import demo
+from fxamp import __version__, demo
 from fxamp.cli.measure import run_audit, run_compare, run_diff, run_profile
 from fxamp.cli.review import DTYPES, converted, run_explain, run_inspect, run_lists
 from fxamp.cli.types import WRONG, new_file, number, path
@@ -83,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOGUE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    whole.add_argument("--version", action="version", version=f"fxamp {metadata.version('fxamp')}")
+    whole.add_argument("--version", action="version", version=f"fxamp {__version__}")
     commands = whole.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_inspect(commands)
     _add_explain(commands)
