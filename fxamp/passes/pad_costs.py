@@ -16,14 +16,20 @@ from fxamp.passes.recurrent_gemms import Recurrent
 # H100 SXM: 989 TFLOP/s (bf16, dense) over 3.35 TB/s, NVIDIA H100 data sheet. (A100: 156; V100: 140, section 4.2
 # of NVIDIA's Train with Mixed Precision.) The highest balance pads the fewest GEMMs.
 FLOPS_PER_BYTE = 295
-# How many times longer a GEMM takes when rows of its operands do not start at multiples of 16 bytes. Netflix saw
-# a head with such a vocabulary take 3 times as long ("Scaling LLM post-training at Netflix", February 2026);
-# pad_mm of PyTorch asks for 1.1 before it pads. Not measured here: 2 is meant to be on the low side.
+# How many times longer a GEMM takes when rows of its operands do not start at multiples of 16 bytes. Of odd sizes a
+# product takes 4.6 to 6.5 times as long on an H100 (bf16, 8192 x 1023 to 8192 x 4095; `tools/gpu_padding` prints it);
+# Netflix saw 3 ("Scaling LLM post-training at Netflix", February 2026). Convolutions take next to no longer there.
+ODD_SLOWDOWN = 4
 UNALIGNED_SLOWDOWN = 2
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm"})
 # Elements of fp16 or bf16 in 16 bytes, which is what one load of an operand moves.
 VECTOR = 8
 # Backward runs two GEMMs of the same size for every GEMM of forward.
 GEMMS_PER_STEP = 3
+# What the host pays for each kernel of a pad or slice, in bytes that memory moves meanwhile: 40 us, autograd's part of
+# it included (0.3 to 0.4 ms for the 7 to 9 of one padded linear, on the host of that H100), at 3.35 TB/s. A small model
+# waits for its host and not for its GEMMs, and `auto` must not make it slower; a recorded graph pays none of it.
+HOST_BYTES = 128 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +65,13 @@ def _gain(planned: Planned) -> int:
     gemm = planned.gemm
     growth = math.prod(dim.size + extra for dim, extra in zip(gemm.dims, planned.extras, strict=True))
     aligned = 2 * gemm.macs * growth // math.prod(dim.size for dim in gemm.dims)
-    saved = (UNALIGNED_SLOWDOWN * 2 * gemm.macs - aligned) // FLOPS_PER_BYTE
+    saved = (_slowdown(gemm) * 2 * gemm.macs - aligned) // FLOPS_PER_BYTE
     return saved * (GEMMS_PER_STEP if ir.has_gradient(gemm.node) else 1)
+
+
+def _slowdown(gemm: Gemm) -> int:
+    is_product = ir.mark(gemm.node).op in _PRODUCTS
+    return ODD_SLOWDOWN if is_product and any(dim.size % 2 for dim in gemm.dims) else UNALIGNED_SLOWDOWN
 
 
 def _cost(planned: Planned, plan: Plan, flow: Flow) -> int:
@@ -72,16 +83,16 @@ def _cost(planned: Planned, plan: Plan, flow: Flow) -> int:
         if wants and not (arrives and len(wants) == 1):
             total += _weight_cost(operand.value, wants) if _grows(operand.value, plan) else _copy_cost(operand.value)
     if isinstance(planned.gemm, Recurrent):
-        total += sum(3 * LAUNCH_BYTES for _ in planned.gemm.growths(planned.extras))
+        total += sum(3 * HOST_BYTES for _ in planned.gemm.growths(planned.extras))
     for value in carried(node, flow):
         sliced = [user for user in value.users if not reads_as_it_is(value, user, flow, plan)]
         if any(not is_cast_of_part(value, user, flow) for user in sliced):
             total += _copy_cost(value)
         elif sliced and ir.has_gradient(value):
-            total += LAUNCH_BYTES  # the zeros behind the gradient
+            total += HOST_BYTES  # the zeros behind the gradient
         how = flow.kept.get(value)
         total += 2 * sum(map(_copy_cost, value.all_input_nodes[1:])) if how is not None and how.with_stats else 0
-        total += 6 * LAUNCH_BYTES if how is not None and how.with_stats else 0
+        total += 6 * HOST_BYTES if how is not None and how.with_stats else 0
     return total
 
 
@@ -99,7 +110,7 @@ def carried(node: fx.Node, flow: Flow) -> list[fx.Node]:
 def _copy_cost(value: fx.Node) -> int:
     """A pad or slice: one kernel that reads and writes the value, and another in backward."""
     shape = ir.shape_of(value) or ()
-    once = LAUNCH_BYTES + 4 * math.prod(shape)
+    once = HOST_BYTES + 4 * math.prod(shape)
     return 2 * once if ir.has_gradient(value) or is_parameter(value) else once
 
 
@@ -110,7 +121,7 @@ def _grows(value: fx.Node, plan: Plan) -> bool:
 
 def _weight_cost(value: fx.Node, wants: dict[int, int]) -> int:
     """Rows ride on the copy of the bucket; a weight that grows otherwise is copied, filled and converted back alone."""
-    return 0 if set(wants) == {0} else 3 * LAUNCH_BYTES
+    return 0 if set(wants) == {0} else 3 * HOST_BYTES
 
 
 def _short(number: int) -> str:

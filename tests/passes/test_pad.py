@@ -342,7 +342,8 @@ def test_every_gemm_has_an_answer(model, inputs, op, state, text):
 
 
 AUTO = [
-    ((1023, 1023), 8192, "padded", "K 1023 -> 1024, N 1023 -> 1024"),
+    ((2047, 2047), 8192, "padded", "K 2047 -> 2048, N 2047 -> 2048"),
+    ((1023, 1023), 8192, "left", "would not pay"),  # on an H100 the GEMMs gain 0.2 ms of a step, and the host loses 0.3
     ((768, 50257), 4096, "padded", "N 50257 -> 50264"),
     ((2047, 8191), 64, "left", "memory-bound"),
     ((30, 30), 8192, "left", "too small"),
