@@ -454,7 +454,7 @@ def test_a_step_that_fails_while_it_is_timed_leaves_the_others():
 
 def test_a_profile_without_kernels_is_made_once_more(monkeypatch):
     """The profiler may still be letting go of the step before."""
-    found = [measure.Profile(0, 0.0, 0.0, 0.0), measure.Profile(7, 1.0, 0.5, 0.0)]
+    found = [measure.Profile(0, 0.0, 0.0, 0.0, 0), measure.Profile(7, 1.0, 0.5, 0.0, 0)]
     monkeypatch.setattr(measure, "_profiled", lambda *given: found.pop(0))
     assert measure.profiled(lambda: None, "cpu").launches == 7 and not found
 

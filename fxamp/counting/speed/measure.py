@@ -43,15 +43,17 @@ class Profile:
         launches: kernels and copies.
         busy_ms, gemm_ms, copy_ms: their time, that of GEMMs (convolutions, attention and RNNs too), and that of
             kernels that copy, nearly all of which convert; a compiled step fuses its casts into others.
+        copies: kernels that copy.
     """
 
     launches: int
     busy_ms: float
     gemm_ms: float
     copy_ms: float
+    copies: int
 
 
-UNSEEN = Profile(0, 0.0, 0.0, 0.0)
+UNSEEN = Profile(0, 0.0, 0.0, 0.0, 0)
 """Of a step that could not be profiled."""
 
 
@@ -175,10 +177,11 @@ def _profiled(step: Callable[[], Any], device: str) -> Profile:
     chosen = [(event.name(), event.duration_ns() / 1e6) for event in events if _is_launch(event, device)]
     if device == "cuda":
         _let_go()
+    kinds_seen = [kind_of(name) for name, _ in chosen]
     spent = {"gemm": 0.0, "copy": 0.0, "": 0.0}
-    for name, milliseconds in chosen:
-        spent[kind_of(name)] += milliseconds
-    return Profile(len(chosen), sum(spent.values()), spent["gemm"], spent["copy"])
+    for kind, (_, milliseconds) in zip(kinds_seen, chosen, strict=True):
+        spent[kind] += milliseconds
+    return Profile(len(chosen), sum(spent.values()), spent["gemm"], spent["copy"], kinds_seen.count("copy"))
 
 
 def _let_go() -> None:
