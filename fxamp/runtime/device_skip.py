@@ -7,8 +7,8 @@ flag on a GPU there are three ways, tried in this order:
    master-weight optimizer). Free.
 2. `device`: parameters and state are copied, the step runs, and the copies are selected back where found_inf
    is set. Costs one transient copy of the stepped parameters and their state (Adam: 12 bytes a float32
-   parameter) and one pass over it. An optimizer of another package sees ones in place of the gradients of such
-   a step (a decomposition of NaN raises), which takes a copy of them too. What the host changed meanwhile
+   parameter), 64 MiB, and a few passes over it. An optimizer of another package sees ones in place of the gradients
+   of such a step (a decomposition of NaN raises), which takes a copy of them too. What the host changed meanwhile
    (Python counters, host tensors such as Adam's `step` beside CUDA parameters, state created in this step) is
    put back at the next step, when the answer has long arrived: the host never waits for the step it has just
    launched.
@@ -80,7 +80,7 @@ def step_unless(
     if LOOKS_AT_HOST_FLAGS and found_inf.device.type == "cpu":
         return run()
     try:
-        before = Snapshot(optimizer)
+        before = Snapshot(optimizer, found_inf.device)
     except OpaqueStateError:
         return run() if HostCopy(found_inf.reshape(1).clone()).values[0] == 0 else None
     with contextlib.nullcontext() if is_torchs(optimizer) else _ones_where(found_inf, optimizer):

@@ -9,10 +9,12 @@ import torch.distributed as dist
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.errors import OptionError
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # a parameter made of a DTensor is a DTensor
+
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
-    if type(tensor) is torch.Tensor:
+    if type(tensor) in _PLAIN:
         return tensor
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part

@@ -16,7 +16,7 @@ import torch
 from fxamp import words
 from fxamp.errors import OptionError
 from fxamp.runtime import distributed
-from fxamp.runtime.copies import copy_on
+from fxamp.runtime.copies import by_kind, copy_on
 from fxamp.runtime.writes import versions_of
 
 log = logging.getLogger("fxamp")
@@ -107,8 +107,17 @@ def _local_numbers(gradient: torch.Tensor) -> torch.Tensor:
 
 def dense(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """`values_of` every parameter that has a gradient."""
-    found = (values_of(parameter) for parameter in parameters(optimizer))
-    return [gradient for gradient in found if gradient is not None]
+    every = [parameter for parameter in parameters(optimizer) if parameter.grad is not None]
+    found = [parameter.grad for parameter in every]
+    if are_plain(found):
+        return found  # type: ignore[return-value]
+    return [values_of(parameter) for parameter in every]  # type: ignore[misc]
+
+
+def are_plain(tensors: Iterable[Any]) -> bool:
+    """Whether all are dense real tensors of torch's own class: asked once of many, it costs little."""
+    kinds = {(type(each), each.layout, each.is_complex()) for each in tensors}
+    return kinds <= {(torch.Tensor, torch.strided, False)}
 
 
 def groups(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -131,21 +140,20 @@ def unscale_and_check(
     One kernel for each device and dtype. It looks at the scaled values.
 
     Args:
-        inverse_scale, found_inf: 0-d float32; found_inf is 0 and is not written.
+        inverse_scale, found_inf: 0-d float32; found_inf is 0, and is the flag of its own device.
         looks_after: look at the unscaled values too, which a scale below 1 may take out of their range.
 
     Returns:
         device -> 0-d float32 tensor, 1 where something was not finite.
     """
-    grouped: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        grouped[gradient.device, gradient.dtype].append(gradient)
+    every = list(gradients)
     flags: dict[torch.device, torch.Tensor] = {}
     inverses: dict[torch.device, torch.Tensor] = {}
     with torch.no_grad():
-        for (device, _), same in grouped.items():
+        for device, places in by_kind(every):
+            same = [every[place] for place in places]
             if device not in flags:
-                flags[device] = copy_on(device, found_inf).clone()
+                flags[device] = copy_on(device, found_inf)
                 inverses[device] = copy_on(device, inverse_scale)
             torch._amp_foreach_non_finite_check_and_unscale_(same, flags[device], inverses[device])
             if looks_after:

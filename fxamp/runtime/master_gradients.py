@@ -34,9 +34,9 @@ def mark_used(parameters: Iterable[torch.Tensor]) -> None:
 
     The note is an attribute, for torch exchanges no tensor to which there are weak references (`model.to()` of shards).
     """
-    for parameter in parameters:
-        if (gradient := parameter.grad) is not None and hasattr(parameter, MASTER):
-            setattr(gradient, _USED, versions_of([gradient]))
+    used = [gradient for each in parameters if (gradient := each.grad) is not None and MASTER in each.__dict__]
+    for gradient, version in zip(used, versions_of(used), strict=True):
+        setattr(gradient, _USED, [version])
 
 
 def is_used(gradient: torch.Tensor | None) -> bool:
@@ -49,6 +49,7 @@ _USED = "_fxamp_used"
 
 def drop_widened(parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
     """Clear widened gradients, so that the next are 16 bits again: none, or 16-bit zeros. Masters have none."""
+    masters = []
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None and gradient.dtype != parameter.dtype:
@@ -56,8 +57,9 @@ def drop_widened(parameters: Iterable[torch.Tensor], set_to_none: bool = True) -
             parameter.grad_dtype = parameter.dtype
             if not set_to_none:
                 parameter.grad = torch.zeros_like(gradient, dtype=parameter.dtype, requires_grad=False)
-        if hasattr(parameter, MASTER):
-            take_back_gradients([getattr(parameter, MASTER)])
+        if (master := parameter.__dict__.get(MASTER)) is not None:
+            masters.append(master)
+    take_back_gradients(masters)
 
 
 def mirror_gradient(parameter: torch.Tensor) -> None:
@@ -74,6 +76,16 @@ def mirror_gradient(parameter: torch.Tensor) -> None:
     elif master.grad is not gradient or master not in _given:
         master.grad = gradient
         _given[master] = weakref.ref(gradient)
+
+
+def take_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """`take_gradient` of many: in the usual case no master has a gradient, and no parameter one of another dtype."""
+    for parameter in parameters:
+        master = getattr(parameter, MASTER, None)
+        if master is not None:
+            gradient = parameter.grad
+            if master.grad is not None or (gradient is not None and gradient.dtype != parameter.dtype):
+                take_gradient(parameter)
 
 
 def take_gradient(parameter: torch.Tensor) -> None:
@@ -113,7 +125,8 @@ def lent_gradients(
 
 def take_back_gradients(masters: Iterable[torch.Tensor]) -> None:
     """Leave masters, or what stood in for parameters in their place, no gradient."""
+    has_given = len(_given) > 0
     for master in masters:
         master.grad = None
-        if _given:
+        if has_given:
             _given.pop(master, None)

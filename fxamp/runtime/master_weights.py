@@ -61,8 +61,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     Memory in bytes for one 16-bit parameter under Adam: 2 (parameter) + 2 (gradient) + 4 (master) + 8 (state)
     = 16, and for a moment the float32 gradients of one bucket: at most `bucket_bytes`. A wrapped optimizer
     that is not `fused` needs four times that under a loss scaler, because masters and state of the bucket
-    are kept for the way back. An optimizer of another package, which may look at all parameters at once, is
-    stepped as one bucket (under a scaler with one more copy of the gradients).
+    are kept for the way back, and at most 64 MiB more. An optimizer of another package, which may look at all
+    parameters at once, is stepped as one bucket (under a scaler with one more copy of the gradients).
 
     Args:
         optimizer: any torch.optim.Optimizer, over the model's parameters.
@@ -146,8 +146,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def take_gradients(self) -> None:
         """Let parameters have the gradients that the user has given their masters; `step` does so."""
-        for parameter in gradients.parameters(self):
-            master_gradients.take_gradient(parameter)
+        master_gradients.take_gradients(gradients.parameters(self))
 
     def resync_masters(self) -> None:
         """Take over values written past autograd's version counter, such as `parameter.data.copy_(...)`.
@@ -245,7 +244,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """What stands in for each parameter: its master, or itself."""
         widen = ensure_master if self._rounding is None else self._rounding.widened
         for parameter in bucket:
-            if not is_low(parameter):
+            if not is_low(parameter) and MASTER in parameter.__dict__:
                 detach_master(parameter)  # one from before `model.float()` may not see what this step writes
         return [widen(parameter) if is_low(parameter) else parameter for parameter in bucket]
 

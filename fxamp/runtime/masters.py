@@ -12,11 +12,13 @@ a fused optimizer, leave the counter as it is, so both are compared by value at 
 """
 
 import threading
+from typing import Any
 
 import torch
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import OptionError
+from fxamp.runtime.copies import by_kind
 from fxamp.runtime.distributed import local, several_ranks
 from fxamp.runtime.writes import Memory
 
@@ -51,7 +53,9 @@ def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
     first step, in a job of several ranks, as a whole. One that is float32 by now (`model.float()`) has none, one that
     was moved (`model.cuda()`) has its master beside it.
     """
-    if hasattr(parameter, MASTER) and not is_low(parameter):
+    if MASTER not in parameter.__dict__:
+        return None
+    if not is_low(parameter):
         detach_master(parameter)
     master = stored_master(parameter)
     if master is not None and not is_unwritten(parameter):
@@ -61,21 +65,22 @@ def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def is_unwritten(parameter: torch.Tensor) -> bool:
     """Whether nobody has written a parameter or its master since they agreed, as far as counters and memory tell."""
+    notes = parameter.__dict__  # read once: each step asks this of each parameter
     return (
-        getattr(parameter, VERSION, None) == parameter._version
-        and _is_where_it_was(parameter)
-        and not is_master_written(parameter)
+        notes.get(VERSION) == parameter._version
+        and _is_where_it_was(parameter, notes)
+        and notes.get(WRITTEN, LOADING) in (LOADING, notes[MASTER]._version)
     )
 
 
-def _is_where_it_was(parameter: torch.Tensor) -> bool:
-    memory = getattr(parameter, MEMORY, None)
+def _is_where_it_was(parameter: torch.Tensor, notes: dict[str, Any]) -> bool:
+    memory = notes.get(MEMORY)
     return isinstance(memory, Memory) and memory.is_of(local(parameter))
 
 
 def stored_master(parameter: torch.Tensor) -> torch.Tensor | None:
     """A parameter's master as it was written last, on the parameter's device: `model.cuda()` moves parameters alone."""
-    master: torch.Tensor | None = getattr(parameter, MASTER, None)
+    master: torch.Tensor | None = parameter.__dict__.get(MASTER)
     if master is not None and master.device != parameter.device:
         is_written = is_master_written(parameter)
         with torch.inference_mode(False):  # whose tensors count no writes
@@ -151,16 +156,11 @@ def detach_master(parameter: torch.Tensor) -> None:
 
 def remember_version(parameter: torch.Tensor) -> None:
     """Note that parameter and master agree now."""
-    remember_counts(parameter)
-    if hasattr(parameter, MASTER) and not _is_where_it_was(parameter):
-        setattr(parameter, MEMORY, Memory(local(parameter)))
-
-
-def remember_counts(parameter: torch.Tensor) -> None:
-    """`remember_version`, after a step: the parameter is where it was."""
     setattr(parameter, LOOSE if hasattr(parameter, LOOSE) else VERSION, _Version(parameter._version))
     if hasattr(parameter, MASTER):
         setattr(parameter, WRITTEN, _Version(getattr(parameter, MASTER)._version))
+    if hasattr(parameter, MASTER) and not _is_where_it_was(parameter, parameter.__dict__):
+        setattr(parameter, MEMORY, Memory(local(parameter)))
 
 
 def loosen(parameter: torch.Tensor) -> None:
@@ -168,12 +168,6 @@ def loosen(parameter: torch.Tensor) -> None:
     if hasattr(parameter, MASTER) and not hasattr(parameter, LOOSE):
         setattr(parameter, LOOSE, _Version(parameter._version))
         setattr(parameter, VERSION, None)
-
-
-def tighten(parameter: torch.Tensor) -> None:
-    """Believe the version counter from now on."""
-    if hasattr(parameter, LOOSE):
-        delattr(parameter, LOOSE)
 
 
 def begin_load(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -194,16 +188,15 @@ def round_into(parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> N
 
     (A CUDA kernel of torch's took the dtype of the first for all: pytorch issue 173383.)
     """
-    copies: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for parameter, master in zip(parameters, masters, strict=True):
-        targets, sources = copies.setdefault((parameter.device, parameter.dtype), ([], []))
-        targets.append(local(parameter.detach()))
-        sources.append(local(master))
-    for targets, sources in copies.values():
-        torch._foreach_copy_(targets, sources)
-    for parameter in parameters:
-        tighten(parameter)
-        remember_counts(parameter)
+    targets, sources = [local(each.detach()) for each in parameters], [local(each) for each in masters]
+    for _, places in by_kind(targets):
+        torch._foreach_copy_([targets[place] for place in places], [sources[place] for place in places])
+    for parameter in parameters:  # as `remember_version`; counters are believed from now on
+        notes = parameter.__dict__
+        notes.pop(LOOSE, None)
+        notes[VERSION] = _Version(parameter._version)
+        if MASTER in notes:
+            notes[WRITTEN] = _Version(notes[MASTER]._version)
 
 
 def reconcile_(parameter: torch.Tensor) -> None:

@@ -134,7 +134,7 @@ class LossScaler(ScalerBase):
         flags = gradients.unscale_and_check(found, inv_scale, found_inf, looks_after=looks_after)
         groups = self._groups(optimizer)
         if groups and not flags:
-            flags = {found_inf.device: found_inf.clone()}  # a rank without gradients takes part all the same
+            flags = {found_inf.device: found_inf}  # a rank without gradients takes part all the same
         for flag in flags.values():
             distributed.agree_(flag, groups)
         return flags
@@ -217,10 +217,10 @@ class LossScaler(ScalerBase):
             norm, divisor = self._clip(optimizer, max_grad_norm, divisor)
             found_inf = self._with_norm(state, found_inf, norm, max_grad_norm)
         settle(optimizer)
-        about = self._about(optimizer)  # before the step: some optimizers write their gradients
+        # Some optimizers write their gradients; one with masters unscales those that are float32 in place.
+        about = None if unscales_itself else self._about(optimizer)
         returned = step_unless(optimizer, found_inf, lambda: optimizer.step(*args, **kwargs), grad_scale=divisor)
-        if unscales_itself:
-            about = self._about(optimizer)  # float32 gradients have been unscaled in place
+        about = about or self._about(optimizer)
         return result_of(
             optimizer, found_inf, self._scale, about, norm, returned=returned, scaled_gradients=unscales_itself
         )

@@ -28,6 +28,8 @@ def any_of(flags: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
     Not their sum: torch's fused kernels skip where found_inf is 1, and step where it is 2.
     """
+    if len(flags) == 1 and not flags[0].dim() and flags[0].device == device:  # in nearly every step
+        return flags[0]
     flags = [copy_on(device, flag).reshape(()) for flag in flags]
     if not flags:
         return torch.zeros((), dtype=torch.float32, device=device)

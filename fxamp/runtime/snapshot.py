@@ -1,6 +1,7 @@
 """What an optimizer's step changes: a copy from before, and the way back to it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from fxamp.runtime import distributed
 from fxamp.runtime.copies import copy_on
+from fxamp.runtime.flat_copies import FlatCopies, can_be_flat
 
 NUMBERS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 OF_EVERY_OPTIMIZER = ("state", "param_groups", "defaults", "_opt_called")  # noted otherwise, or not of the step
@@ -29,25 +31,30 @@ class Snapshot:
     Parameters with gradients, their state, state under other keys, and group values; of another package's optimizer
     what it keeps on itself, too (`self.total_steps`).
 
+    Args:
+        device: of the flag that will say whether the step counts. What is on the host, and the flag not, is put back
+            by the host.
+
     Raises:
         OpaqueStateError: there is an object that is no tensor, number, text or container of these: another optimizer
             that this one is around, or an object with counters.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
+        self._device = device
         self._undo: list[Callable[[], None]] = []
         self._copies: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._tensors: list[tuple[dict[Any, Any], Any, torch.Tensor, torch.Tensor]] = []
+        self._tensors: list[tuple[dict[Any, Any], Any, torch.Tensor]] = []  # (state, key, what stood there)
         self._trees: list[tuple[Any, Any, Any]] = []  # (container, key, what stood there)
         self._keys: list[tuple[dict[Any, Any], tuple[Any, ...]]] = []
         if not is_torchs(optimizer):
             self._note_attributes()
         stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._parameters = [distributed.local(parameter.detach()) for parameter in stepped]
-        self._saved = [self._copy_of(parameter) for parameter in self._parameters]
         for parameter in stepped:
             self._note_state(parameter)
+        self._note_tensors()
         self._global_keys = {key for key in optimizer.state if not isinstance(key, torch.Tensor)}
         for key in self._global_keys:
             self._note(optimizer.state, key)
@@ -78,9 +85,23 @@ class Snapshot:
         self._keys.append((state, tuple(state)))
         for key, value in state.items():
             if type(value) is torch.Tensor:
-                self._tensors.append((state, key, value, self._copy_of(value)))
+                self._tensors.append((state, key, value))
             else:
                 self._note(state, key)
+
+    def _note_tensors(self) -> None:
+        """Copies of parameters and state: flat ones as far as that goes."""
+        on_device, on_host = list(self._parameters), list[torch.Tensor]()
+        for _, _, tensor in self._tensors:
+            (on_host if self._is_the_hosts(tensor) else on_device).append(tensor)
+        self._flat, self._flat_on_host = (
+            FlatCopies(list(filter(can_be_flat, tensors))) for tensors in (on_device, on_host)
+        )
+        others = [tensor for tensor in (*on_device, *on_host) if not can_be_flat(tensor)]
+        self._others = {id(tensor): (tensor, self._copy_of(tensor)) for tensor in others}
+
+    def _is_the_hosts(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu" and self._device.type != "cpu"
 
     def _note(self, container: Any, key: Any) -> None:
         before = _copied(container[key], self._copy_of) if key in container else _Absent()
@@ -99,19 +120,29 @@ class Snapshot:
 
     def select_back(self, found_inf: torch.Tensor) -> None:
         """Give parameters and state tensors their old values where found_inf is above 0, on the device."""
-        pairs = list(zip(self._parameters, self._saved, strict=True))
-        is_on_host = found_inf.device.type == "cpu"
-        for state, key, tensor, copy in self._tensors:
-            if state.get(key) is tensor and (is_on_host or tensor.device.type != "cpu"):
-                pairs.append((tensor, copy))
-            else:
-                self._trees.append((state, key, copy))
+        on_host = []
+        for state, key, tensor in self._tensors:
+            is_the_hosts = self._is_the_hosts(tensor)
+            if state.get(key) is not tensor or (is_the_hosts and not can_be_flat(tensor)):
+                self._trees.append((state, key, self._copy_made_of(tensor)))
+            elif is_the_hosts:
+                on_host.append((state, key, tensor))
+        if on_host and self._flat_on_host.are_changed():
+            self._undo.append(functools.partial(_put_all, on_host, self._flat_on_host))
         self._note_created()
+        pairs = [(tensor, copy) for tensor, copy in self._others.values() if not self._is_the_hosts(tensor)]
         for container, key, before in self._trees:
             pairs.extend(self._compare(container, key, before, found_inf.device))
         with torch.no_grad():
             select_(pairs, found_inf)
-        self._saved, self._tensors, self._trees = [], [], []
+        self._flat.select_back(found_inf)
+        self._tensors, self._trees = [], []
+        self._others = {}
+
+    def _copy_made_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in self._others:
+            return self._others[id(tensor)][1]
+        return (self._flat if tensor in self._flat else self._flat_on_host).value_of(tensor)
 
     def _note_created(self) -> None:
         for container, keys in self._keys:
@@ -219,40 +250,13 @@ def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def select_(pairs: list[tuple[torch.Tensor, torch.Tensor]], found_inf: torch.Tensor) -> None:
     """For each (current, old): current becomes old, bit for bit, where `found_inf` is above 0.
 
-    On a GPU all tensors of one dtype go through three multi-tensor kernels on their integer bit patterns
-    (current + flag * (old - current), exact in wrapping arithmetic, and blind to NaN); `old` is overwritten.
+    One kernel for each: most tensors are `FlatCopies`.
     """
     skipped: dict[torch.device, torch.Tensor] = {}
-    bits: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for current, old in pairs:
         if current.device not in skipped:
             skipped[current.device] = copy_on(current.device, found_inf) > 0
-        if current.device.type == "cuda" and _has_dense_bits(current, old):
-            integer = integer_of(current.dtype)
-            now, before = bits.setdefault((current.device, integer), ([], []))
-            now.append(current.view(integer))
-            before.append(old.view(integer))
-        else:
-            torch.where(skipped[current.device], old, current, out=current)
-    for (device, integer), (now, before) in bits.items():
-        select_bits_(now, before, skipped[device].to(integer))
-
-
-def select_bits_(current: list[torch.Tensor], old: list[torch.Tensor], flag: torch.Tensor) -> None:
-    """current += flag * (old - current) on integers, in place; `old` is overwritten; flag is 0 or 1."""
-    torch._foreach_sub_(old, current)
-    torch._foreach_mul_(old, flag)
-    torch._foreach_add_(current, old)
-
-
-def _has_dense_bits(current: torch.Tensor, old: torch.Tensor) -> bool:
-    is_plain = type(current) is torch.Tensor and not current.is_complex()
-    return is_plain and current.dim() > 0 and current.stride() == old.stride()
-
-
-def integer_of(dtype: torch.dtype) -> torch.dtype:
-    """The integer dtype of the same width."""
-    return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        torch.where(skipped[current.device], old, current, out=current)
 
 
 def _copied(tree: Any, copy_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -310,6 +314,11 @@ def _put(container: Any, key: Any, before: Any) -> None:
         container[key] = before
     else:
         container[key:] = [before]
+
+
+def _put_all(places: list[tuple[dict[Any, Any], Any, torch.Tensor]], copies: FlatCopies) -> None:
+    for state, key, tensor in places:
+        _put(state, key, copies.value_of(tensor))
 
 
 def _put_unless_changed(container: Any, key: Any, before: Any, after: Any) -> None:

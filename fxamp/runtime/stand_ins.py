@@ -1,6 +1,5 @@
 """Lets an optimizer see float32 tensors in the place of 16-bit parameters, for the length of a call."""
 
-import collections
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 
 from fxamp.runtime import gradients
-from fxamp.runtime.copies import copy_on
+from fxamp.runtime.copies import by_kind, copy_on
 
 # torch's optimizers that treat each parameter by itself: stepping them bucket by bucket changes nothing.
 ELEMENTWISE_NAMES = (
@@ -103,38 +102,40 @@ def give_gradients(narrow: list[torch.Tensor], wide: list[torch.Tensor], inverse
 
     A parameter that stands for itself has its gradient multiplied in place.
     """
-    together: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = collections.defaultdict(list)
-    _widen(narrow, wide)
-    for stand_in in wide:
-        values = gradients.values_of(stand_in)
-        if values is not None:
-            together[values.device, values.dtype].append(values)
+    values = _widened(narrow, wide)
     if inverse_scale is not None:
-        for (device, _), same in together.items():
-            torch._foreach_mul_(same, copy_on(device, inverse_scale))
+        for device, places in by_kind(values):
+            torch._foreach_mul_([values[place] for place in places], copy_on(device, inverse_scale))
 
 
-def _widen(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> None:
-    """Copy gradients into float32 ones of the stand-ins, those of a device and dtype in one multi-tensor copy."""
-    copies: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+def _widened(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Give stand-ins float32 copies of gradients, those of a device and dtype by one multi-tensor copy.
+
+    Returns:
+        What the gradients of `wide` are now, as `gradients.values_of` has them.
+    """
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    others: list[torch.Tensor | None] = []
     for parameter, stand_in in zip(narrow, wide, strict=True):
         gradient = parameter.grad
         if stand_in is parameter:
-            continue
-        if gradient is None:
+            others.append(gradients.values_of(parameter))
+        elif gradient is None:
             stand_in.grad = None  # a master may have that of an earlier backward
-            continue
-        if type(gradient) is not torch.Tensor or gradient.is_sparse or gradient.dtype == torch.float32:
+        elif type(gradient) is not torch.Tensor or gradient.is_sparse or gradient.dtype == torch.float32:
             stand_in.grad = gradient.float()
-            continue
-        stand_in.grad = torch.empty_like(gradient, dtype=torch.float32)
-        targets, sources = copies.setdefault((gradient.device, gradient.dtype), ([], []))
-        targets.append(stand_in.grad)
-        sources.append(gradient)
-    for targets, sources in copies.values():
-        torch._foreach_copy_(targets, sources)
+            others.append(gradients.values_of(stand_in))
+        else:
+            target = torch.empty_like(gradient, dtype=torch.float32)
+            stand_in.grad = target
+            targets.append(target)
+            sources.append(gradient)
+    for _, places in by_kind(sources):
+        torch._foreach_copy_([targets[place] for place in places], [sources[place] for place in places])
+    return targets + [each for each in others if each is not None]
 
 
 def _rekey(state: dict[Any, Any], old: torch.Tensor, new: torch.Tensor) -> None:
-    if old is not new and old in state:
-        state[new] = state.pop(old)
+    if old is not new and (kept := state.pop(old, None)) is not None:
+        state[new] = kept

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -206,8 +206,8 @@ def result_of(
     Args:
         found_inf, scale, norm: 0-d float32 tensors on one device; they are copied.
     """
-    parts: Sequence[torch.Tensor] = (found_inf, scale) if norm is None else (found_inf, scale, norm)
-    packed = torch.stack([part.detach().reshape(()) for part in parts])
+    parts = (found_inf, scale) if norm is None else (found_inf, scale, norm.detach().reshape(()))
+    packed = torch.stack(parts)
     return StepResult(optimizer, HostCopy(packed), about, returned=returned, scaled_gradients=scaled_gradients)
 
 

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxamp.runtime import gradients, snapshot, stand_ins
 from fxamp.runtime.device_skip import step_unless
+from fxamp.runtime.flat_copies import FlatCopies
 from fxamp.runtime.rounding import Compensation
 from fxamp.runtime.scaler_state import any_of
 
@@ -50,12 +51,13 @@ def fused_step(weight, number):
     [
         lambda number, here: gradients.unscale_and_check([here], number, number),
         lambda number, here: snapshot.select_([(here, here.clone())], number),
+        lambda number, here: FlatCopies([here]).select_back(number),
         lambda number, here: give_gradients(here, number),
         lambda number, here: Compensation().take_back([here.bfloat16()], [here], number),
         lambda number, here: fused_step(here, number),
         lambda number, here: any_of([number, number], here.device),
     ],
-    ids=["unscale", "select", "masters", "kahan", "fused", "flags"],
+    ids=["unscale", "select", "select pieces", "masters", "kahan", "fused", "flags"],
 )
 def test_a_number_of_a_gpu_is_waited_for_where_the_host_reads_it(read):
     """Parameters are on the host where FSDP offloads them; the scale is where the loss is."""

@@ -7,9 +7,12 @@ import pytest
 import torch
 from runtime_instruments import NoSync, ThirdParty
 
-from fxamp.runtime import device_skip, snapshot
+from fxamp.runtime import device_skip, flat_copies
+from fxamp.runtime.device_skip import settle, step_unless
+from fxamp.runtime.flat_copies import FlatCopies
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
+from fxamp.runtime.snapshot import Snapshot
 
 SYNC_FREE = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
@@ -154,16 +157,87 @@ def test_fused_sgd_does_not_read_an_uninitialised_momentum_buffer():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64])
 @pytest.mark.parametrize("flag", [0, 1])
-def test_selection_by_bits_is_exact_for_every_pattern(dtype, flag):
-    """The multi-tensor selection of a GPU, on all 16-bit patterns in every position of a word."""
-    integer = snapshot.integer_of(dtype)
+@pytest.mark.parametrize("count", [1, 3])
+def test_selection_is_exact_for_every_pattern(dtype, flag, count):
+    """All 16-bit patterns in every position of a word, NaNs among them."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     bits = torch.arange(-(2**15), 2**15)
-    current = [(bits * 2**shift).to(integer) for shift in (0, 16, 40)]
-    old = [part.flip(0) for part in current]
-    expected = [(before if flag else now).clone() for now, before in zip(current, old, strict=True)]
-    snapshot.select_bits_(current, old, torch.tensor(flag, dtype=integer))
-    for part, wanted in zip(current, expected, strict=True):
+    held = [(bits * 2**shift).to(integer) for shift in (0, 16, 40)[:count]]
+    tensors = [part.view(dtype) for part in held]
+    before = [part.clone() for part in held]
+    copies = FlatCopies(tensors)
+    for part in held:
+        part.copy_(part.flip(0))
+    now = [part.clone() for part in held]
+    assert all(torch.equal(copies.value_of(each).view(integer), old) for each, old in zip(tensors, before, strict=True))
+    copies.select_back(torch.tensor(float(flag)))
+    for part, wanted in zip(held, before if flag else now, strict=True):
         assert torch.equal(part, wanted)
+
+
+def test_copies_come_in_pieces(monkeypatch):
+    monkeypatch.setattr(flat_copies, "CHUNK_BYTES", 64)
+    tensors = [torch.full(shape, float(n)) for n, shape in enumerate(((), (5,), (30, 2), (0, 3), (7,), (2, 2, 2)))]
+    tensors.append(torch.ones(3, dtype=torch.float64))
+    expected = [each.clone() for each in tensors]
+    copies = FlatCopies(tensors)
+    assert len(copies._pieces) > 3 and not copies.are_changed()
+    for each in tensors:
+        each.add_(1)
+    assert copies.are_changed()
+    copies.select_back(torch.tensor(1.0))
+    assert all(map(torch.equal, tensors, expected))
+
+
+def test_state_on_the_host_is_put_back_by_it():
+    """Adam's `step` beside CUDA parameters: nobody reads the flag for it; where nothing changed nothing is put back."""
+    weights = [torch.ones(3, requires_grad=True) for _ in range(4)]
+    optimizer = torch.optim.AdamW(weights, foreach=True)
+    for weight in weights:
+        weight.grad = torch.ones(3)
+    optimizer.step()
+    expected = copy.deepcopy([optimizer.state[weight] for weight in weights])
+    before = Snapshot(optimizer, torch.device("cuda"))
+    before.select_back(torch.tensor(0.0))
+    assert not before.host_changes()
+    before = Snapshot(optimizer, torch.device("cuda"))
+    optimizer.step()
+    optimizer.state[weights[1]]["step"] = torch.tensor(7.0)  # another object
+    del optimizer.state[weights[2]]["step"]
+    before.select_back(torch.tensor(1.0))
+    for undo in before.host_changes():
+        undo()
+    for weight, state in zip(weights, expected, strict=True):
+        assert optimizer.state[weight].keys() == state.keys()
+        assert all(torch.equal(optimizer.state[weight][key], value) for key, value in state.items())
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_what_has_strides_is_selected_by_itself():
+    """A channels-last weight, its state, and an optimizer that puts new tensors into its state."""
+
+    class New(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 1.0})
+
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
+                state.setdefault("kept", torch.zeros_like(parameter)).add_(parameter.grad)
+                parameter.data.sub_(state["sum"])
+
+    weights = [torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.ones(3)]
+    optimizer = New([weight.requires_grad_() for weight in weights])
+    for flag in (0.0, 1.0, 0.0):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        settle(optimizer)
+        step_unless(optimizer, torch.tensor(flag), optimizer.step)
+    settle(optimizer)
+    for weight in weights:
+        assert torch.equal(weight, torch.full_like(weight, 1.0 - 1 - 2))
+        assert all(torch.equal(value, torch.full_like(weight, 2.0)) for value in optimizer.state[weight].values())
 
 
 def test_older_contract_with_a_grad_scaler_argument_is_not_trusted_to_skip():
