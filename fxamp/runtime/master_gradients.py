@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, MutableMapping
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fxamp.runtime.copies import is_plain, wide_copies
 from fxamp.runtime.masters import MASTER, is_low, stored_master
 from fxamp.runtime.stand_ins import give_gradients
 from fxamp.runtime.writes import versions_of
@@ -20,12 +21,17 @@ _given: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakIdKeyDicti
 
 def widen_gradients_(parameters: Iterable[torch.Tensor]) -> None:
     """Turn the 16-bit gradients of parameters into float32 ones, for their masters too."""
-    for parameter in parameters:
-        take_gradient(parameter)
-        gradient = parameter.grad
-        if gradient is not None and is_low(parameter) and gradient.dtype == parameter.dtype:
-            parameter.grad_dtype = None
-            parameter.grad = gradient.float()
+    every = list(parameters)
+    take_gradients(every)
+    low = [p for p in every if p.grad is not None and is_low(p) and p.grad.dtype == p.dtype]
+    together = [p for p in low if is_plain(p.grad)]  # type: ignore[arg-type]
+    copies = wide_copies([p.grad for p in together])  # type: ignore[misc]
+    wide = dict(zip(map(id, together), copies, strict=True))
+    for parameter in low:
+        widened = wide.get(id(parameter))
+        parameter.grad_dtype = None
+        parameter.grad = parameter.grad.float() if widened is None else widened  # type: ignore[union-attr]
+    for parameter in every:
         mirror_gradient(parameter)
 
 

@@ -200,7 +200,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         check_closure(self.optimizer, closure)
         if closure is not None:
             return self._call_whole(self.optimizer.step, closure, gives_back=False)
-        inverse = None if grad_scale is None else grad_scale.double().reciprocal().float()
+        inverse = None if grad_scale is None else grad_scale.reciprocal()
         returned = self._step_all(inverse, found_inf)
         master_gradients.mark_used(gradients.parameters(self))
         return returned

@@ -179,9 +179,9 @@ class ScalerBase(torch.amp.GradScaler):
         self._names.update((parameter, name) for name, parameter in model.named_parameters())
 
     def _inverse_scale(self) -> torch.Tensor:
-        # In float64, as torch: a float32 division may be imprecise under some compile options.
+        """As torch's, which goes through float64: a float32 division is rounded once, and to the same number."""
         assert self._scale is not None
-        return self._scale.double().reciprocal().float()
+        return self._scale.reciprocal()
 
     def _no_inf(self) -> torch.Tensor:
         assert self._scale is not None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fxamp.runtime import gradients
-from fxamp.runtime.copies import by_kind, copy_on
+from fxamp.runtime.copies import by_kind, copy_on, is_plain, wide_copies
 
 # torch's optimizers that treat each parameter by itself: stepping them bucket by bucket changes nothing.
 ELEMENTWISE_NAMES = (
@@ -114,7 +114,7 @@ def _widened(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> list[torch
     Returns:
         What the gradients of `wide` are now, as `gradients.values_of` has them.
     """
-    targets: list[torch.Tensor] = []
+    stand_ins: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     others: list[torch.Tensor | None] = []
     for parameter, stand_in in zip(narrow, wide, strict=True):
@@ -123,17 +123,16 @@ def _widened(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> list[torch
             others.append(gradients.values_of(parameter))
         elif gradient is None:
             stand_in.grad = None  # a master may have that of an earlier backward
-        elif type(gradient) is not torch.Tensor or gradient.is_sparse or gradient.dtype == torch.float32:
+        elif gradient.dtype == torch.float32 or not is_plain(gradient):
             stand_in.grad = gradient.float()
             others.append(gradients.values_of(stand_in))
         else:
-            target = torch.empty_like(gradient, dtype=torch.float32)
-            stand_in.grad = target
-            targets.append(target)
+            stand_ins.append(stand_in)
             sources.append(gradient)
-    for _, places in by_kind(sources):
-        torch._foreach_copy_([targets[place] for place in places], [sources[place] for place in places])
-    return targets + [each for each in others if each is not None]
+    copies = wide_copies(sources)
+    for stand_in, copy in zip(stand_ins, copies, strict=True):
+        stand_in.grad = copy
+    return copies + [each for each in others if each is not None]
 
 
 def _rekey(state: dict[Any, Any], old: torch.Tensor, new: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from fxamp.runtime.scaler import LossScaler
 
 # Small enough that no step of random data overflows: a skipped step would be a shorter one.
 SCALE = 2.0**10
-RATE = 1e-5
+RATE = 1e-4
 # Adam's usual 1e-8 is zero in fp16.
 HALF_EPS = 1e-4
 
