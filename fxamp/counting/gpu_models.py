@@ -42,7 +42,7 @@ COMPARED = ("autocast", "O1", "O2")
 DTYPES = (torch.float16, torch.bfloat16)
 SCALES = tuple(2.0**power for power in (16, 12, 8, 4, 0))
 """Loss scales in float16: the first with which gradients are finite."""
-TURNS_SECONDS, TINY_TURNS_SECONDS = 2.0, 0.1
+TURNS_SECONDS, TINY_TURNS_SECONDS = 1.2, 0.1
 RESERVE_SECONDS = 5.0
 
 Row = dict[str, Any]

@@ -19,6 +19,7 @@ from fxamp.runtime.masters import (
     attach_master,
     detach_master,
     ensure_master,
+    ensure_masters,
     in_a_step,
     is_low,
     master_of,
@@ -242,10 +243,12 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def _wide(self, bucket: list[torch.Tensor]) -> list[torch.Tensor]:
         """What stands in for each parameter: its master, or itself."""
-        widen = ensure_master if self._rounding is None else self._rounding.widened
         for parameter in bucket:
             if not is_low(parameter) and MASTER in parameter.__dict__:
                 detach_master(parameter)  # one from before `model.float()` may not see what this step writes
+        if self._rounding is None and all(map(is_low, bucket)):
+            return ensure_masters(bucket)
+        widen = ensure_master if self._rounding is None else self._rounding.widened
         return [widen(parameter) if is_low(parameter) else parameter for parameter in bucket]
 
     def _take_back(self, bucket: list[torch.Tensor], wide: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:

@@ -12,6 +12,7 @@ a fused optimizer, leave the counter as it is, so both are compared by value at 
 """
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -134,6 +135,24 @@ def ensure_master(parameter: torch.Tensor) -> torch.Tensor:
         master = parameter.detach().float()
         attach_master(parameter, master)
     return master
+
+
+def ensure_masters(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """`ensure_master` of each: where nobody wrote since the last step, a few comparisons."""
+    found = []
+    for parameter in parameters:
+        notes = parameter.__dict__
+        master: torch.Tensor | None = notes.get(MASTER)
+        if (
+            master is not None
+            and notes.get(VERSION) == parameter._version
+            and notes.get(WRITTEN) == master._version
+            and _is_where_it_was(parameter, notes)
+        ):
+            found.append(master)
+        else:
+            found.append(ensure_master(parameter))
+    return found
 
 
 def attach_master(parameter: torch.Tensor, master: torch.Tensor) -> None:

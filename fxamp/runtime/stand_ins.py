@@ -28,7 +28,7 @@ class StandIns:
     Args:
         optimizer: its `param_groups` are `groups` meanwhile.
         groups: one or more of its groups.
-        narrow, wide: pairs; a parameter may stand for itself.
+        narrow, wide: pairs, in the order of the groups; a parameter may stand for itself.
     """
 
     def __init__(
@@ -47,11 +47,13 @@ class StandIns:
     def __enter__(self) -> "StandIns":
         self._all_groups = self._optimizer.param_groups
         self._whole = [list(group["params"]) for group in self._groups]
-        chosen = {id(parameter): stand_in for parameter, stand_in in self._pairs}
-        for group, parameters in zip(self._groups, self._whole, strict=True):
-            group["params"][:] = [chosen[id(p)] for p in parameters if id(p) in chosen]
-        for parameter, stand_in in self._pairs:
-            _rekey(self._optimizer.state, parameter, stand_in)
+        if len(self._groups) == 1:  # of many buckets each is a small part of a group
+            self._groups[0]["params"][:] = [stand_in for _, stand_in in self._pairs]
+        else:
+            chosen = {id(parameter): stand_in for parameter, stand_in in self._pairs}
+            for group, parameters in zip(self._groups, self._whole, strict=True):
+                group["params"][:] = [chosen[id(p)] for p in parameters if id(p) in chosen]
+        _rekey(self._optimizer.state, self._pairs)
         self._optimizer.param_groups = self._groups
         return self
 
@@ -61,8 +63,7 @@ class StandIns:
         self._optimizer.param_groups = self._all_groups
         for group, parameters in zip(self._groups, self._whole, strict=True):
             group["params"][:] = parameters
-        for parameter, stand_in in self._pairs:
-            _rekey(self._optimizer.state, stand_in, parameter)
+        _rekey(self._optimizer.state, [(stand_in, parameter) for parameter, stand_in in self._pairs])
 
 
 def buckets(parameters: list[torch.Tensor], nbytes: int) -> Iterator[list[torch.Tensor]]:
@@ -135,6 +136,7 @@ def _widened(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> list[torch
     return copies + [each for each in others if each is not None]
 
 
-def _rekey(state: dict[Any, Any], old: torch.Tensor, new: torch.Tensor) -> None:
-    if old is not new and (kept := state.pop(old, None)) is not None:
-        state[new] = kept
+def _rekey(state: dict[Any, Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for old, new in pairs:
+        if old is not new and (kept := state.pop(old, None)) is not None:
+            state[new] = kept

@@ -39,15 +39,16 @@ class UnseenWrites:
         The first step takes what was written since the masters were made, as functions that initialise a model do.
         Until an answer is here, which nobody waits for, all steps compare.
         """
-        mastered = [parameter for parameter in gradients.parameters(optimizer) if hasattr(parameter, MASTER)]
-        if not mastered or capturing.is_capturing(mastered[0].device):
+        mastered = (parameter for parameter in gradients.parameters(optimizer) if hasattr(parameter, MASTER))
+        first = next(mastered, None)
+        if first is None or capturing.is_capturing(first.device):
             return
         self._steps += 1
         self._hear()
         if not self.is_usual and not self._asked and self._steps > 1 and self._is_turn():
             self._ask(optimizer)
         if self.is_usual or self._asked or self._is_turn():
-            for parameter in mastered:
+            for parameter in (first, *mastered):
                 reconcile_(parameter)
             self._hear()
 
