@@ -54,8 +54,8 @@ def ctc(logits: Tensor, digits: Tensor) -> Tensor:
     """Connectionist temporal classification, in fp32."""
     scores = logits.float().log_softmax(-1).transpose(0, 1)
     count = len(digits)
-    lengths = (torch.full((count,), length, device=scores.device) for length in (len(scores), DIGITS))
-    return F.ctc_loss(scores, digits, *lengths, BLANK)
+    frames, letters = (torch.full((count,), length, device=scores.device) for length in (len(scores), DIGITS))
+    return F.ctc_loss(scores, digits, frames, letters, BLANK)
 
 
 def error_rate(logits: Tensor, digits: Tensor) -> float:
