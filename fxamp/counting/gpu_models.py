@@ -15,7 +15,6 @@ import contextlib
 import copy
 import functools
 import gc
-import math
 import multiprocessing
 import sys
 import time
@@ -30,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fxamp.convert import convert
 from fxamp.counting import results
+from fxamp.counting.gpu_models_table import COMPARED, DTYPES, TIMED, Row, failures, markdown
 from fxamp.counting.run import _halved, _in
 from fxamp.counting.speed import measure
 from fxamp.counting.zoo import PUBLISHED, Step
@@ -37,15 +37,10 @@ from fxamp.counting.zoo.language import Attention
 from fxamp.dtypes import dtype_name
 from fxamp.runtime.tf32 import set_tf32
 
-TIMED = ("fp32", "autocast", "O1", "O2", "half")
-COMPARED = ("autocast", "O1", "O2")
-DTYPES = (torch.float16, torch.bfloat16)
 SCALES = tuple(2.0**power for power in (16, 12, 8, 4, 0))
 """Loss scales in float16: the first with which gradients are finite."""
 TURNS_SECONDS, TINY_TURNS_SECONDS = 1.2, 0.1
 RESERVE_SECONDS = 5.0
-
-Row = dict[str, Any]
 
 
 def step_of(name: str, seed: int, device: str, is_tiny: bool) -> Step:
@@ -108,7 +103,7 @@ def _distances(step: Step, device: str) -> dict[str, list[float]]:
     _, run = loss_of(step, "fp32", torch.float32, device)
     wanted = _results(step.model, run, 1.0)
     found = {}
-    for dtype in DTYPES:
+    for dtype in DTYPES.values():
         scale = 0.0
         for way in COMPARED:
             model, run = loss_of(step, way, dtype, device)
@@ -259,82 +254,6 @@ def _each(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-HEADERS = """model, ms, O1, O2, half, fp32, kernels, O1, O2, half, copies, O1, O2, half, peak GB, O1, O2, half,
-outputs fp16, O1, O2, gradients fp16, O1, O2, outputs bf16, O1, O2, gradients bf16, O1, O2""".replace("\n", " ").split(
-    ", "
-)
-LEGEND = """\
-ms, kernels, copies, peak GB: autocast's, of forward, loss and backward in float16; columns beside them are ratios to it
-(ms: how many times as fast). outputs, gradients: autocast's distance from float32, root mean square over seeds, and the
-ratio to it of fxamp's."""
-
-
-def table(data: Row) -> str:
-    """One row a model, geometric means at the end, and what failed."""
-    names = [name for name in PUBLISHED if name in data["times"] or f"{name}/0" in data["distances"]]
-    rows = [_ratios(data, name) for name in names]
-    shown = [[name, *(_cell(value) for value in row)] for name, row in zip(names, rows, strict=True)]
-    means = [_mean([row[column] for row in rows]) for column in range(len(HEADERS) - 1)] if rows else []
-    shown.append(["geometric mean", *(_cell(value) for value in means)])
-    return "\n\n".join([results.as_table(shown, HEADERS), LEGEND, *failures(data)])
-
-
-def _ratios(data: Row, name: str) -> list[float]:
-    of = data["times"].get(name, {})
-    base = of.get("autocast", {}) if "failed" not in of else {}
-    found: list[float] = []
-    for key, ways in (
-        ("ms", (*TIMED[2:], "fp32")),
-        ("kernels", TIMED[2:]),
-        ("copies", TIMED[2:]),
-        ("peak_gb", TIMED[2:]),
-    ):
-        found.append(base.get(key, math.nan))
-        for way in ways:
-            theirs, ours = base.get(key, math.nan), of.get(way, {}).get(key, math.nan) if base else math.nan
-            found.append(_divided(theirs, ours) if key == "ms" else _divided(ours, theirs))
-    for dtype in DTYPES:
-        for which in (0, 1):
-            theirs = _over_seeds(data, name, f"autocast {dtype_name(dtype)}", which)
-            found.append(theirs)
-            found += [
-                _divided(_over_seeds(data, name, f"{way} {dtype_name(dtype)}", which), theirs) for way in COMPARED[1:]
-            ]
-    return found
-
-
-def _over_seeds(data: Row, name: str, way: str, which: int) -> float:
-    seeds = [row for key, row in data["distances"].items() if key.rpartition("/")[0] == name and way in row]
-    return math.sqrt(sum(row[way][which] ** 2 for row in seeds) / len(seeds)) if seeds else math.nan
-
-
-def _divided(one: float, other: float) -> float:
-    return one / other if other else math.nan
-
-
-def _cell(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.3g}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if value > 0]
-    return math.exp(sum(map(math.log, known)) / len(known)) if known else math.nan
-
-
-def failures(data: Row) -> list[str]:
-    """What could not be measured, and why."""
-    found = []
-    for what in ("times", "distances"):
-        for name, row in data[what].items():
-            parts = {"": row} if "failed" in row else row
-            found += [
-                f"{name} {way}, {what}: {facts['failed']}"
-                for way, facts in parts.items()
-                if isinstance(facts, dict) and "failed" in facts
-            ]
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns 1 where something failed."""
     parser = argparse.ArgumentParser(
@@ -358,5 +277,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "times" in given.parts:
         models.measure_times(names, given.budget)
     models.save()
-    print(table(models.data))
-    return 0
+    print(markdown(models.data))
+    return 1 if failures(models.data) else 0

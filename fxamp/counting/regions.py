@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fxamp.counting import ranks, results, scale
+from fxamp.counting import gpu_models_table, ranks, results, scale
 from fxamp.counting.speed import judge
 from fxamp.counting.speed import table as speed_table
 from fxamp.counting.table import (
@@ -197,6 +197,8 @@ TABLES: dict[str, tuple[str, str, Callable[[Any], str]]] = {
     "traffic": ("ranks", "tools/ranks --save", ranks.traffic_table),
     "speed": ("gpu_speed", "tools/gpu_speed", speed_goals),
     "speed-rows": ("gpu_speed", "tools/gpu_speed", speed_rows),
+    "gpu-times": ("gpu_models", "tools/gpu_models", gpu_models_table.times),
+    "gpu-distances": ("gpu_models", "tools/gpu_models", gpu_models_table.distances),
 }
 
 

@@ -17,7 +17,8 @@ from fxamp.numerics import kernels
 WARM_UP = 3
 """Steps before the one whose memory is measured; a GraphedStep captures in that one."""
 BURST_MILLISECONDS = 20.0
-MAX_BURST = 10
+MIN_BURST, MAX_BURST = 3, 10
+"""Steps in a row: of one alone the host's way in and out, when the device waits, would count as the step's time."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
 
 HOST_STEPS = 2
@@ -139,7 +140,7 @@ def in_turns(
             if number:
                 found[name].append(sample)
             else:  # the first round only says how long a step is
-                bursts[name] = max(1, min(MAX_BURST, int(BURST_MILLISECONDS / max(sample[0], 1e-3))))
+                bursts[name] = max(MIN_BURST, min(MAX_BURST, int(BURST_MILLISECONDS / max(sample[0], 1e-3))))
     return {name: failed.get(name) or _medians(samples) for name, samples in found.items()}
 
 

@@ -1,5 +1,6 @@
 """The speed suite's rows as a markdown table."""
 
+import statistics
 from collections.abc import Callable, Iterable
 
 from fxamp.counting import results
@@ -44,7 +45,7 @@ the device was idle. peak GB: of this mode alone (parameters, gradients, optimiz
 the device's time in kernels that copy and in GEMMs, convolutions, attention and RNNs, by name. counted GB: read and
 written by the ops of forward, loss, backward."""
 LEFT_BEHIND = 1.05
-"""A launch that takes so much longer than before the first profile shows that the profiler left a cost."""
+"""Launches that take so much longer (median) than before the first profile show that the profiler left a cost."""
 
 
 def markdown(rows: Iterable[Row], is_dry: bool = False) -> str:
@@ -65,16 +66,20 @@ def markdown(rows: Iterable[Row], is_dry: bool = False) -> str:
 
 
 def profiler_cost(rows: Iterable[Row]) -> str:
-    """Whether launches became slower by the profiles that come before the times: the worst row says it."""
+    """Whether launches became slower by the profiles that come before the times: the median says it.
+
+    Single ones tell of the host: one that others use too is slower now, and then faster.
+    """
     found = [(row["launch_us"], row["unprofiled_launch_us"]) for row in rows if row.get("launch_us")]
     if not found:
         return ""
-    after, before = max(found, key=lambda pair: pair[0] / pair[1])
-    is_clean = after <= LEFT_BEHIND * before
-    left = "nothing was left" if is_clean else f"what launches limit is up to {after / before - 1:.0%} too slow"
+    after, before = (list(times) for times in zip(*found, strict=True))
+    ratio = statistics.median(one / other for one, other in found)
+    left = "nothing was left" if ratio <= LEFT_BEHIND else f"what launches limit is about {ratio - 1:.0%} too slow"
     return (
-        f"The profiler's cost: a launch took {before:.2f} us of the host before the first profile, at most "
-        f"{after:.2f} us while steps were timed: {left}."
+        f"The profiler's cost: a launch took {statistics.median(before):.2f} us of the host before the first profile, "
+        f"{statistics.median(after):.2f} us in the median ({min(after):.2f} to {max(after):.2f}) while steps were "
+        f"timed: {left}."
     )
 
 

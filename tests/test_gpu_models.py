@@ -1,0 +1,93 @@
+"""tools/gpu_models on the CPU: what it measures, what it does with what fails, and its tables."""
+
+import pytest
+import torch
+from torch import nn
+
+from fxamp.counting import gpu_models, gpu_models_table, results
+from fxamp.counting.zoo import PUBLISHED, Step
+
+
+def test_distances_are_of_the_same_numbers():
+    found = gpu_models.distances("ncf", 0, "cpu", True)
+    assert set(found) == {f"{way} {dtype}" for way in ("autocast", "O1", "O2") for dtype in ("float16", "bfloat16")}
+    assert all(0 < outputs < 0.05 and 0 < gradients < 0.05 for outputs, gradients in found.values())
+    assert found == gpu_models.distances("ncf", 0, "cpu", True)
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop_rate, self.layer = nn.Linear(4, 4), 0.5, nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = nn.functional.dropout(self.first(x), 0.5)
+        return self.layer(nn.functional.alpha_dropout(x, self.drop_rate, self.training))
+
+
+def test_nothing_is_dropped(monkeypatch):
+    """Masks are other ones in another dtype: a distance would be theirs."""
+    step = lambda tiny: Step(Dropping(), (torch.ones(2, 4),), lambda result: result.square().mean())  # noqa: E731
+    monkeypatch.setitem(PUBLISHED, "dropping", step)
+    found = gpu_models.distances("dropping", 0, "cpu", True)
+    assert all(value < 0.02 for pair in found.values() for value in pair)
+
+
+def test_buffers_and_gradients_of_one_run_are_not_the_next_ones():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+    x = torch.randn(8, 3)
+    before = [buffer.clone() for buffer in model.buffers()]
+    run = lambda: (out := model(x), out.square().mean())  # noqa: E731
+    first, again = (gpu_models._results(model, run, 4.0) for _ in range(2))
+    assert all(map(torch.equal, before, model.buffers()))
+    for one, other in zip(first, again, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_distance():
+    ones = [torch.ones(3), torch.ones(2, 2)]
+    assert gpu_models.distance([1.5 * each for each in ones], ones) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="1 tensors, expected 2"):
+        gpu_models.distance(ones[:1], ones)
+
+
+def test_every_way_is_timed_and_one_that_fails_says_why(monkeypatch):
+    whole = gpu_models.loss_of
+
+    def failing(step, way, dtype, device):
+        if way == "half":
+            raise RuntimeError("no such kernel")
+        return whole(step, way, dtype, device)
+
+    monkeypatch.setattr(gpu_models, "loss_of", failing)
+    found = gpu_models.times("ncf", "cpu", True)
+    assert found["half"] == {"failed": "RuntimeError: no such kernel"}
+    assert all(found[way]["ms"] > 0 and found[way]["kernels"] > 0 for way in ("fp32", "autocast", "O1", "O2"))
+    assert gpu_models_table.failures({"times": {"ncf": found}, "distances": {}}) == [
+        "ncf half, times: RuntimeError: no such kernel"
+    ]
+
+
+def test_a_call_goes_on_with_what_is_missing(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    assert gpu_models.main(["ncf", "--dry-run", "--parts", "times", "--save", str(path)]) == 0
+    before = results.load(path)
+    assert gpu_models.main(["ncf", "--dry-run", "--parts", "times", "--save", str(path)]) == 0
+    assert results.load(path)["data"] == before["data"]
+    assert "| ncf " in capsys.readouterr().out
+
+
+def test_ratios_are_to_autocast():
+    facts = {
+        way: {"ms": ms, "kernels": 10, "copies": 4, "peak_gb": 1.0} for way, ms in (("autocast", 6.0), ("O1", 3.0))
+    }
+    data = {"times": {"ncf": facts, "gnmt": {"failed": "OutOfMemoryError"}}, "distances": {}}
+    cells = [cell.strip() for cell in gpu_models_table.times(data).splitlines()[2].split("|")]
+    assert cells[1:7] == ["ncf", "6", "2", "-", "-", "-"]
+    rows = {
+        "ncf/0": {"autocast float16": [0.1, 0.0], "O1 float16": [0.05, 0.0]},
+        "ncf/1": {"autocast float16": [0.1, 0.0], "O1 float16": [0.15, 0.0]},
+    }
+    table = gpu_models_table.distances({"times": {}, "distances": rows})
+    assert [cell.strip() for cell in table.splitlines()[2].split("|")][1:6] == ["ncf", "0.1", "1.12", "-", "0"]
+    assert "over\n2 seeds" in table
