@@ -8,7 +8,7 @@ import operator
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,17 +107,20 @@ def _local_numbers(gradient: torch.Tensor) -> torch.Tensor:
 
 def dense(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """`values_of` every parameter that has a gradient."""
-    every = [parameter for parameter in parameters(optimizer) if parameter.grad is not None]
-    found = [parameter.grad for parameter in every]
+    every = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    found = list(map(_GRAD, every))
     if are_plain(found):
-        return found  # type: ignore[return-value]
+        return found
     return [values_of(parameter) for parameter in every]  # type: ignore[misc]
 
 
-def are_plain(tensors: Iterable[Any]) -> bool:
-    """Whether all are dense real tensors of torch's own class: asked once of many, it costs little."""
-    kinds = {(type(each), each.layout, each.is_complex()) for each in tensors}
-    return kinds <= {(torch.Tensor, torch.strided, False)}
+def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all are dense real tensors of torch's own class: asked of all at once, it costs little."""
+    is_dense = set(map(type, tensors)) <= {torch.Tensor} and set(map(_LAYOUT, tensors)) <= {torch.strided}
+    return is_dense and not any(dtype.is_complex for dtype in set(map(_DTYPE, tensors)))
+
+
+_GRAD, _LAYOUT, _DTYPE = map(operator.attrgetter, ("grad", "layout", "dtype"))
 
 
 def groups(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -168,7 +171,7 @@ def refuse_half(optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor])
     Raises:
         OptionError: names the parameters and the one-line remedy.
     """
-    if all(gradient.dtype != torch.float16 for gradient in gradients):
+    if torch.float16 not in set(map(_DTYPE, gradients)):
         return
     half = [
         name
@@ -301,8 +304,7 @@ class Stamp:
 
 def stamp(optimizer: torch.optim.Optimizer) -> Stamp:
     """The gradients as they are now."""
-    every = (group["params"] for group in optimizer.param_groups)
-    found = [g for params in every for p in params if (g := p.grad) is not None]
+    found = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
     return Stamp(list(map(weakref.ref, found)), versions_of(found))
 
 
