@@ -175,13 +175,24 @@ def _weight_reader(captured: Captured, options: Options, known: dict[str, Fit]) 
         path = ir.weight_path(node)
         if path not in known:
             known[path] = fit_in(captured.weight(node), options.low)
-        return known[path]
+        is_lost_in_a_sum = known[path] == "small" and all(_is_bias_of_norm(node, user) for user in node.users)
+        return "normal" if is_lost_in_a_sum else known[path]
 
     def _is_gemm(user: fx.Node) -> bool:
         op = ir.mark(user).op
         return options.lists.colour(op) == "allow" and "attention" not in op  # attention reads masks
 
     return fit_of
+
+
+def _is_bias_of_norm(node: fx.Node, user: fx.Node) -> bool:
+    """Whether a weight is added to normalised numbers, whose rounding is larger than a small bias and its own.
+
+    A bias that begins with zeros is small for as long as few steps, or small ones, have moved it.
+    """
+    is_norm = ir.mark(user).op in ("layer_norm", "group_norm")
+    is_scale = is_norm and node in (ir.argument_of(user, 0, "input"), ir.argument_of(user, 2, "weight"))
+    return is_norm and not is_scale and ir.argument_of(user, 3, "bias") is node
 
 
 def policy_of(root: nn.Module, options: Options) -> Policy:

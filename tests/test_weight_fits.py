@@ -264,3 +264,44 @@ def test_training_after_a_buffer_was_made_under_inference_mode():
         model(X).sum().backward()
     assert torch.equal(plain.mean, converted.mean)
     assert converted.fc.weight.grad is not None
+
+
+class Normed(nn.Module):
+    """A residual around a norm whose bias may be tiny, and a small factor beside it."""
+
+    def __init__(self, bias=0.0, factor=1.0, is_added_twice=False):
+        super().__init__()
+        self.fc, self.end = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.is_added_twice = is_added_twice
+        nn.init.constant_(self.norm.bias, bias)
+        nn.init.constant_(self.norm.weight, factor)
+
+    def forward(self, x):
+        x = self.norm(self.fc(x))
+        return self.end(x * self.norm.bias if self.is_added_twice else x)
+
+
+def norm_of(**options):
+    torch.manual_seed(0)
+    model = Normed(**options)
+    converted = fxamp.convert(model, torch.float16, X)
+    (row,) = (row for row in fxamp.report(converted).rows if row.op == "layer_norm")
+    return row.precision, model, converted
+
+
+@pytest.mark.parametrize("bias", [1e-8, 1e-5])
+def test_a_bias_that_training_has_hardly_moved_is_added_low(bias):
+    """After a step at 1e-5 the biases that began with zeros are no normal numbers of float16; the norm's results are."""
+    precision, model, converted = norm_of(bias=bias)
+    assert precision == norm_of(bias=0.0)[0] == "low"
+    exact = copy.deepcopy(model).double()(X.double())
+    zero = norm_of(bias=0.0)
+    error = float((converted(X) - exact).norm() / exact.norm())
+    of_zero = float((zero[2](X) - copy.deepcopy(zero[1]).double()(X.double())).norm() / exact.norm())
+    assert error <= 1.1 * of_zero + 1e-6
+
+
+@pytest.mark.parametrize("options", [{"bias": -1e9}, {"bias": 1e-5, "is_added_twice": True}, {"factor": 1e-6}])
+def test_other_numbers_beside_a_norm_keep_it_high(options):
+    assert norm_of(**options)[0] == "high"
