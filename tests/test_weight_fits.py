@@ -292,7 +292,7 @@ def norm_of(**options):
 
 @pytest.mark.parametrize("bias", [1e-8, 1e-5])
 def test_a_bias_that_training_has_hardly_moved_is_added_low(bias):
-    """After a step at 1e-5 the biases that began with zeros are no normal numbers of float16; the norm's results are."""
+    """After a step at 1e-5 biases that began with zeros are no normal float16 numbers; what they are added to is."""
     precision, model, converted = norm_of(bias=bias)
     assert precision == norm_of(bias=0.0)[0] == "low"
     exact = copy.deepcopy(model).double()(X.double())
