@@ -202,12 +202,13 @@ def end_load(parameter: torch.Tensor) -> None:
         reconcile_(parameter)
 
 
+@torch.no_grad()
 def round_into(parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
     """Give parameters the rounding of their masters, those of a device and dtype in one multi-tensor copy.
 
     (A CUDA kernel of torch's took the dtype of the first for all: pytorch issue 173383.)
     """
-    targets, sources = [local(each.detach()) for each in parameters], [local(each) for each in masters]
+    targets, sources = list(map(local, parameters)), list(map(local, masters))
     for _, places in by_kind(targets):
         torch._foreach_copy_([targets[place] for place in places], [sources[place] for place in places])
     for parameter in parameters:  # as `remember_version`; counters are believed from now on
