@@ -42,7 +42,7 @@ class Snapshot:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
-        self._device = device
+        self._is_flag_elsewhere = device.type != "cpu"
         self._undo: list[Callable[[], None]] = []
         self._copies: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._tensors: list[tuple[dict[Any, Any], Any, torch.Tensor]] = []  # (state, key, what stood there)
@@ -101,7 +101,7 @@ class Snapshot:
         self._others = {id(tensor): (tensor, self._copy_of(tensor)) for tensor in others}
 
     def _is_the_hosts(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu" and self._device.type != "cpu"
+        return self._is_flag_elsewhere and tensor.is_cpu
 
     def _note(self, container: Any, key: Any) -> None:
         before = _copied(container[key], self._copy_of) if key in container else _Absent()
