@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fxamp.runtime import distributed
-from fxamp.runtime.copies import copy_on
+from fxamp.runtime.copies import copy_on, is_plain
 from fxamp.runtime.flat_copies import FlatCopies, can_be_flat
 
 NUMBERS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -51,6 +51,7 @@ class Snapshot:
         if not is_torchs(optimizer):
             self._note_attributes()
         stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._stepped = stepped
         self._parameters = [distributed.local(parameter.detach()) for parameter in stepped]
         for parameter in stepped:
             self._note_state(parameter)
@@ -97,8 +98,10 @@ class Snapshot:
         self._flat, self._flat_on_host = (
             FlatCopies(list(filter(can_be_flat, tensors))) for tensors in (on_device, on_host)
         )
-        others = [tensor for tensor in (*on_device, *on_host) if not can_be_flat(tensor)]
-        self._others = {id(tensor): (tensor, self._copy_of(tensor)) for tensor in others}
+        self._others, self._others_on_host = (
+            {id(tensor): (tensor, self._copy_of(tensor)) for tensor in tensors if not can_be_flat(tensor)}
+            for tensors in (on_device, on_host)
+        )
 
     def _is_the_hosts(self, tensor: torch.Tensor) -> bool:
         return self._is_flag_elsewhere and tensor.is_cpu
@@ -130,18 +133,26 @@ class Snapshot:
         if on_host and self._flat_on_host.are_changed():
             self._undo.append(functools.partial(_put_all, on_host, self._flat_on_host))
         self._note_created()
-        pairs = [(tensor, copy) for tensor, copy in self._others.values() if not self._is_the_hosts(tensor)]
+        pairs = [*self._others.values(), *self._moved_parameters()]
         for container, key, before in self._trees:
             pairs.extend(self._compare(container, key, before, found_inf.device))
-        with torch.no_grad():
-            select_(pairs, found_inf)
         self._flat.select_back(found_inf)
+        with torch.no_grad():
+            select_(pairs, found_inf)  # last: what stands at another key now, has there what stood there
         self._tensors, self._trees = [], []
-        self._others = {}
+        self._others, self._others_on_host = {}, {}
+        self._stepped = []
+
+    def _moved_parameters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters that the step has given other memory (`p.data = ...`), and what they held."""
+        for parameter, before in zip(self._stepped, self._parameters, strict=True):
+            if is_plain(before) and distributed.local(parameter).data_ptr() != before.data_ptr():
+                yield distributed.local(parameter.detach()), self._copy_made_of(before)
 
     def _copy_made_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in self._others:
-            return self._others[id(tensor)][1]
+        for others in (self._others, self._others_on_host):
+            if id(tensor) in others:
+                return others[id(tensor)][1]
         return (self._flat if tensor in self._flat else self._flat_on_host).value_of(tensor)
 
     def _note_created(self) -> None:

@@ -240,6 +240,68 @@ def test_what_has_strides_is_selected_by_itself():
         assert all(torch.equal(value, torch.full_like(weight, 2.0)) for value in optimizer.state[weight].values())
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("exchanges", ["two buffers", "a buffer and the parameter"])
+def test_an_exchange_of_memory_is_undone(exchanges):
+    """Two buffers take turns (`p.data, buffer = buffer, p.data`): each place gets back what stood in it."""
+
+    class Exchanging(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 1.0})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state["old"].mul_(2).add_(parameter.grad)
+                if exchanges == "two buffers":
+                    state["old"], state["new"] = state["new"], state["old"]
+                else:
+                    parameter.data, state["old"] = state["old"], parameter.data
+
+    weights = [torch.full((3,), 5.0), torch.ones(2, 3).t()]
+    optimizer = Exchanging([weight.requires_grad_() for weight in weights])
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+        optimizer.state[weight].update(old=torch.zeros_like(weight), new=torch.full_like(weight, 7.0))
+    expected = [(weight.detach().clone(), copy.deepcopy(optimizer.state[weight])) for weight in weights]
+    step_unless(optimizer, torch.tensor(1.0), optimizer.step)
+    settle(optimizer)
+    for weight, (value, state) in zip(weights, expected, strict=True):
+        assert torch.equal(weight, value)
+        assert all(torch.equal(optimizer.state[weight][key], state[key]) for key in state)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_parameter_that_is_given_new_memory_is_undone():
+    class Rebinding(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 1.0})
+
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data = parameter.data - parameter.grad
+
+    weights = [torch.ones(3), torch.ones(2, 3).t()]
+    optimizer = Rebinding([weight.requires_grad_() for weight in weights])
+    for flag, expected in ((0.0, 0.0), (1.0, 0.0), (0.0, -1.0)):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        settle(optimizer)
+        step_unless(optimizer, torch.tensor(flag), optimizer.step)
+        assert all(torch.equal(weight, torch.full_like(weight, expected)) for weight in weights)
+
+
+def test_a_weight_with_strides_on_the_host_is_undone_beside_a_flag_on_a_device():
+    weight = torch.ones(2, 3).t().requires_grad_()
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], 1.0)
+    before = Snapshot(optimizer, torch.device("cuda"))
+    optimizer.step()
+    before.select_back(torch.tensor(1.0))
+    assert torch.equal(weight, torch.ones(3, 2))
+
+
 def test_older_contract_with_a_grad_scaler_argument_is_not_trusted_to_skip():
     class Old(torch.optim.SGD):
         _step_supports_amp_scaling = True
