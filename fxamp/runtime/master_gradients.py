@@ -63,7 +63,7 @@ def drop_widened(parameters: Iterable[torch.Tensor], set_to_none: bool = True) -
             parameter.grad_dtype = parameter.dtype
             if not set_to_none:
                 parameter.grad = torch.zeros_like(gradient, dtype=parameter.dtype, requires_grad=False)
-        if (master := parameter.__dict__.get(MASTER)) is not None:
+        if (master := getattr(parameter, MASTER, None)) is not None:
             masters.append(master)
     take_back_gradients(masters)
 

@@ -903,6 +903,28 @@ def test_a_master_follows_its_parameter_to_another_device():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_cleared_inside_of_a_compiled_function(set_to_none):
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4).half()
+        optimizer, scaler = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)), LossScaler(8.0)
+
+        def train(model=model, optimizer=optimizer, scaler=scaler):
+            optimizer.zero_grad(set_to_none)
+            scaler.scale(model(torch.ones(2, 4, dtype=torch.float16)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        run = torch.compile(train, backend="eager") if compiled else train
+        for _ in range(3):
+            run()
+        found.append(master_of(model.weight))
+    assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("scaler", [None, LossScaler(8.0)], ids=["plain", "scaler"])
 def test_a_step_inside_of_a_compiled_function_is_as_ever(scaler):
     found = []
