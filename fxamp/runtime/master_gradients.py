@@ -12,8 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fxamp.runtime.copies import is_plain, wide_copies
 from fxamp.runtime.masters import MASTER, is_low, stored_master
-from fxamp.runtime.stand_ins import give_gradients
+from fxamp.runtime.stand_ins import buckets, give_gradients
 from fxamp.runtime.writes import versions_of
+
+_TOGETHER_BYTES = 64 * 2**20  # of float32 gradients made by one copy, while the 16-bit ones are still there
 
 # Of each master: the gradient that this module gave it, so that another one is known to be the user's.
 _given: MutableMapping[torch.Tensor, weakref.ref[torch.Tensor]] = WeakIdKeyDictionary()
@@ -25,12 +27,15 @@ def widen_gradients_(parameters: Iterable[torch.Tensor]) -> None:
     take_gradients(every)
     low = [p for p in every if p.grad is not None and is_low(p) and p.grad.dtype == p.dtype]
     together = [p for p in low if is_plain(p.grad)]  # type: ignore[arg-type]
-    copies = wide_copies([p.grad for p in together])  # type: ignore[misc]
-    wide = dict(zip(map(id, together), copies, strict=True))
+    for bucket in buckets(together, _TOGETHER_BYTES):
+        copies = wide_copies([p.grad for p in bucket])  # type: ignore[misc]
+        for parameter, copy in zip(bucket, copies, strict=True):
+            parameter.grad_dtype = None
+            parameter.grad = copy
     for parameter in low:
-        widened = wide.get(id(parameter))
-        parameter.grad_dtype = None
-        parameter.grad = parameter.grad.float() if widened is None else widened  # type: ignore[union-attr]
+        if parameter.grad.dtype != torch.float32:  # type: ignore[union-attr]
+            parameter.grad_dtype = None
+            parameter.grad = parameter.grad.float()  # type: ignore[union-attr]
     for parameter in every:
         mirror_gradient(parameter)
 
