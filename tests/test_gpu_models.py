@@ -91,3 +91,15 @@ def test_ratios_are_to_autocast():
     table = gpu_models_table.distances({"times": {}, "distances": rows})
     assert [cell.strip() for cell in table.splitlines()[2].split("|")][1:6] == ["ncf", "0.1", "1.12", "-", "0"]
     assert "over\n2 seeds" in table
+
+
+def test_a_wrong_name_and_another_machine_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gpu_models.main(["nfc", "--dry-run"])
+    assert "'nfc' is none of the models" in capsys.readouterr().err
+    path = tmp_path / "rows.json"
+    data = {"tiny": False, "distances": {}, "times": {}}
+    results.save({**results.make("tools/gpu_models", [], data, 0.0), "machine": "another GPU"}, path)
+    with pytest.raises(SystemExit):
+        gpu_models.main(["ncf", "--dry-run", "--save", str(path)])
+    assert "has rows of another GPU with torch" in capsys.readouterr().err

@@ -34,6 +34,7 @@ from fxamp.counting.run import _halved, _in
 from fxamp.counting.speed import measure
 from fxamp.counting.zoo import PUBLISHED, Step
 from fxamp.counting.zoo.language import Attention
+from fxamp.errors import nearest
 from fxamp.dtypes import dtype_name
 from fxamp.runtime.tf32 import set_tf32
 
@@ -200,7 +201,7 @@ class Models:
     def __init__(self, path: Path, device: str, is_tiny: bool, typed: Sequence[str]) -> None:
         self.path, self.device, self.is_tiny, self.typed = path, device, is_tiny, typed
         old = results.load(path)
-        self.data: Row = old["data"] if old else {"distances": {}, "times": {}}
+        self.data: Row = old["data"] if old else {"tiny": is_tiny, "distances": {}, "times": {}}
         self.start, self.before = time.perf_counter(), old["seconds"] if old else 0.0
 
     @property
@@ -254,12 +255,22 @@ def _each(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _other_run(path: Path, is_dry: bool) -> str:
+    """What the rows in the file are of, where it is not what this call would measure."""
+    record = results.load(path)
+    if record is None:
+        return ""
+    here = (results.machine("cpu" if is_dry else "cuda"), is_dry, str(torch.__version__))
+    there = (record["machine"], record["data"].get("tiny", False), record["versions"]["torch"])
+    return "" if here == there else f"{there[0]} with torch {there[2]}{', a dry run' if there[1] else ''}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns 1 where something failed."""
     parser = argparse.ArgumentParser(
         prog="gpu_models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", choices=[[], *PUBLISHED], metavar="MODEL", help="default: all")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all. {', '.join(PUBLISHED)}")
     parser.add_argument("--parts", nargs="+", choices=("distances", "times"), default=["distances", "times"])
     parser.add_argument("--jobs", type=int, default=1, help="models whose distances are measured at a time; default 1")
     parser.add_argument("--seeds", type=int, default=3, help="of distances; default 3")
@@ -268,8 +279,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--save", type=Path, help="the file of the rows")
     typed = list(sys.argv[1:] if arguments is None else arguments)
     given = parser.parse_args(typed)
+    for name in given.models:
+        if name not in PUBLISHED:
+            parser.error(f"{name!r} is none of the models.{nearest(name, PUBLISHED)}")
     is_dry = given.dry_run or not torch.cuda.is_available()
     path = given.save or (Path("runs/gpu_models_dry.json") if is_dry else results.FOLDER / "gpu_models.json")
+    if other := _other_run(path, is_dry):
+        parser.error(f"{path} has rows of {other}. Give another file with --save.")
     models = Models(path, "cpu" if is_dry else "cuda", is_dry, typed)
     names = given.models or list(PUBLISHED)
     if "distances" in given.parts:
