@@ -34,8 +34,8 @@ from fxamp.counting.run import _halved, _in
 from fxamp.counting.speed import measure
 from fxamp.counting.zoo import PUBLISHED, Step
 from fxamp.counting.zoo.language import Attention
-from fxamp.errors import nearest
 from fxamp.dtypes import dtype_name
+from fxamp.errors import nearest
 from fxamp.runtime.tf32 import set_tf32
 
 SCALES = tuple(2.0**power for power in (16, 12, 8, 4, 0))
