@@ -302,6 +302,61 @@ def test_a_weight_with_strides_on_the_host_is_undone_beside_a_flag_on_a_device()
     assert torch.equal(weight, torch.ones(3, 2))
 
 
+UNFUSED = {
+    "adamw": lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
+    "capturable adam": lambda p: torch.optim.Adam(p, 0.1, foreach=True, capturable=p[0].is_cuda),
+    "adam, one by one": lambda p: torch.optim.Adam(p, 0.1, foreach=False),
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.1, centered=True),
+    "nadam": lambda p: torch.optim.NAdam(p, 0.1),
+}
+
+
+def after_skips(kind, scaler, device):
+    """Parameters and state after twelve steps, of which some overflow, the first among them."""
+    torch.manual_seed(0)
+    weights = [torch.randn(shape, device=device) for shape in ((3, 4), (5,), (), (0,))]
+    weights.append(torch.randn(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last))
+    optimizer = UNFUSED[kind]([weight.requires_grad_() for weight in weights])
+    scaler.scale(torch.ones((), device=device))
+    bad = [torch.tensor(number in (0, 1, 4, 9), device=device) for number in range(12)]
+    if isinstance(scaler, LossScaler) and device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for is_bad in bad:
+            for weight in weights:
+                weight.grad = torch.where(is_bad, math.inf, torch.full_like(weight, 0.5))
+            scaler.step(optimizer)
+            scaler.update()
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    settle(optimizer)
+    state = [value for weight in weights for value in optimizer.state[weight].values()]
+    return [*weights, *state, torch.tensor(scaler.get_scale())]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", UNFUSED)
+def test_an_unfused_optimizer_is_where_torchs_scaler_leaves_it(kind, device):
+    """On a GPU without waiting for it once."""
+    ours = after_skips(kind, LossScaler(2.0**4, growth_interval=3, device=device), device)
+    theirs = after_skips(kind, torch.amp.GradScaler(device, init_scale=2.0**4, growth_interval=3), device)
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
 def test_older_contract_with_a_grad_scaler_argument_is_not_trusted_to_skip():
     class Old(torch.optim.SGD):
         _step_supports_amp_scaling = True

@@ -728,6 +728,33 @@ def test_on_a_gpu_replays_equal_the_eager_loop(dtype):
         torch.testing.assert_close(mine, other, rtol=2**-10, atol=2**-12)
 
 
+def changing(device, make):
+    """A rate that changes at each step, and now and then a smaller batch: our model and the eager loop's."""
+    data = [(x[:3], y[:3]) if number in (6, 9, 10) else (x, y) for number, (x, y) in enumerate(batches(14, device))]
+    model, optimizer, scaler = pieces(device)
+    step = make(model, loss_fn, optimizer, scaler)
+    for number, batch in enumerate(data):
+        optimizer.param_groups[0]["lr"] = 0.05 / (number + 1)
+        step(*batch)
+    expected = pieces(device)
+    eager_loop(*expected, data, rate_of=lambda number: 0.05 / (number + 1))
+    return step, model, expected[0]
+
+
+def test_rates_and_shapes_may_change_from_step_to_step(graphs):
+    step, model, expected = changing("cpu", graphs.step_for)
+    assert step.is_graphed and graphs.captures == 2
+    same(model, expected, rtol=1e-6)
+
+
+@cuda
+@pytest.mark.gpu
+def test_on_a_gpu_rates_and_shapes_may_change_from_step_to_step():
+    step, model, expected = changing("cuda", GraphedStep)
+    assert step.is_graphed
+    same(model, expected, rtol=2**-10)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
