@@ -588,3 +588,16 @@ def test_the_table_has_every_row_and_its_reason():
     rows = [row("half", 1.0, model="ncf"), {"model": "ncf", "size": "large", "mode": "O1", "status": "out of memory"}]
     text = table.markdown(rows)
     assert "| out of memory" in text and "| goal" in text and "geometric mean" in text
+
+
+def test_means_are_geometric_over_models_and_of_what_was_measured():
+    rows = [
+        row("O1", 1.0, model="ncf", size="small", baseline_ms=2.0),
+        row("O1", 1.0, model="gpt2", size="small", baseline_ms=8.0),
+        row("O1", 2.0, model="gpt2", size="large", baseline_ms=1.0),
+        {**row("half", 1.0, model="gpt2", size="large", baseline_ms=3.0), "status": "failed: no kernel"},
+        row("autocast", 1.0, model="gpt2", size="large", baseline_ms=1.0),
+    ]
+    assert judge.means(rows) == [("O1", {"small": pytest.approx(4.0), "large": pytest.approx(0.5)})]
+    cells = [cell.strip() for cell in table.means_table(rows).splitlines()[2].split("|")]
+    assert cells[1:4] == ["O1", "4.000", "0.500"]

@@ -13,7 +13,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import copy
-import functools
 import gc
 import multiprocessing
 import sys
@@ -25,15 +24,14 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from fxamp.convert import convert
 from fxamp.counting import results
 from fxamp.counting.gpu_models_table import COMPARED, DTYPES, TIMED, Row, failures, markdown
-from fxamp.counting.run import _halved, _in
 from fxamp.counting.speed import measure
+from fxamp.counting.speed.modes import in_half
 from fxamp.counting.zoo import PUBLISHED, Step
-from fxamp.counting.zoo.language import Attention
 from fxamp.dtypes import dtype_name
 from fxamp.errors import nearest
 from fxamp.runtime.tf32 import set_tf32
@@ -56,25 +54,17 @@ def step_of(name: str, seed: int, device: str, is_tiny: bool) -> Step:
 def loss_of(step: Step, way: str, dtype: torch.dtype, device: str) -> tuple[nn.Module, Callable[[], tuple[Any, Any]]]:
     """The model prepared in one way, and what gives its outputs and its loss; O2 and half take a copy."""
     call = step.inputs, dict(step.keywords)
-    model: nn.Module = step.model
-    region: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    widened: Callable[[Any], Any] = lambda outputs: outputs  # noqa: E731
-    if way == "autocast":
-        region = lambda: torch.autocast(device, dtype)  # noqa: E731
-    elif way == "half":
-        low = functools.partial(tree_map, lambda value: _in(value, dtype))
-        model, call = _halved(copy.deepcopy(model), dtype), low(call)
-        for module in model.modules():  # a mask of float32 literals; CUDA's attention wants it in the queries' dtype
-            if isinstance(module, Attention):
-                module.register_forward_pre_hook(lambda module, given: low(given))
-        widened = lambda outputs: tree_map(lambda value: _in(value, torch.float32), outputs)  # noqa: E731
-    elif way != "fp32":
-        source = copy.deepcopy(model) if way == "O2" else model
-        model = convert(source, dtype, example_inputs=call, opt_level=way)
+    model: nn.Module = step.model if way in ("fp32", "autocast", "O1") else copy.deepcopy(step.model)
+    if way == "half":
+        model, call = in_half(model, call, dtype)
+    elif way in ("O1", "O2"):
+        model = convert(model, dtype, example_inputs=call, opt_level=way)
+
+    region = torch.autocast(device, dtype) if way == "autocast" else contextlib.nullcontext()
 
     def run() -> tuple[Any, Any]:
-        with region():
-            outputs = widened(model(*call[0], **call[1]))
+        with region:
+            outputs = model(*call[0], **call[1])
             return outputs, step.loss_of(outputs)
 
     return model, run
@@ -155,17 +145,15 @@ def times(name: str, device: str, is_tiny: bool) -> Row:
     found: Row = {}
     for way in TIMED:
         try:
-            before = measure.allocated(device)
             model, run = loss_of(step, way, torch.float16, device)
             steps[way] = _step(model, run)
             for _ in range(measure.WARM_UP):
                 steps[way]()
-            own = measure.allocated(device) - before
             peak = measure.peak_of(steps[way], device)
             seen = measure.profiled(steps[way], device)
             found[way] = {
                 "kernels": seen.launches, "copies": seen.copies, "busy_ms": seen.busy_ms, "gemm_ms": seen.gemm_ms,
-                "copy_ms": seen.copy_ms, "peak_gb": peak / 1e9, "own_gb": own / 1e9,
+                "copy_ms": seen.copy_ms, "peak_gb": peak / 1e9,
             }  # fmt: skip
         except Exception as error:
             steps.pop(way, None)

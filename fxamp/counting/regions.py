@@ -175,10 +175,10 @@ def zoo_rows(data: Any) -> str:
 
 
 def speed_goals(data: Any) -> str:
-    """Goals and the fastest ways; the rows are on a page of their own."""
+    """Goals, and means over the models; the rows are on a page of their own."""
     rows = list(data["rows"].values())
     verdicts = [(goal.text, goal.found or "-", goal.verdict) for goal in judge.goals(rows)]
-    return results.as_table(verdicts, ("goal", "found", ""))
+    return "\n\n".join([results.as_table(verdicts, ("goal", "found", "")), speed_table.means_table(rows)])
 
 
 def speed_rows(data: Any) -> str:

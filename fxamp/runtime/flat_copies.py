@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fxamp.runtime.copies import by_kind, copy_on
+from fxamp.runtime.copies import by_kind, copy_on, is_plain
 
 CHUNK_BYTES = 64 * 2**20
 """Of one piece; while values are selected back there is one more."""
@@ -16,7 +16,7 @@ _unflatten = torch._C._nn.unflatten_dense_tensors
 
 def can_be_flat(tensor: torch.Tensor) -> bool:
     """Whether a tensor's numbers lie in their order: what is restored as a piece has no strides."""
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
+    return is_plain(tensor) and tensor.is_contiguous()
 
 
 class FlatCopies:

@@ -141,17 +141,10 @@ def ensure_masters(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """`ensure_master` of each: where nobody wrote since the last step, a few comparisons."""
     found = []
     for parameter in parameters:
-        notes = parameter.__dict__
-        master: torch.Tensor | None = notes.get(MASTER)
-        if (
-            master is not None
-            and notes.get(VERSION) == parameter._version
-            and notes.get(WRITTEN) == master._version
-            and _is_where_it_was(parameter, notes)
-        ):
-            found.append(master)
-        else:
-            found.append(ensure_master(parameter))
+        master: torch.Tensor | None = parameter.__dict__.get(MASTER)
+        if master is None or not is_unwritten(parameter):  # which is where it was: on the master's device
+            master = ensure_master(parameter)
+        found.append(master)
     return found
 
 

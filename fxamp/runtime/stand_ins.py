@@ -138,5 +138,8 @@ def _widened(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> list[torch
 
 def _rekey(state: dict[Any, Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for old, new in pairs:
-        if old is not new and (kept := state.pop(old, None)) is not None:
+        if old is not new and (kept := state.pop(old, _NOTHING)) is not _NOTHING:
             state[new] = kept
+
+
+_NOTHING = object()

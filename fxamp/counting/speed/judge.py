@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fxamp.counting.speed.modes import BASELINE
+from fxamp.counting.speed.modes import BASELINE, MODES
+from fxamp.counting.speed.workloads import SIZES
 
 BUSY_ENOUGH = 0.85
 """A device that computes less of the time than this waits for launches."""
@@ -56,6 +57,17 @@ def _named(row: Row) -> str:
 def _ratios(rows: Iterable[Row], mode: str, size: str = "") -> dict[str, float]:
     chosen = (row for row in rows if row["mode"] == mode and size in ("", row["size"]))
     return {_named(row): ratio for row in chosen if (ratio := speedup(row)) is not None}
+
+
+def means(rows: Iterable[Row]) -> list[tuple[str, dict[str, float]]]:
+    """(mode, size -> geometric mean over the models of how many times as fast as autocast) of what was measured."""
+    measured = [row for row in rows if row["status"] == "ok"]
+    found = []
+    for mode in (mode for mode in MODES if mode != BASELINE):
+        ratios = {size: _ratios(measured, mode, size) for size in SIZES}
+        if any(ratios.values()):
+            found.append((mode, {s: statistics.geometric_mean(r.values()) for s, r in ratios.items() if r}))
+    return found
 
 
 def _goal(text: str, found: Mapping[str, float], is_met: bool, shown: str) -> Goal:

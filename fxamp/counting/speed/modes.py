@@ -190,21 +190,25 @@ def graphed(opt_level: str) -> Callable[[Setting], Prepared]:
 
 def half(setting: Setting) -> Prepared:
     """Everything in the low dtype, the optimizer too: the limit of speed, and no way to train."""
-    model = setting.work.make().to(setting.dtype)
+    model, inputs = in_half(setting.work.make(), setting.work.inputs, setting.dtype)
+    return eager(setting, model, adamw(model, eps=HALF_EPS), plain_scaler(setting.device), inputs=inputs)
 
-    def low(value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(setting.dtype) if is_float else value
 
-    def wide(outputs: Any) -> Any:
-        return tree_map(lambda value: value.float(), outputs)
+def in_half(model: nn.Module, inputs: Any, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    """A model changed into one that is low everywhere and gives float32 outputs, and its inputs."""
 
-    inputs = tree_map(low, setting.work.inputs)
+    def as_dtype(wanted: torch.dtype, values: Any) -> Any:
+        return tree_map(lambda value: value.to(wanted) if _is_float(value) else value, values)
+
     for module in model.modules():  # a mask made of float32 literals; CUDA's attention wants it in the queries' dtype
         if isinstance(module, Attention):
-            module.register_forward_pre_hook(lambda module, given: tree_map(low, given))
-    model.register_forward_hook(lambda module, given, outputs: wide(outputs))
-    return eager(setting, model, adamw(model, eps=HALF_EPS), plain_scaler(setting.device), inputs=inputs)
+            module.register_forward_pre_hook(lambda module, given: as_dtype(dtype, given))
+    model.register_forward_hook(lambda module, given, outputs: as_dtype(torch.float32, outputs))
+    return model.to(dtype), as_dtype(dtype, inputs)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _converted(setting: Setting, model: nn.Module, opt_level: str = "O1") -> nn.Module:

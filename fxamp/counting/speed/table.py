@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable
 
 from fxamp.counting import results
-from fxamp.counting.speed.judge import Row, gaps_to_half, goals, limit_of, speedup
+from fxamp.counting.speed.judge import Row, gaps_to_half, goals, limit_of, means, speedup
 from fxamp.counting.speed.modes import MODES
 from fxamp.counting.speed.workloads import FAMILIES, SIZES
 
@@ -59,10 +59,18 @@ def markdown(rows: Iterable[Row], is_dry: bool = False) -> str:
         parts.append(cost)
     verdicts = [(goal.text, goal.found, goal.verdict) for goal in goals(rows)]
     parts.append(results.as_table(verdicts, ("goal", "found", "")))
+    parts.append(means_table(rows))
     gaps = [f"{ratio:.3f} ({name})" for ratio, name in gaps_to_half(rows)[:3]]
     if gaps:
         parts.append(f"Biggest gaps between fxamp's fastest step without a compiler and pure half: {', '.join(gaps)}.")
     return "\n\n".join(parts)
+
+
+def means_table(rows: Iterable[Row]) -> str:
+    """Geometric means over the models, of each mode at each size."""
+    rows = list(rows)
+    cells = [(mode, *(f"{at[size]:.3f}" if size in at else "-" for size in SIZES)) for mode, at in means(rows)]
+    return results.as_table(cells, ("times as fast as autocast", *(f"{size} batch" for size in SIZES)))
 
 
 def profiler_cost(rows: Iterable[Row]) -> str:
