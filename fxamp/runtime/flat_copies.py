@@ -15,7 +15,8 @@ _unflatten = torch._C._nn.unflatten_dense_tensors
 
 
 def can_be_flat(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's numbers lie in their order: what is restored as a piece has no strides."""
+    """Whether a tensor's numbers lie in their order; copied into others, they would take all of their piece a kernel
+    for each tensor."""
     return is_plain(tensor) and tensor.is_contiguous()
 
 
