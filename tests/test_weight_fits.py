@@ -269,13 +269,15 @@ def test_training_after_a_buffer_was_made_under_inference_mode():
 class Normed(nn.Module):
     """A residual around a norm whose bias may be tiny, and a small factor beside it."""
 
-    def __init__(self, bias=0.0, factor=1.0, is_added_twice=False):
+    def __init__(self, bias=0.0, factor=1.0, is_added_twice=False, is_factor=False):
         super().__init__()
         self.fc, self.end = nn.Linear(8, 8), nn.Linear(8, 8)
         self.norm = nn.LayerNorm(8)
         self.is_added_twice = is_added_twice
         nn.init.constant_(self.norm.bias, bias)
         nn.init.constant_(self.norm.weight, factor)
+        if is_factor:
+            self.norm.weight = self.norm.bias
 
     def forward(self, x):
         x = self.norm(self.fc(x))
@@ -302,6 +304,9 @@ def test_a_bias_that_training_has_hardly_moved_is_added_low(bias):
     assert error <= 1.1 * of_zero + 1e-6
 
 
-@pytest.mark.parametrize("options", [{"bias": -1e9}, {"bias": 1e-5, "is_added_twice": True}, {"factor": 1e-6}])
+@pytest.mark.parametrize(
+    "options",
+    [{"bias": -1e9}, {"bias": 1e-5, "is_added_twice": True}, {"bias": 1e-5, "is_factor": True}, {"factor": 1e-6}],
+)
 def test_other_numbers_beside_a_norm_keep_it_high(options):
     assert norm_of(**options)[0] == "high"

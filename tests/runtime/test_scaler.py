@@ -1199,3 +1199,14 @@ def test_a_skipped_step_with_a_closure_takes_back_what_it_put_in_the_groups():
         scaler.step(optimizer, closure=closure)
         scaler.update()
         assert optimizer.param_groups[0].get("step") == steps
+
+
+def test_complex_gradients_are_unscaled_and_looked_at_as_pairs():
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer, scaler = torch.optim.SGD([weight], 1.0), LossScaler(4.0)
+    for gradient, expected in ((4 + 8j, -2j), (complex(1.0, math.inf), -2j), (2.0 + 0j, -1.0 - 2j)):
+        scaler.scale(torch.zeros(()))
+        weight.grad = torch.full((3,), gradient)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(weight.detach(), torch.full((3,), expected, dtype=torch.complex64))

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxamp
-from fxamp.runtime import unseen_writes
+from fxamp.runtime import masters, unseen_writes
+from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.masters import exact_values, master_of
 from fxamp.runtime.unseen_writes import EVERY, FIRST
 from tests.runtime.simulated_graph import SimulatedGraphs
@@ -239,3 +240,27 @@ def test_new_memory_at_the_address_of_the_old_is_new():
         memory = torch.frombuffer(freed, dtype=torch.bfloat16).view_as(parameter)
         parameter.data = memory.fill_(value)
         assert torch.equal(master_of(parameter), torch.full_like(parameter, value, dtype=torch.float32))
+
+
+def test_between_its_turns_a_step_compares_no_numbers(monkeypatch):
+    """Counters say that nobody wrote: comparing each parameter with its master would cost launches in each step."""
+    weights = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(4)]
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(weights, 0.1), bucket_bytes=16)
+
+    def step():
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+
+    for _ in range(FIRST + 2):
+        step()
+    compared = []
+    monkeypatch.setattr(masters, "reconcile_", compared.append)
+    monkeypatch.setattr(unseen_writes, "reconcile_", compared.append)
+    for _ in range(3):
+        step()
+    assert not compared
+    with torch.no_grad():
+        weights[1].fill_(5.0)
+    step()
+    assert compared == [weights[1]]
