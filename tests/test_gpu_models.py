@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from fxamp.counting import gpu_models, gpu_models_table, results
-from fxamp.counting.zoo import PUBLISHED, Step
 
 
 def test_distances_are_of_the_same_numbers():
@@ -25,12 +24,15 @@ class Dropping(nn.Module):
         return self.layer(nn.functional.alpha_dropout(x, self.drop_rate, self.training))
 
 
-def test_nothing_is_dropped(monkeypatch):
+def test_nothing_is_dropped():
     """Masks are other ones in another dtype: a distance would be theirs."""
-    step = lambda tiny: Step(Dropping(), (torch.ones(2, 4),), lambda result: result.square().mean())  # noqa: E731
-    monkeypatch.setitem(PUBLISHED, "dropping", step)
-    found = gpu_models.distances("dropping", 0, "cpu", True)
-    assert all(value < 0.02 for pair in found.values() for value in pair)
+    model, x = Dropping().train(), torch.ones(64, 4)
+    with gpu_models.without_dropout(model):
+        assert torch.equal(model(x), model.first(x))
+    assert not torch.equal(nn.functional.dropout(x, 0.5), x)
+    others = nn.ModuleList([nn.LSTM(4, 4, 2, dropout=0.5), nn.Dropout2d(0.5)])
+    with gpu_models.without_dropout(others):
+        assert others[0].dropout == others[1].p == 0.0
 
 
 def test_buffers_and_gradients_of_one_run_are_not_the_next_ones():
