@@ -601,3 +601,18 @@ def test_means_are_geometric_over_models_and_of_what_was_measured():
     assert judge.means(rows) == [("O1", {"small": pytest.approx(4.0), "large": pytest.approx(0.5)})]
     cells = [cell.strip() for cell in table.means_table(rows).splitlines()[2].split("|")]
     assert cells[1:4] == ["O1", "4.000", "0.500"]
+
+
+def test_half_is_low_inside_and_gives_float32():
+    seen = []
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda module, given, output: seen.extend((given[0].dtype, output.dtype)))
+    model, (x, numbers) = modes.in_half(model, (torch.ones(2, 4), torch.arange(3)), torch.bfloat16)
+    assert model(x).dtype == torch.float32 and seen == [torch.bfloat16] * 2 and numbers.dtype == torch.int64
+
+
+def test_a_slow_step_is_timed_among_others_of_its_kind(monkeypatch):
+    counts = []
+    monkeypatch.setattr(measure, "timed", lambda step, count, device: counts.append(count) or (500.0, 1.0))
+    measure.in_turns({"slow": lambda: None}, 0.0, "cpu")
+    assert counts == [1] + [3] * measure.MIN_ROUNDS
