@@ -27,8 +27,9 @@ import torch
 from torch._compile import _disable_dynamo
 
 from fxamp.runtime import capturing, distributed, gradients
-from fxamp.runtime.copies import copy_on
-from fxamp.runtime.snapshot import OpaqueStateError, Snapshot, is_torchs
+from fxamp.runtime.copies import Skipped, copy_on
+from fxamp.runtime.optimizer_trees import OpaqueStateError, is_torchs
+from fxamp.runtime.snapshot import Snapshot
 from fxamp.runtime.step_result import HostCopy
 
 PENDING = "_fxamp_pending"
@@ -96,17 +97,15 @@ def _ones_where(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer) -> It
 
     Not 0, by which D-Adaptation divides on the host.
     """
-    skipped: dict[torch.device, torch.Tensor] = {}
+    skipped = Skipped(found_inf)
     exchanged: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for parameter in gradients.parameters(optimizer):
         given = parameter.grad
         if given is None or given.requires_grad:  # whose graph the optimizer may differentiate (AdaHessian)
             continue
-        if given.device not in skipped:
-            skipped[given.device] = copy_on(given.device, found_inf) > 0
         seen = given.clone()
         values = seen._values() if seen.is_sparse else distributed.local(seen)
-        values.masked_fill_(skipped[given.device], 1)
+        values.masked_fill_(skipped.on(given.device), 1)
         parameter.grad = seen
         exchanged.append((parameter, given, seen))
     try:

@@ -1,11 +1,12 @@
 """Copies of many tensors in a few pieces of memory, and the way back to them, decided on the device."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 import torch
 
-from fxamp.runtime.copies import by_kind, copy_on, is_plain
+from fxamp.runtime.copies import Skipped, by_kind, is_plain, own_copies, select_
 
 CHUNK_BYTES = 64 * 2**20
 """Of one piece; while values are selected back there is one more."""
@@ -14,26 +15,19 @@ _flatten = torch._C._nn.flatten_dense_tensors
 _unflatten = torch._C._nn.unflatten_dense_tensors
 
 
-def can_be_flat(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's numbers lie in their order; copied into others, they would take all of their piece a kernel
-    for each tensor."""
-    return is_plain(tensor) and tensor.is_contiguous()
-
-
 class FlatCopies:
     """What tensors hold now.
 
-    For each piece one kernel copies, and three select: the host pays a few microseconds a tensor for it all.
-
-    Args:
-        tensors: each `can_be_flat`.
+    Those whose numbers lie in their order are copied in pieces: for each piece one kernel copies, and three select; the
+    host pays a few microseconds a tensor for it all. Any other (with strides, sparse, of a class of its own) takes a
+    kernel for itself: in a piece, all that is in it would.
     """
 
+    @torch.no_grad()
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._pieces = [(same, _copied(same)) for same in _pieces(tensors)]
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._values
+        self._pieces = [(same, _copied(same)) for same in _pieces([each for each in tensors if _can_be_flat(each)])]
+        others = [each for each in tensors if not _can_be_flat(each)]
+        self._others = list(zip(others, own_copies(others), strict=True))
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """What one of them held."""
@@ -42,28 +36,30 @@ class FlatCopies:
     @functools.cached_property
     def _values(self) -> dict[int, torch.Tensor]:
         pairs = (pair for same, flat in self._pieces for pair in zip(same, _unflatten(flat, same), strict=True))
-        return {id(tensor): value for tensor, value in pairs}
+        return {id(tensor): value for tensor, value in (*pairs, *self._others)}
 
     def are_changed(self) -> bool:
         """Whether any of them holds something else now. Reads the device."""
-        return not all(torch.equal(flat, _flatten(same)) for same, flat in self._pieces)
+        pairs = itertools.chain(((_flatten(same), flat) for same, flat in self._pieces), self._others)
+        return not all(torch.equal(now, before) for now, before in pairs)
 
-    def select_back(self, found_inf: torch.Tensor) -> None:
-        """Give the tensors those values back, bit for bit, where `found_inf` is above 0. Once."""
-        skipped: dict[torch.device, torch.Tensor] = {}
-        with torch.no_grad():
-            for same, flat in self._pieces:
-                if flat.device not in skipped:
-                    skipped[flat.device] = copy_on(flat.device, found_inf) > 0
-                torch.where(skipped[flat.device], flat, _flatten(same), out=flat)
-                torch._foreach_copy_(same, _unflatten(flat, same))
-        self._pieces = []
+    @torch.no_grad()
+    def select_back(self, skipped: Skipped) -> None:
+        """Give the tensors those values back, bit for bit, where the step is skipped. Once."""
+        for same, flat in self._pieces:
+            torch.where(skipped.on(flat.device), flat, _flatten(same), out=flat)
+            torch._foreach_copy_(same, _unflatten(flat, same))
+        select_(self._others, skipped)
+        self._pieces, self._others = [], []
+
+
+def _can_be_flat(tensor: torch.Tensor) -> bool:
+    return is_plain(tensor) and tensor.is_contiguous()
 
 
 def _copied(tensors: list[torch.Tensor]) -> torch.Tensor:
-    with torch.no_grad():
-        flat: torch.Tensor = _flatten(tensors)
-        return flat.clone() if len(tensors) == 1 else flat  # of one it is a view
+    flat: torch.Tensor = _flatten(tensors)
+    return flat.clone() if len(tensors) == 1 else flat  # of one it is a view
 
 
 def _pieces(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

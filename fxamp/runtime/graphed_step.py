@@ -16,10 +16,10 @@ from fxamp.runtime.cuda_graph import Recorder
 from fxamp.runtime.device_rates import DeviceRates, reads_rate_from_device
 from fxamp.runtime.device_skip import settle
 from fxamp.runtime.distributed import local
+from fxamp.runtime.entries import Entries
 from fxamp.runtime.fixed_scalers import NoOpLossScaler
 from fxamp.runtime.optimizer_steps import note_step
 from fxamp.runtime.scaler import LossScaler
-from fxamp.runtime.snapshot import Entries
 from fxamp.runtime.step_result import StepResult
 from fxamp.runtime.unseen_writes import take_writes
 

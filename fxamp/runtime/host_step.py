@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 from fxamp.errors import OptionError, nearest
 from fxamp.runtime import distributed, gradients
 from fxamp.runtime.arguments import check_needs_no_closure
-from fxamp.runtime.snapshot import is_torchs
+from fxamp.runtime.optimizer_trees import is_torchs
 from fxamp.runtime.step_result import StepResult, plain_result
 
 if TYPE_CHECKING:

@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 from fxamp.errors import OptionError, ScaleCollapseError
-from fxamp.runtime.distributed import reduce_gradients_in
+from fxamp.runtime.distributed import local, reduce_gradients_in
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.masters import master_of
 from fxamp.runtime.scaler import LossScaler
+from fxamp.runtime.snapshot import Snapshot
 
 
 def agrees(tensor):
@@ -347,6 +348,27 @@ def sharded_weight_without_gradient():
     assert (result.skipped, result.grad_norm) == (False, 3.0)
 
 
+def undone_where_sharded(flag):
+    """Shards, and the state of shards, as an unfused optimizer keeps them on the device of the flag or on the host."""
+    mesh = init_device_mesh("cpu", (2,))
+    weights = [torch.nn.Parameter(distribute_tensor(torch.ones(4, n), mesh, [Shard(0)])) for n in (2, 3)]
+    optimizer = torch.optim.AdamW(weights, 0.1, foreach=True, amsgrad=True)
+    for gradient in (1.0, math.nan):
+        expected = copy.deepcopy([(weight.detach(), optimizer.state[weight]) for weight in weights])
+        for weight in weights:
+            weight.grad = torch.full_like(weight, gradient)
+        before = Snapshot(optimizer, flag)
+        optimizer.step()
+        before.select_back(torch.tensor(float(math.isnan(gradient))))
+        if math.isnan(gradient):
+            for undo in before.host_changes():
+                undo()
+    for weight, (value, state) in zip(weights, expected, strict=True):
+        found, kept = {"": weight, **optimizer.state[weight]}, {"": value, **state}
+        assert found.keys() == kept.keys() and isinstance(found["exp_avg"], DTensor)
+        assert all(torch.equal(local(found[key]), local(kept[key])) for key in kept)
+
+
 def clipped_in_one_process(values, make):
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
     with torch.no_grad():
@@ -492,6 +514,8 @@ CHECKS = {
     "norm_two_dimensions": norm_of_two_dimensions,
     "norm_asked_later": norm_asked_later,
     "norm_one_rank_without": sharded_weight_without_gradient,
+    "undone_on_device": lambda: undone_where_sharded(torch.device("cpu")),
+    "undone_on_host": lambda: undone_where_sharded(torch.device("cuda")),
     "fsdp_fused_masters": lambda: fully_sharded(fused_adam, torch.bfloat16),
 }
 

@@ -5,7 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxamp.runtime import gradients, snapshot, stand_ins
+from fxamp.runtime import gradients, stand_ins
+from fxamp.runtime.copies import Skipped, select_
 from fxamp.runtime.device_skip import step_unless
 from fxamp.runtime.flat_copies import FlatCopies
 from fxamp.runtime.rounding import Compensation
@@ -50,8 +51,8 @@ def fused_step(weight, number):
     "read",
     [
         lambda number, here: gradients.unscale_and_check([here], number, number),
-        lambda number, here: snapshot.select_([(here, here.clone())], number),
-        lambda number, here: FlatCopies([here]).select_back(number),
+        lambda number, here: select_([(here, here.clone())], Skipped(number)),
+        lambda number, here: FlatCopies([here]).select_back(Skipped(number)),
         lambda number, here: give_gradients(here, number),
         lambda number, here: Compensation().take_back([here.bfloat16()], [here], number),
         lambda number, here: fused_step(here, number),

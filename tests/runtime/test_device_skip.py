@@ -8,6 +8,7 @@ import torch
 from runtime_instruments import NoSync, ThirdParty
 
 from fxamp.runtime import device_skip, flat_copies
+from fxamp.runtime.copies import Skipped
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.flat_copies import FlatCopies
 from fxamp.runtime.master_weights import MasterWeightOptimizer
@@ -170,7 +171,7 @@ def test_selection_is_exact_for_every_pattern(dtype, flag, count):
         part.copy_(part.flip(0))
     now = [part.clone() for part in held]
     assert all(torch.equal(copies.value_of(each).view(integer), old) for each, old in zip(tensors, before, strict=True))
-    copies.select_back(torch.tensor(float(flag)))
+    copies.select_back(Skipped(torch.tensor(float(flag))))
     for part, wanted in zip(held, before if flag else now, strict=True):
         assert torch.equal(part, wanted)
 
@@ -185,7 +186,7 @@ def test_copies_come_in_pieces(monkeypatch):
     for each in tensors:
         each.add_(1)
     assert copies.are_changed()
-    copies.select_back(torch.tensor(1.0))
+    copies.select_back(Skipped(torch.tensor(1.0)))
     assert all(map(torch.equal, tensors, expected))
 
 
