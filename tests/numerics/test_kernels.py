@@ -7,6 +7,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 import fxamp
+from fxamp.counting.zoo.language import Bert
 from fxamp.errors import OptionError
 from fxamp.numerics.kernels import Kernels, _kernel_times, kernels, kind_of, summed
 
@@ -233,3 +234,25 @@ def test_tensor_cores_run_a_low_gemm():
     x = torch.randn(1024, 1024, device="cuda")
     found = kernels(fxamp.convert(model, torch.float16, (x,)), (x,))
     assert found.tensor_core_share == 1.0 and "Tensor Cores" in str(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_kernels_of_a_whole_model_have_nodes_and_lines(dtype):
+    """What is not GEMM in float32 by its own choice (a mask, a sum of embeddings) is there too, with its line."""
+    with torch.device("cuda"):
+        model = Bert(1000, 256, 2, 4, 64)
+        x = (torch.randint(1000, (8, 64)), torch.zeros(8, 64, dtype=torch.long), torch.ones(8, 64))
+    converted = fxamp.convert(model, dtype, x)
+    found = kernels(converted, x)
+    nodes = {row.name: row for row in fxamp.report(converted).rows}
+    gemms = [kernel for kernel in found.kernels if kernel.kind.endswith("gemm")]
+    ops = {nodes[kernel.node].op for kernel in gemms}
+    assert {"linear", "scaled_dot_product_attention"} <= ops, found
+    assert all("language.py:" in kernel.source for kernel in gemms), found
+    assert found.tensor_core_share > 0.9, found
+    assert {nodes[kernel.node].precision for kernel in gemms if kernel.kind == "tensor core gemm"} == {"low"}, found
+    named = sum(kernel.microseconds for kernel in found.kernels if kernel.node in nodes)
+    assert named > 0.95 * sum(kernel.microseconds for kernel in found.kernels), found
+    assert any(kernel.kind == "cast" for kernel in found.kernels), found
