@@ -88,6 +88,16 @@ def test_lowered_parameters_are_no_low_model(caplog):
     assert fxamp.report(converted).low_precision_nodes > 0
 
 
+def test_lowered_parameters_that_were_replaced_are_no_low_model(caplog):
+    """As `fully_shard` does, whose shards are other parameters."""
+    converted = fxamp.convert(Net(), "bf16", (X,), opt_level="O3")
+    for module in converted.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = torch.nn.Parameter(parameter.detach().clone())
+    converted(X)
+    assert not any("nothing is left" in text for text in (*warnings_of(caplog), *fxamp.report(converted).advice))
+
+
 def test_lowered_parameters_in_another_low_dtype_are_refused():
     converted = fxamp.convert(Net(), "bf16", (X,), opt_level="O2")
     converted(X)

@@ -167,6 +167,12 @@ def _mark_shard(tensor: torch.Tensor, has_master: bool) -> None:
         loosen(tensor)
 
 
+def was_lowered(model: nn.Module) -> bool:
+    """Whether O2 or O3 has lowered tensors of a model, also those that `fully_shard` has replaced since."""
+    is_marked = any(LOWERED in module.__dict__ for module in model.modules())
+    return is_marked or any(map(is_stored_low, model.parameters()))
+
+
 def is_shard(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one rank's part of another."""
     return local(tensor) is not tensor

@@ -10,11 +10,11 @@ from torch import nn
 from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.model.engine import engine_of
+from fxamp.model.state_dicts import was_lowered
 from fxamp.model.variant import Variant
 from fxamp.review.gemms import ALIGNMENT, Gemm
 from fxamp.review.regions import Region
 from fxamp.review.rows import Row
-from fxamp.runtime.masters import is_stored_low
 from fxamp.words import bytes_in_words, listed, plural
 
 _MANY = 3
@@ -66,7 +66,7 @@ def low_already(model: nn.Module) -> str:
     """What to know about a model whose own weights are low (`model.half()`), "" for any other."""
     floats = [weight for weight in model.parameters() if weight.is_floating_point()]
     dtypes = {weight.dtype for weight in floats}
-    if not floats or not dtypes <= {*LOW_DTYPES} or any(map(is_stored_low, floats)):
+    if not floats or not dtypes <= {*LOW_DTYPES} or was_lowered(model):
         return ""
     names = " and ".join(sorted(map(dtype_name, dtypes)))
     return (
