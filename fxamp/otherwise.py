@@ -58,6 +58,11 @@ class Otherwise:
     def watch(self, given: Any) -> None:
         self.by_dynamo.watch = given
 
+    @property
+    def is_for_dynamo_next(self) -> bool:
+        """Whether the first call has told that Dynamo is to capture the model, which it has not been asked for yet."""
+        return self.chosen is self.by_dynamo and not self.by_dynamo.calls
+
     def stay_outside(self, name: str) -> None:
         """Let a Dynamo that traces the model from outside break its graph here."""
         self.by_dynamo.stay_outside(name)

@@ -98,6 +98,16 @@ def test_one_whose_modules_no_graph_holds_is_for_dynamo(caplog):
     assert sum("captured by Dynamo from now on" in record.message for record in caplog.records) == 1
 
 
+def test_what_was_converted_is_told_once_dynamo_has_been_asked(caplog):
+    model = o1(nn.Sequential(*(Deciding(16) for _ in range(3))))
+    with caplog.at_level(logging.INFO, "fxamp"):
+        model(batch(0)).sum().backward()
+        assert not any("Converted" in text or "call the model once" in text for text in caplog.messages)
+        model(batch(0)).sum().backward()
+    assert sum("Converted" in text for text in caplog.messages) == 1
+    assert fxamp.report(model).low_precision_nodes
+
+
 def test_one_of_layers_alone_is_for_dynamo_at_once(caplog):
     converted = o1(Shallow())
     with caplog.at_level(logging.INFO, "fxamp"):

@@ -11,6 +11,7 @@ from fxamp.capture.captured import Captured, settled
 from fxamp.capture.counters import check_repeatable, numbers_before, sets_numbers
 from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, LeftOut
 from fxamp.capture.effects import clear_caches_of
+from fxamp.capture.imports import Imports
 from fxamp.capture.inputs import CallSpec
 from fxamp.capture.left_out import MOST_FUNCTIONS, called_through, frames_of, functions_to_leave_out
 from fxamp.capture.locations import explained
@@ -114,11 +115,20 @@ def _more_left_out(error: CaptureError, left_out: LeftOut) -> LeftOut | None:
 
 
 def _trace_once(asked: _Trace) -> Captured:
+    imports = Imports()
+    return imports.loaded_before(lambda: _trace_among(asked, imports))
+
+
+def _trace_among(asked: _Trace, imports: Imports) -> Captured:
     tracer = SymbolicTracer(*asked)
     load_einops()
     fill_override_tables()
     try:
-        with uncaught_captures(), called_through(asked.left_out.functions, tracer.beforehand.leave_out):
+        with (
+            uncaught_captures(),
+            called_through(asked.left_out.functions, tracer.beforehand.leave_out),
+            imports.noted(tracer),
+        ):
             graph = tracer.trace(asked.root)
     except FxampError as error:
         with_state(error, tracer.state_so_far(), tracer.values.has_open, tracer.openings)

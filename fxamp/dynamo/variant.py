@@ -129,7 +129,10 @@ def _copy_of(captured: Captured) -> Captured:
 
 
 def _name_from_root(captured: Captured, model: nn.Module) -> None:
-    """Paths from the model: behind a graph break Dynamo names weights and modules from the module that went on."""
+    """Paths from the model: behind a graph break Dynamo names weights and modules from the module that went on.
+
+    A weight that a function is handed there has no path in its name.
+    """
     names: dict[int, list[str]] = {}
     for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         names.setdefault(id(value), []).append(name)
@@ -137,9 +140,11 @@ def _name_from_root(captured: Captured, model: nn.Module) -> None:
     inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
     for node, value in zip(inputs, captured.example or [], strict=False):
         path = str(node.meta.get(ir.WEIGHT_PATH, ""))
-        fitting = [name for name in names.get(id(value), ()) if f".{name}".endswith(f".{path}")]
-        if path and fitting:
-            node.meta[ir.WEIGHT_PATH] = min(fitting, key=len)
+        fitting = [name for name in names.get(id(value), ()) if f".{name}".endswith(f".{path}" if path else "")]
+        if ir.WEIGHT_PATH not in node.meta or not fitting:
+            continue
+        node.meta[ir.WEIGHT_PATH] = min(fitting, key=len)
+        if path:
             prefixes.append(min(fitting, key=len).removesuffix(path))
     prefix = prefixes[0] if prefixes and len(set(prefixes)) == 1 else ""
     around = _modules_around(prefix, model)

@@ -232,6 +232,9 @@ class Engine:
             torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None
         ):
             return  # Dynamo steps aside for the mode, or the transform; the next call may make graphs
+        if not count and getattr(self.dynamo, "is_for_dynamo_next", False):
+            self.previews.clear()
+            return  # the next call makes graphs, or tells that there can be none
         state = count, bool(getattr(self.dynamo, "runs_as_written", False))
         if state != self.announced and not self.is_boundary and not torch.compiler.is_compiling():
             self.announced = state

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils import _pytree as pytree
 
 from fxamp.capture.refusals import Refusals
+from fxamp.dtypes import LOW_DTYPES
 from fxamp.ir import Colour
 from fxamp.model.blocks import mark_block
 from fxamp.model.engine import Engine, engine_of
@@ -56,10 +58,15 @@ class Part:
 
         1. Without gradients only what has a graph looks for one: who generates text calls each part for each token. In
            a step of training it looks as well: it is a teacher, or a checkpoint of torch's older kind.
-        2. Where forward has switched autocast off, its author wants float32.
+        2. Where forward has switched autocast off, its author wants float32. So it is in the backward of a function
+           of the model's own, which no region is around.
+        3. A layer whose weights are shown in float32 there may be given low values that would be float32 if the
+           weights were: a state that was joined with them.
         """
         module, engine = self.module, self.engine
         if module is None or engine is None or self.family.is_protected():
+            if isinstance(module, _PRODUCTS) and any(map(is_stored_low, module.parameters())):
+                args, kwargs = pytree.tree_map_only(torch.Tensor, _in_float32, (args, kwargs))
             return written(view, *args, **kwargs)
         if not engine.variants and not (torch.is_grad_enabled() or getattr(running, "has_gradients", False)):
             return written(view, *args, **kwargs)
@@ -172,6 +179,10 @@ class Family:
             blocks[path] = engine
             for variant in engine.all_variants():
                 mark_block(variant, engine.paths)
+
+
+def _in_float32(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.dtype in LOW_DTYPES else value
 
 
 def _is_other(child: nn.Module) -> bool:

@@ -178,6 +178,55 @@ def test_where_forward_turns_autocast_off_it_is_float32(dtype, has_gradients):
         assert trained(converted, sgd(converted)).isfinite().all() and plain is not model
 
 
+class Again(torch.autograd.Function):
+    """Runs a layer without a graph of autograd's, and again in backward, on a state that it joins with the weight."""
+
+    @staticmethod
+    def forward(ctx, layer, x, weight):
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        joined = torch.cat([x.flatten(), torch.zeros_like(weight).flatten()])
+        x = joined[: x.numel()].view_as(x).detach().requires_grad_()
+        with torch.enable_grad():
+            result = ctx.layer(x)
+        return None, *torch.autograd.grad(result, (x, weight), gradient)
+
+
+class Adjoint(nn.Module):
+    """The solver of an ordinary differential equation gets its gradients so."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.layer, self.head = nn.Linear(16, 16), nn.Linear(16, 16, bias=False), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        if x.sum() > 1e6:
+            x = -x
+        return self.head(Again.apply(self.layer, x, self.layer.weight))
+
+
+@pytest.mark.parametrize("dtype", LOWS)
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_layer_runs_in_the_backward_of_a_function_of_the_models_own(opt_level, dtype):
+    torch.manual_seed(0)
+    model = Adjoint()
+    low, converted = copy.deepcopy(model), fxamp.convert(copy.deepcopy(model), dtype, opt_level=opt_level)
+    model(batch(0)).sum().backward()
+    with torch.autocast("cpu", dtype):
+        low(batch(0)).sum().backward()
+    converted(batch(0)).sum().backward()
+    for expected, autocast, found in zip(*(each.parameters() for each in (model, low, converted)), strict=True):
+        scale = torch.finfo(dtype).eps * expected.grad.norm()  # O2 stores gradients rounded
+        assert (found.grad.float() - expected.grad).norm() <= 2 * (autocast.grad - expected.grad).norm() + scale
+
+
 def test_weights_that_forward_writes_are_written():
     class Clamping(Choosing):
         def forward(self, x):

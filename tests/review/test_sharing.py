@@ -104,3 +104,30 @@ def test_an_override_that_holds_for_all_is_none(overrides, caplog):
         converted = called(overrides=overrides)
     assert "as decided for" not in caplog.text
     assert set(linears(converted).values()) == ({"high"} if overrides else {"low"})
+
+
+def product(x, weight):
+    torch._dynamo.graph_break()
+    return x @ weight
+
+
+class HandedOn(nn.Module):
+    """Its weights come to the graph as arguments of a function, under a name that is no path."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.eye(8) for _ in range(3))
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = product(x, weight)
+        return x
+
+
+def test_a_weight_that_is_handed_to_a_function_has_its_path_in_the_model():
+    """The first product is of inputs without a gradient, and has a graph of its own."""
+    converted = fxamp.convert(HandedOn(), torch.float16, capture="dynamo")
+    converted(X)
+    assert engine_of(converted).dynamo.shared == {"weights.2": "weights.1"}
+    told = [text for text in fxamp.report(converted).advice if "Dynamo runs the graph of" in text]
+    assert len(told) == 1 and "the graph of weights.1 for weights.2 too" in told[0]
