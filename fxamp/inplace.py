@@ -15,6 +15,7 @@ INPLACE_OPERATORS: frozenset[Any] = frozenset(
     for name in ("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift".split())
 )
 _INPLACE_METHODS = frozenset({"__setitem__", *(f"__{function.__name__}__" for function in INPLACE_OPERATORS)})
+_NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
 # Functions with an `inplace` argument, and the position it has when it is not a keyword.
 INPLACE_FLAG = {
     "relu": 1,
@@ -41,7 +42,10 @@ INPLACE_FLAG = {
 
 
 def mutated(node: fx.Node) -> list[fx.Node]:
-    """The argument nodes whose storage this node writes into."""
+    """The argument nodes whose storage this node writes into.
+
+    A number has none: `rows += 1` makes a new one.
+    """
     written: list[fx.Node] = []
     if "out" in node.kwargs:
         written += ir.nodes_in(node.kwargs["out"])
@@ -56,7 +60,7 @@ def mutated(node: fx.Node) -> list[fx.Node]:
     if places := node.meta.get(ir.WRITES):
         given = node.all_input_nodes
         written += [given[place] for place in places if place < len(given)]
-    return list(dict.fromkeys(written))
+    return [each for each in dict.fromkeys(written) if not isinstance(each.meta.get("val"), _NUMBERS)]
 
 
 def run_and_note_writes(node: fx.Node, values: dict[fx.Node, Any], run: Callable[..., Any]) -> Any:

@@ -27,6 +27,7 @@ from tests.language import (
     assert_same,
     assert_untouched,
     captured,
+    decided,
     policy,
     run_graph,
     run_steps,
@@ -321,3 +322,17 @@ def test_what_counts_as_a_write(function, written):
     inputs = [node for node in setting.graph.nodes if node.op == "placeholder"]
     found = {target for node in setting.graph.nodes for target in mutated(node)}
     assert found & set(inputs) == (set() if written is None else {inputs[written]})
+
+
+def test_a_size_that_is_counted_on_is_no_write():
+    def function(x, w):
+        y = F.linear(x, w)
+        rows = y.shape[0]
+        rows += 1
+        stream = torch.cat([y, torch.ones(rows, 4)])
+        stream = stream + F.linear(F.layer_norm(stream, (4,)), w)
+        return stream + F.linear(F.layer_norm(stream, (4,)), w)
+
+    setting = decided(function, X, W, chosen=policy(low=BF16))
+    assert not [node for node in setting.graph.nodes if mutated(node)]
+    assert_precision(setting, {"linear": "low list", "cat": "high stream"})
