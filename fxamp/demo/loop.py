@@ -18,9 +18,9 @@ from fxamp.review.report import report
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
 
-COUNT_EVERY, COUNT_FROM = 50, 5
-"""Casts are counted in one step of fifty, from the sixth on, or the last of fewer: the counter sees every op, and that
-takes time. In the first ones master weights are compared with their parameters."""
+COUNT_EVERY, COUNT_FROM = 50, 20
+"""Casts are counted in one step of fifty, from the 21st on, or the last of fewer: the counter sees every op, and that
+takes time. In the first four that no overflow skips master weights are compared with their parameters."""
 FEWEST = 2
 """Steps of a run: one is counted and one is timed."""
 FINAL = 0.1
@@ -171,7 +171,7 @@ class Run:
             group["lr"] = self.task.learning_rate * rate(number / self.task.steps)
 
     def counted_step(self, inputs: Values, targets: Values) -> float:
-        """The same step, its casts counted; the optimizer makes none."""
+        """The same step, its casts counted, those of scaler and masters too."""
         # Autograd in this thread: a thread of its own could still hold the counter when the interpreter ends.
         with Counter() as counter, torch.autograd.set_multithreading_enabled(False):
             loss = self.step(inputs, targets)
