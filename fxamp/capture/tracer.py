@@ -376,6 +376,8 @@ class SymbolicTracer(fx.Tracer):
             raise CaptureError(f"{user_line()}: forward draws from a torch.Generator, and a graph holds none")
         if isinstance(a, nn.Module):
             raise CaptureError(f"a module ({type(a).__qualname__}) is passed to a function as an argument")
+        if type(a) is type(torch.FloatTensor):
+            return torch.typename(a)  # which x.type() takes in its place, and a graph can hold
         return super().create_arg(plain_number(a))
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:

@@ -54,6 +54,7 @@ IDIOMS = {
     "float cast": lambda m, x: m.fc(x).float().exp(),
     "double branch": lambda m, x: m.fc(x).double().sum(),
     "a variable": lambda m, x: m.fc(x) + Variable(torch.zeros(x.size(0), 8)).type(x.type()),
+    "torch's old types": lambda m, x: m.fc(x).type(torch.FloatTensor) * (x > 0).type(torch.DoubleTensor).float(),
     "detach": lambda m, x: m.fc(x) - m.fc(x).detach(),
     "clone and write": lambda m, x: _write(m.fc(x).clone()),
     "index put": lambda m, x: _put(torch.zeros(4, 8), m.fc(x)),
