@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -59,6 +64,8 @@ def guess(node: fx.Node, fakes: Fakes) -> Any:
                 return fakes.run(node, values.__getitem__)
         except DynamicOutputShapeException:
             return _at_full_length(node, fakes, values)
+        except DataDependentOutputException:  # of a size that is a tensor, as in F.pad(x, (before, after))
+            return fakes.run(node, {given: _as_size(value) for given, value in values.items()}.__getitem__)
     except CaptureError as error:
         if error.__cause__ is None:
             raise
@@ -90,6 +97,12 @@ def _most(extent: int | torch.SymInt, longest: int) -> int:
         return extent
     most = extent.node.shape_env.bound_sympy(extent.node.expr).upper
     return int(most) if most.is_Integer and most < sys.maxsize - 1 else longest
+
+
+def _as_size(value: Any) -> Any:
+    """One, for a tensor of one integer; anything else as it is."""
+    is_number = isinstance(value, FakeTensor) and value.dim() == 0 and value.dtype in (torch.int64, torch.int32)
+    return 1 if is_number else value
 
 
 def _numbers_in(value: torch.Tensor, method: str) -> Any:

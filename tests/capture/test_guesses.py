@@ -111,3 +111,41 @@ def test_a_rank_that_hangs_on_the_size_is_not_guessed(rank, squeezed):
     for mask in (MASK, torch.arange(6) == 1):
         expected = model(X, mask)
         assert (converted(X, mask) - expected).norm() < expected.norm() * 2**-6
+
+
+class Padded(nn.Module):
+    """Pads by amounts that are tensors, as codecs do by buffers of a convolution's sizes."""
+
+    def __init__(self, asks=lambda y: True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("before", torch.tensor(2))
+        self.conv, self.asks = nn.Conv1d(6, 4, 3), asks
+
+    def forward(self, x):
+        after = torch.ceil((x.shape[-1] - self.before) / 4).to(torch.int64)
+        y = nn.functional.pad(x, (self.before, after), mode="replicate")
+        return self.conv(y if self.asks(y) else y * 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("given", [torch.float32, "low"])
+def test_what_is_padded_by_tensors_has_a_dtype(given, dtype):
+    model, x = Padded(), X[None].to(dtype if given == "low" else given)
+    converted = fxamp.convert(model, dtype, capture="symbolic")
+    for before in (2, 4):
+        with torch.no_grad():
+            model.before.fill_(before)
+        found, expected = converted(x), model(x.float())
+        assert found.shape == expected.shape
+        assert (found - expected).norm() < expected.norm() * 4 * torch.finfo(dtype).eps
+    assert {row.op: row.runs_in for row in fxamp.report(converted).rows}["conv1d"] == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("asks", [lambda y: y.shape[-1] == 10, lambda y: y.shape[-1] > 11])
+def test_how_much_tensors_pad_is_not_guessed(asks):
+    """One on each side would make 10 columns; there are 12."""
+    model = Padded(asks)
+    found, expected = fxamp.convert(model, torch.bfloat16)(X[None]), model(X[None])
+    assert (found - expected).norm() < expected.norm() * 2**-6
