@@ -22,6 +22,7 @@ from fxamp.errors import OptionError
 from fxamp.ir import ENGINE, RUN
 from fxamp.model.compiling import graph_made_ready, make_ready, watch
 from fxamp.model.engine import Engine
+from fxamp.model.methods import under_autocast
 from fxamp.model.state_dicts import load_exactly, take_over_writes
 from fxamp.model.storage import Marks, apply_exactly, mark, marks_of
 from fxamp.model.views import plain_view, take_state
@@ -100,6 +101,7 @@ def _make_class(base: Any) -> type:
         return self
 
     names = {
+        **under_autocast(base),
         **({} if hasattr(base, "freeze") else {"freeze": freeze}),
         **({"__copy__": __copy__} if hasattr(base, "__copy__") else {}),
         "forward": forward,

@@ -105,3 +105,20 @@ def test_at_o3_it_generates():
     with torch.no_grad():
         cache = model(TOKENS, use_cache=True).past_key_values
         assert model(TOKENS[:, -1:], past_key_values=cache).logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_an_encoder_that_generate_calls_by_itself_takes_what_is_float32(opt_level):
+    """Spectrograms, as images of Donut, meet weights that are stored low."""
+    sizes = {"vocab_size": 64, "d_model": 32, "num_mel_bins": 8, "max_source_positions": 16, **BART, **HEADS}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(**sizes, **tokens, suppress_tokens=None, begin_suppress_tokens=None)
+    model = transformers.WhisperForConditionalGeneration(config)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20.0)
+    sounds = torch.randn(2, 8, 32)
+    expected = model.eval().generate(sounds, max_new_tokens=4)
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, opt_level=opt_level).train()
+    converted(input_features=sounds, labels=TOKENS[:, :5]).loss.backward()
+    assert torch.equal(converted.eval().generate(sounds, max_new_tokens=4), expected)
