@@ -1,14 +1,17 @@
 """Forward that imports a module for the first time: the module is as eager would have it, and forward is one graph."""
 
+import concurrent.futures
 import importlib
 import random
 import sys
+import types
 
 import pytest
 import torch
 from torch import nn
 
 import fxamp
+from fxamp.capture.imports import Imports
 
 X = torch.linspace(-1, 1, 16).reshape(2, 8)
 NAME = "loaded_by_forward"
@@ -45,6 +48,17 @@ class Trying(Importing):
         return self.fc(x) * TABLE
 
 
+class Insisting(Importing):
+    """Raises an error of its own where a module cannot be loaded."""
+
+    def forward(self, x):
+        try:
+            from loaded_by_forward import TABLE
+        except:  # noqa: E722
+            raise ValueError("no table") from None
+        return self.fc(x) * TABLE
+
+
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """Writes the module, which is not loaded yet."""
@@ -60,7 +74,7 @@ def module(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("example", [None, (X,)], ids=["preview", "example"])
-@pytest.mark.parametrize("kind", [Importing, Trying])
+@pytest.mark.parametrize("kind", [Importing, Trying, Insisting])
 def test_a_module_that_forward_loads_holds_nothing_of_the_trace(kind, example, module):
     module()
     torch.manual_seed(0)
@@ -81,6 +95,13 @@ def test_a_module_that_cannot_be_loaded_is_the_models_own_affair(module):
     torch.testing.assert_close(converted(X), model(X), rtol=0.02, atol=0.02)
     with pytest.raises(Exception, match="no such device"):
         fxamp.convert(Importing(), torch.bfloat16, example_inputs=(X,), capture="symbolic")
+
+
+def test_another_thread_loads_modules_meanwhile(module):
+    module()
+    imports = Imports()
+    with imports.noted(types.SimpleNamespace(is_recording=True)), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(importlib.import_module, NAME).result().TABLE.shape == (8,)
 
 
 def test_modules_are_loaded_as_before_after_a_trace(module):
