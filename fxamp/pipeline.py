@@ -29,7 +29,7 @@ from fxamp.passes.compilable import LetCompilersFollow
 from fxamp.passes.cpu_norms import WidenNorms
 from fxamp.passes.fuse import FuseWrittenOut
 from fxamp.passes.keep import KeepWeights, forget_copies
-from fxamp.passes.literals import Fit, fit_in
+from fxamp.passes.literals import Fit
 from fxamp.passes.losses import ReadLogitsLow
 from fxamp.passes.normalise import Normalise
 from fxamp.passes.outputs import ConnectOutputs
@@ -47,7 +47,7 @@ from fxamp.review.plan import plan_pins
 from fxamp.runtime.apex_casts import casts_into
 from fxamp.runtime.masters import is_stored_low, logical_dtype
 from fxamp.switches import kept_switches
-from fxamp.weight_fits import WeightFits
+from fxamp.weight_fits import WeightFits, fit_of_weight
 
 
 def build_variant(
@@ -174,7 +174,7 @@ def _weight_reader(captured: Captured, options: Options, known: dict[str, Fit]) 
             return "normal"
         path = ir.weight_path(node)
         if path not in known:
-            known[path] = fit_in(captured.weight(node), options.low)
+            known[path] = fit_of_weight(path, captured.weight(node), options.low)
         is_lost_in_a_sum = known[path] == "small" and all(_is_bias_of_norm(node, user) for user in node.users)
         return "normal" if is_lost_in_a_sum else known[path]
 

@@ -14,12 +14,37 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
+from fxamp import recorded
+from fxamp.errors import OptionError
 from fxamp.ir import ENGINE, kept_in
 from fxamp.passes.literals import Fit, fit_in
-from fxamp.runtime import capturing
 from fxamp.runtime.optimizer_steps import steps_taken
 from fxamp.runtime.writes import versions_of
+
+_found: Any = WeakIdKeyDictionary()
+
+
+def fit_of_weight(path: str, weight: Any, low: torch.dtype) -> Fit:
+    """How a weight fits into `low`.
+
+    While a CUDA graph is recorded nobody can wait for its numbers: it fits as it did when a graph last asked.
+
+    Raises:
+        OptionError: none has.
+    """
+    if not isinstance(weight, torch.Tensor):
+        return fit_in(weight, low)
+    known: dict[torch.dtype, Fit] = _found.setdefault(weight, {})
+    if not recorded.is_capturing(weight.device):
+        known[low] = fit_in(weight, low)
+    elif low not in known:
+        raise OptionError(
+            f"a CUDA graph is recorded around a model that was not called before, and what {path!r} holds cannot be "
+            "looked at meanwhile. Call the model once before you record it."
+        )
+    return known[low]
 
 
 class WeightFits:
@@ -101,7 +126,7 @@ class _Seen:
         return self._writes & (self._writes - 1) == 0
 
     def _is_recorded(self) -> bool:
-        return any(capturing.is_capturing(tensor.device) for tensor in self.tensors() if tensor is not None)
+        return any(recorded.is_capturing(tensor.device) for tensor in self.tensors() if tensor is not None)
 
     def _now(self) -> tuple[list[Any], list[Any]]:
         tensors = [tensor for tensor in self.tensors() if tensor is not None]

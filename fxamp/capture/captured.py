@@ -22,6 +22,7 @@ from fxamp.capture.sizes import Decision, SizeGuard, SizeQuestions, SizeTrial, s
 from fxamp.capture.state import Cell
 from fxamp.errors import CaptureError
 from fxamp.fakes import Fakes
+from fxamp.recorded import is_recorded
 from fxamp.sparse import without_numbers
 
 
@@ -126,6 +127,8 @@ class Captured:
 
     def holds_for(self, inputs: list[Any]) -> bool:
         """Whether Python would decide as it did for these inputs. Dynamo and torch.jit.trace come through here."""
+        if self.answers.is_recorded is not None and self.answers.is_recorded is not is_recorded():
+            return False
         if not self._holds_for_sizes(inputs):
             return False
         return self.data is None or (not torch.compiler.is_compiling() and self.data(inputs))

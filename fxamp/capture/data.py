@@ -5,9 +5,13 @@
 
 A graph holds for the calls that answer alike. That costs what it costs in eager, which waits for a GPU's answer, too.
 What layers have computed is not asked: that would run them twice.
+
+transformers asks only where nothing traces or records it (`isinstance(mask, torch.fx.Proxy)`). So it is told that
+nothing traces it, where what it asks then can be answered. Calls that are recorded, whose data nobody may wait for,
+have graphs of their own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -19,6 +23,7 @@ from fxamp.capture.recomputed import Recomputed, check_plain
 from fxamp.capture.sizes import is_made_up
 from fxamp.capture.unseen import outside_of_the_call
 from fxamp.fakes import UNKNOWN, Fakes
+from fxamp.recorded import is_recorded
 
 MOST_QUESTIONS = 4
 """So many differing questions one graph may ask: each doubles the graphs that there may be."""
@@ -56,11 +61,13 @@ class Answers(NamedTuple):
         results: what was run before the graph gave, whose tensors stand among the inputs; None for what may not run
             there, as running it has shown.
         left_out: what that was.
+        is_recorded: whether the graph is for calls that are recorded (`fxamp.recorded`), or for others; None for all.
     """
 
     questions: tuple[bool, ...] = ()
     results: tuple[Any, ...] = ()
     left_out: LeftOut = NOTHING_LEFT_OUT
+    is_recorded: bool | None = None
 
 
 class _Question(NamedTuple):
@@ -74,14 +81,33 @@ class DataQuestions:
 
     Args:
         example: the inputs of one call; None where there are none.
-        again: what was answered, one by one, where the graph was captured for a call whose data is not known by now.
+        again: what was answered where the graph was captured for a call whose data is not known by now.
+        may_hide: whether forward may be told that it is not traced.
     """
 
-    def __init__(self, example: list[Any] | None, again: Sequence[bool] | None = None) -> None:
-        self._again = again
+    def __init__(self, example: list[Any] | None, again: Answers | None = None, may_hide: bool = True) -> None:
+        self._again = None if again is None else again.questions
         self._example = None if is_made_up(example) else example
         self._asked: dict[str, _Question] = {}
         self.forms = Forms()
+        self._asks_if_traced = False
+        self._is_for_recorded: bool | None
+        if again is not None:
+            self._is_for_recorded = again.is_recorded
+        elif is_recorded():
+            self._is_for_recorded = True
+        else:
+            self._is_for_recorded = False if may_hide and self._example is not None else None
+
+    def hides_trace(self) -> bool:
+        """Whether forward, which asks, is told that it is not traced."""
+        self._asks_if_traced = True
+        return self._is_for_recorded is False
+
+    @property
+    def is_for_recorded(self) -> bool | None:
+        """Whether the graph is for calls that are recorded, or for others; None for all."""
+        return self._is_for_recorded if self._asks_if_traced else None
 
     def answer(self, node: fx.Node, sources: list[fx.Node]) -> Any:
         """True or False for the call that is captured; UNKNOWN where its data does not tell."""

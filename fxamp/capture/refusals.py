@@ -12,19 +12,25 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fxamp.capture.left_out import Openings
 from fxamp.capture.state import Cell, StateCheck
 from fxamp.errors import CaptureError, FxampError
 
-_STATE, _OPEN, _OPENINGS = "read_before", "has_open_sizes", "openings"
+_STATE, _OPEN, _OPENINGS, _HIDDEN = "read_before", "has_open_sizes", "openings", "has_hidden_trace"
 
 
-def with_state(error: FxampError, cells: tuple[Cell, ...], has_open: bool, openings: Openings) -> FxampError:
-    """The error, which now tells what the trace had read when it was raised, and of sizes that the data decides."""
-    setattr(error, _STATE, cells)
-    setattr(error, _OPEN, has_open)
-    setattr(error, _OPENINGS, openings)
+def with_state(error: FxampError, tracer: Any) -> FxampError:
+    """The error, which now tells what the trace had read and said when it was raised, and of sizes that the data
+    decides."""
+    setattr(error, _STATE, tracer.state_so_far())
+    setattr(error, _OPEN, tracer.values.has_open)
+    setattr(error, _OPENINGS, tracer.openings)
+    setattr(error, _HIDDEN, tracer.questions.of_data.is_for_recorded is False)
     return error
+
+
+def has_hidden_trace(error: FxampError) -> bool:
+    """Whether forward, in the trace that ended so, asked whether it was traced, and was told that it was not."""
+    return bool(getattr(error, _HIDDEN, False))
 
 
 def has_open_sizes(error: FxampError) -> bool:

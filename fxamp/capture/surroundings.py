@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import _symbolic_trace
 from torch.nn.utils import rnn
 from torch.utils import _pytree as pytree
@@ -117,9 +118,13 @@ def grad_mode_reads(tracer: Any) -> Iterator[None]:
         torch.is_grad_enabled, torch.is_inference_mode_enabled = original, original_inference
 
 
+_OF_TRACES = (fx.Proxy, FakeTensor)
+
+
 @contextlib.contextmanager
 def honest_questions() -> Iterator[None]:
     """`isinstance(x, torch.Tensor)` and `callable(x)` in the model are as in eager; what cannot be told is refused.
+    So is `isinstance(x, torch.fx.Proxy)`, or a FakeTensor, where a trace can be hidden.
 
     (A proxy whose `__class__` is Tensor would do for Python, but torch's C parser believes it too and crashes. Every
     fx.Proxy can be called.)
@@ -127,6 +132,8 @@ def honest_questions() -> Iterator[None]:
     original, original_callable = builtins.isinstance, builtins.callable
 
     def isinstance_(instance: Any, kinds: Any) -> bool:
+        if kinds in _OF_TRACES and is_value(instance) and not is_library_file(sys._getframe(1).f_code.co_filename):
+            return not questions_of(instance).of_data.hides_trace()
         if original(instance, kinds):
             return True
         if not is_value(instance):

@@ -16,7 +16,7 @@ from fxamp.capture.inputs import CallSpec
 from fxamp.capture.left_out import MOST_FUNCTIONS, called_through, frames_of, functions_to_leave_out
 from fxamp.capture.locations import explained
 from fxamp.capture.reads import Place
-from fxamp.capture.refusals import has_open_sizes, opened_in, with_state
+from fxamp.capture.refusals import has_hidden_trace, has_open_sizes, opened_in, with_state
 from fxamp.capture.sizes import is_made_up
 from fxamp.capture.surroundings import fill_override_tables, load_einops, opened_wraps
 from fxamp.capture.tracer import SymbolicTracer
@@ -76,6 +76,7 @@ class _Trace(NamedTuple):
     live: frozenset[Place]
     again: Answers | None
     left_out: LeftOut
+    may_hide: bool = True  # from forward that it is traced
 
 
 def _trace(asked: _Trace) -> Captured:
@@ -97,6 +98,9 @@ def _trace_around(asked: _Trace) -> Captured:
         try:
             return _trace_once(asked)
         except CaptureError as error:
+            if asked.may_hide and has_hidden_trace(error):
+                asked = asked._replace(may_hide=False)  # it asks less, then
+                continue
             first = first or error
             more = _more_left_out(error, asked.left_out) if has_data else None
             if more is None:
@@ -131,14 +135,15 @@ def _trace_among(asked: _Trace, imports: Imports) -> Captured:
         ):
             graph = tracer.trace(asked.root)
     except FxampError as error:
-        with_state(error, tracer.state_so_far(), tracer.values.has_open, tracer.openings)
+        with_state(error, tracer)
         raise
     except Exception as error:
         found = explained(error, asked.root, asked.example is not None)
-        raise with_state(found, tracer.state_so_far(), tracer.values.has_open, tracer.openings) from error
+        raise with_state(found, tracer) from error
     finally:
         if tracer.questions.has_hashed:
             clear_caches_of(tracer)
+    data = tracer.questions.of_data
     captured = Captured(
         root=asked.root,
         graph=graph,
@@ -153,7 +158,7 @@ def _trace_among(asked: _Trace, imports: Imports) -> Captured:
         grad_mode=tracer.grad_mode,
         settings=tracer.settings,
         further=tracer.beforehand.trial(),
-        answers=Answers(tracer.questions.of_data.answers(), tracer.beforehand.results(), asked.left_out),
+        answers=Answers(data.answers(), tracer.beforehand.results(), asked.left_out, data.is_for_recorded),
     )
-    captured.data = tracer.questions.of_data.trial(asked.fakes.in_mode(FakeTensorMode()), captured.read)
+    captured.data = data.trial(asked.fakes.in_mode(FakeTensorMode()), captured.read)
     return captured

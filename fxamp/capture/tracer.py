@@ -89,6 +89,7 @@ class SymbolicTracer(fx.Tracer):
         live: frozenset[Place] = frozenset(),
         again: Answers | None = None,
         left_out: LeftOut = NOTHING_LEFT_OUT,
+        may_hide: bool = True,
     ) -> None:
         super().__init__(param_shapes_constant=True)
         self.spec = spec
@@ -108,7 +109,7 @@ class SymbolicTracer(fx.Tracer):
         self.beforehand = Beforehand(
             self, root, fakes, again and again.results, made[many:], self._numbers.decide_on, left_out.functions
         )
-        data = DataQuestions(example, again and again.questions)
+        data = DataQuestions(example, again, may_hide)
         self.questions = Questions(
             self._numbers, self._function, example, self.values, data, self.beforehand.run, left_out.codes
         )

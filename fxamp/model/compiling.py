@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from fxamp.capture.sizes import VARYING, varying_sizes
 from fxamp.errors import CaptureError
 from fxamp.model.engine import engine_of
+from fxamp.recorded import as_if_recorded
 
 log = logging.getLogger("fxamp")
 
@@ -49,7 +50,9 @@ def make_ready(context: Any) -> None:
         with temporarily_clear_interpreter_stack():  # torch.func's transforms allow no requires_grad_
             args, kwargs = pytree.tree_map(_sample, call)
         sizes_vary = bool(varying_sizes(pytree.tree_leaves((args, kwargs))))
-        _made.number = engine.current(module.value).capture(module.value, args, kwargs, sizes_vary=sizes_vary).number
+        with as_if_recorded():
+            made = engine.current(module.value).capture(module.value, args, kwargs, sizes_vary=sizes_vary)
+        _made.number = made.number
     except CaptureError as error:
         context.graph_break(f"fxamp has no graph for this call of {name}: {error}")
     except NotImplementedError as error:  # an argument that has no place in Dynamo's graph

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxamp.runtime import capturing, distributed, gradients
+from fxamp import recorded
+from fxamp.runtime import distributed, gradients
 from fxamp.runtime.scaler_state import combined_found_inf
 from fxamp.runtime.step_result import StepResult
 
@@ -17,7 +18,7 @@ def note_culprits(scaler: "LossScaler", optimizer: torch.optim.Optimizer, state:
     """Where the next update() may raise ScaleCollapseError, read the names now: then zero_grad() may come first."""
     assert scaler._scale is not None
     is_near = scaler.watch.skips_at_floor >= max(1, scaler.max_skips - 1)
-    if is_near and not capturing.is_capturing(scaler._scale.device):
+    if is_near and not recorded.is_capturing(scaler._scale.device):
         state["culprits"] = gradients.nonfinite_names(optimizer, scaler._names)
 
 

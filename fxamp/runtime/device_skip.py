@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-from fxamp.runtime import capturing, distributed, gradients
+from fxamp import recorded
+from fxamp.runtime import distributed, gradients
 from fxamp.runtime.copies import Skipped, copy_on
 from fxamp.runtime.optimizer_trees import OpaqueStateError, is_torchs
 from fxamp.runtime.snapshot import Snapshot
@@ -128,7 +129,7 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 def _defer(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor, undo: list[Callable[[], None]]) -> None:
     if not undo:
         return
-    if capturing.is_capturing(found_inf.device):
+    if recorded.is_capturing(found_inf.device):
         for put_back in undo:  # what ran on the host while capturing did happen, and will happen again
             put_back()
         raise RuntimeError(

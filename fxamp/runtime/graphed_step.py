@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxamp.errors import OptionError
+from fxamp.recorded import as_if_recorded
 from fxamp.runtime import gradients
 from fxamp.runtime.arguments import check_needs_no_closure
 from fxamp.runtime.cuda_graph import Recorder
@@ -173,7 +174,7 @@ class GraphedStep:
         """An eager step, which counts if a graph could have made it and it left optimizer state behind."""
         if self._recorder is None:
             self._recorder = Recorder(next(iter(gradients.parameters(self.optimizer))).device)
-        with self._recorder.warm_up() as waits:
+        with self._recorder.warm_up() as waits, as_if_recorded():
             loss = self._eager(inputs, targets)
         self._waits = self._waits + 1 if waits else 0
         if not waits:
@@ -227,7 +228,7 @@ class GraphedStep:
         memory = [(weight, weight.data) for weight in self.model.parameters()]
         assert self._recorder is not None and self._rates is not None
         try:
-            with self._rates.in_place():
+            with self._rates.in_place(), as_if_recorded():
                 replay, (loss, result) = self._recorder.record(lambda: self._step(inputs, targets))
             if entries.are_changed() or any(_is_elsewhere(*each) for each in memory):
                 raise RuntimeError(

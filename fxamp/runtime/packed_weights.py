@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fxamp.runtime import capturing
+from fxamp import recorded
 from fxamp.runtime.optimizer_steps import steps_taken
 from fxamp.runtime.padded_weights import (
     Growth,
@@ -236,7 +236,7 @@ class KeptCast:
             torch.is_grad_enabled()
             or must_be_plain(*weights)
             or not _can_be_kept(weights)
-            or capturing.is_capturing(weights[0].device)
+            or recorded.is_capturing(weights[0].device)
         ):
             return packed_cast(dtype, *weights, pads=pads, are_buffers=are_buffers, recurrent=recurrent)
         kept = self._kept  # read once: copies of a model share this, and may be called by other threads

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from fxamp import recorded
 from fxamp.errors import FxampError, OptionError
-from fxamp.runtime import capturing, gradients
+from fxamp.runtime import gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class HostCopy:
     def __init__(self, values: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         self._host = values
-        self.is_captured = capturing.is_capturing(values.device)
+        self.is_captured = recorded.is_capturing(values.device)
         if values.device.type == "cuda" and not self.is_captured:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)

@@ -10,7 +10,8 @@ import logging
 
 import torch
 
-from fxamp.runtime import capturing, gradients
+from fxamp import recorded
+from fxamp.runtime import gradients
 from fxamp.runtime.distributed import local
 from fxamp.runtime.masters import MASTER, is_unwritten, reconcile_, stored_master
 from fxamp.runtime.step_result import HostCopy
@@ -41,7 +42,7 @@ class UnseenWrites:
         """
         mastered = (parameter for parameter in gradients.parameters(optimizer) if hasattr(parameter, MASTER))
         first = next(mastered, None)
-        if first is None or capturing.is_capturing(first.device):
+        if first is None or recorded.is_capturing(first.device):
             return
         self._steps += 1
         self._hear()

@@ -14,7 +14,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxamp.runtime import capturing, device_skip, graphed_step, step_result
+from fxamp import recorded
+from fxamp.runtime import device_skip, graphed_step, step_result
 
 aten = torch.ops.aten
 # Their results, or the shapes of these, are numbers on the host.
@@ -128,7 +129,7 @@ class SimulatedGraphs:
         self.captures = 0
         self._is_capturing = False
         monkeypatch.setattr(graphed_step, "Recorder", lambda device: self)
-        monkeypatch.setattr(capturing, "is_capturing", lambda device: self._is_capturing)
+        monkeypatch.setattr(recorded, "is_capturing", lambda device: self._is_capturing)
         monkeypatch.setattr(device_skip, "LOOKS_AT_HOST_FLAGS", False)
         for name, module in list(sys.modules.items()):
             if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices"):

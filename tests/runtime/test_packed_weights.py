@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
+from fxamp import recorded
 from fxamp.model.engine import engine_of
 from fxamp.passes.pack import PackWeights
-from fxamp.runtime import capturing
 from fxamp.runtime.packed_weights import KeptCast, packed_cast
 from fxamp.runtime.streams import MadeOn
 
@@ -576,12 +576,12 @@ def test_a_recorded_graph_keeps_nothing(monkeypatch):
     """It would fill copies at its replays alone, or read those that a later call lets go of."""
     kept, weight = KeptCast(0), nn.Parameter(torch.ones(2))
     with torch.no_grad():
-        monkeypatch.setattr(capturing, "is_capturing", lambda device: True)
-        recorded = kept(torch.float16, weight)[0]
+        monkeypatch.setattr(recorded, "is_capturing", lambda device: True)
+        noted = kept(torch.float16, weight)[0]
         monkeypatch.undo()
         outside = kept(torch.float16, weight)[0]
-        monkeypatch.setattr(capturing, "is_capturing", lambda device: True)
-        assert recorded is not outside and kept(torch.float16, weight)[0] is not outside
+        monkeypatch.setattr(recorded, "is_capturing", lambda device: True)
+        assert noted is not outside and kept(torch.float16, weight)[0] is not outside
         monkeypatch.undo()
         assert kept(torch.float16, weight)[0] is outside
 

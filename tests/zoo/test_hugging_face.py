@@ -140,6 +140,26 @@ def test_generate_and_save_pretrained(tmp_path):
     assert all(torch.equal(one, loaded.state_dict()[name]) for name, one in model.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "mixtral"])
+def test_a_mask_that_hides_nothing_is_dropped_as_in_eager(name):
+    """Attention has faster kernels without; transformers asks only where it takes itself for not traced."""
+    import fxamp
+    from fxamp.model.engine import engine_of
+
+    torch.manual_seed(0)
+    model = hugging_face.make(name).eval()
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16)
+    inputs = hugging_face.call(name)[1]
+    padded, full = inputs["attention_mask"], torch.ones_like(inputs["attention_mask"])
+    for mask in (full, padded, full):
+        inputs["attention_mask"] = mask
+        mine, theirs = converted(**inputs), model(**inputs)
+        torch.testing.assert_close(mine.logits, theirs.logits, rtol=0.05, atol=0.05)
+    graphs = [variant.graph for variant in engine_of(converted).all_variants()]
+    attention = [[node for node in graph.nodes if "scaled_dot" in node.name] for graph in graphs]
+    assert [{node.kwargs["attn_mask"] is not None for node in nodes} for nodes in attention] == [{False}, {True}]
+
+
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_lengths_that_vary_are_compiled_twice(name):
     """Once for the first length, once for all others, as `torch.compile` does with the model itself."""
