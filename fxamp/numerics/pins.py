@@ -1,7 +1,8 @@
 """Measured ranges as decisions about nodes: what low precision would not hold runs in float32."""
 
 import os
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import fx
@@ -10,6 +11,7 @@ from fxamp import ir
 from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError, warn_once
 from fxamp.ir import Reason
+from fxamp.numerics.places import Place, places_in
 from fxamp.numerics.ranges import Ranges
 from fxamp.numerics.ranges_file import load_ranges
 from fxamp.value_types import tensors_in
@@ -43,8 +45,9 @@ def ranges_pins(
     misfit = misfit_of(ranges, graph, low, is_preview)
     if misfit:
         warn_once(misfit)
-    suspects = [(ranges.nodes[name], text) for name, text in ranges.deny(low).items()]
-    evidence = {node.name: text for node in graph.nodes for found, text in suspects if found.is_of(node)}
+    suspects = ranges.deny(low)
+    found = measured_at(ranges, graph)
+    evidence = {node.name: suspects[name] for node, name in found.items() if name in suspects}
     pins: dict[str, tuple[Literal["low", "high"], Reason]] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
@@ -66,16 +69,16 @@ def misfit_of(ranges: Ranges, graph: fx.Graph, low: torch.dtype, is_preview: boo
     1. What was measured and is not in this graph is no misfit by itself: it may be of another graph of the model.
     2. A preview's types are assumed, and the ops inside of a module may be others: there whole modules count.
     """
-    places = {node.place for node in ranges.nodes.values()}
     modules = {node.module for node in ranges.nodes.values()}
-    here = {(node.name, ir.module_path(node)): node for node in graph.nodes if _is_measured(node)}
-    new = [place for place in here if place not in places and not (is_preview and place[1] in modules)]
+    found = measured_at(ranges, graph)
+    here = [node for node in places_in(graph) if _is_measured(node)]
+    new = [node for node in here if node not in found and not (is_preview and ir.module_path(node) in modules)]
     if not new:
         return ""
-    lost = [node.name for node in ranges.nodes.values() if node.place not in here]
+    lost = sorted(ranges.nodes.keys() - {found[node] for node in here if node in found}, key=[*ranges.nodes].index)
     unfit = ranges.deny(low)
     denied = [name for name in lost if name in unfit]
-    names = [f"{name} of {module}" if module else name for name, module in new]
+    names = [f"{node.name} of {module}" if (module := ir.module_path(node)) else node.name for node in new]
     return (
         f"the ranges do not fit this model: {len(new)} of {len(here)} nodes were not measured "
         f"({listed(names, _NAMED)}), and {len(lost)} of the {len(ranges.nodes)} that were measured have no place among "
@@ -87,7 +90,32 @@ def misfit_of(ranges: Ranges, graph: fx.Graph, low: torch.dtype, is_preview: boo
     )
 
 
+def measured_at(ranges: Ranges, graph: fx.Graph) -> dict[fx.Node, str]:
+    """The names, in the ranges, of what was measured at the nodes of a graph.
+
+    Where lines are edited, it is what stands in the same order in its module, if all of it does.
+    """
+    places, known = places_in(graph), {node.place: name for name, node in ranges.nodes.items()}
+    found = {node: known[place] for node, place in places.items() if place in known}
+    taken = set(found.values())
+    left = _by_stem((place, name) for place, name in known.items() if name not in taken)
+    open_ones = _by_stem((place, node) for node, place in places.items() if node not in found and _is_measured(node))
+    for stem, nodes in open_ones.items():
+        if len(nodes) == len(left.get(stem, ())):
+            found.update(zip(nodes, left[stem], strict=True))
+    return found
+
+
+_T = TypeVar("_T")
+
+
+def _by_stem(placed: Iterable[tuple[Place, _T]]) -> dict[tuple[str, str], list[_T]]:
+    groups: dict[tuple[str, str], list[_T]] = {}
+    for place, one in placed:
+        groups.setdefault((place.module, place.stem), []).append(one)
+    return groups
+
+
 def _is_measured(node: fx.Node) -> bool:
-    """Whether `profile` looks at such nodes: they compute float32 values."""
-    computes = node.op not in ("placeholder", "get_attr", "output")
-    return computes and any(found.dtype == torch.float32 for found in tensors_in(ir.mark(node).type))
+    """Whether `profile` looks at what a node computes: float32 values."""
+    return any(found.dtype == torch.float32 for found in tensors_in(ir.mark(node).type))

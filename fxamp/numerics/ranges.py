@@ -20,6 +20,7 @@ from fxamp.numerics.extent import check_finite, check_not_empty
 from fxamp.numerics.histogram import Histogram
 from fxamp.numerics.kept import state_kept
 from fxamp.numerics.modes import usable
+from fxamp.numerics.places import Place, places_in, stem_of
 from fxamp.numerics.progress import watched
 from fxamp.numerics.run import Call, Rewriter, call_of, floats_in, gradients_of, in_float32, loss_of, run
 from fxamp.numerics.runner import Part
@@ -39,6 +40,7 @@ class NodeRange:
 
     Attributes:
         name: the node's; "linear (2)" where another graph of the model has a different `linear`.
+        text: of its line, as it was when it was measured; `number`: see `Place`.
         values: of its output; `gradients`: of the loss with respect to it.
     """
 
@@ -46,21 +48,19 @@ class NodeRange:
     op: str
     module: str
     source: str
+    text: str = ""
+    number: int = 0
     values: Histogram = dataclasses.field(default_factory=Histogram)
     gradients: Histogram = dataclasses.field(default_factory=Histogram)
 
     @property
-    def place(self) -> tuple[str, str]:
-        """The node's own name and its module, by which it is found again in another capture."""
-        return self.name.partition(" (")[0], self.module
-
-    def is_of(self, node: fx.Node) -> bool:
-        """Whether it was measured at this node, of this capture or another."""
-        return self.place == (node.name, ir.module_path(node))
+    def place(self) -> Place:
+        """By which it is found again in another capture."""
+        return Place(self.module, stem_of(self.name.partition(" (")[0]), self.text, self.number)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
-        plain = {field: getattr(self, field) for field in ("name", "op", "module", "source")}
+        plain = {field: getattr(self, field) for field in ("name", "op", "module", "source", "text", "number")}
         return {**plain, "values": self.values.as_dict(), "gradients": self.gradients.as_dict()}
 
 
@@ -221,16 +221,21 @@ def _arguments(loss_fn: LossFn) -> int:
 
 
 def _measure(call: Call, fp32: Rewriter, criterion: Any, ranges: Ranges, number: int) -> None:
-    nodes = ranges.nodes
+    known = {found.place: found for found in ranges.nodes.values()}
+    graphs: dict[fx.Graph, dict[fx.Node, Place]] = {}
 
     def see(part: Part, node: fx.Node, value: Any) -> Any:
-        if node.op in ("placeholder", "get_attr") or ir.mark(node).role:
-            return value
-        for tensor in floats_in(value):
-            place = _record(nodes, node, part.module_path(node))
-            place.values.add(tensor)
+        if node.graph not in graphs:
+            graphs[node.graph] = places_in(node.graph)
+        place = graphs[node.graph].get(node)
+        for tensor in floats_in(value) if place is not None else ():
+            assert place is not None
+            place = place._replace(module=part.module_path(node))
+            if place not in known:
+                known[place] = _added(ranges.nodes, node, place)
+            known[place].values.add(tensor)
             if tensor.requires_grad and criterion is not None:
-                _watch_gradient(tensor, place.gradients)
+                _watch_gradient(tensor, known[place].gradients)
         return value
 
     with state_kept(call.model), torch.set_grad_enabled(criterion is not None or call.needs_gradients):
@@ -270,13 +275,12 @@ def _leaves(loss: torch.Tensor) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _record(nodes: dict[str, NodeRange], node: fx.Node, module: str) -> NodeRange:
-    for key in itertools.chain((node.name,), (f"{node.name} ({number})" for number in itertools.count(2))):
-        if key not in nodes:
-            nodes[key] = NodeRange(key, ir.mark(node).op, module, ir.source_line(node))
-        if nodes[key].place == (node.name, module):
-            return nodes[key]
-    raise AssertionError("unreachable")
+def _added(nodes: dict[str, NodeRange], node: fx.Node, place: Place) -> NodeRange:
+    """What is measured at a place from now on."""
+    names = itertools.chain((node.name,), (f"{node.name} ({number})" for number in itertools.count(2)))
+    name = next(name for name in names if name not in nodes)
+    nodes[name] = NodeRange(name, ir.mark(node).op, place.module, ir.source_line(node), place.text, place.number)
+    return nodes[name]
 
 
 # -------------------------------------------------------------------------------------------------------- text

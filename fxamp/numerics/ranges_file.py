@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections import Counter
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import OptionError
 from fxamp.numerics.histogram import HIGHEST, LOWEST, Histogram, no_counts
+from fxamp.numerics.places import text_of
 from fxamp.numerics.ranges import NodeRange, Ranges
 from fxamp.whole import checked_path
 
@@ -90,15 +92,27 @@ def _ranges(read: Any) -> Ranges:
     if name not in _LOW:
         raise ValueError(f"low_dtype is {name!r}, not {' or '.join(map(repr, _LOW))}")
     entries = enumerate(file.read("nodes", list, "a list"))
-    nodes = [_node(_Place(entry, f"nodes[{place}]")) for place, entry in entries]
+    counts: Counter[tuple[str, str, str]] = Counter()
+    nodes = [_node(_Place(entry, f"nodes[{place}]"), counts) for place, entry in entries]
     has_weights = "weight_gradients" in file.given  # earlier files have none
     weights = _histogram(file.at("weight_gradients")) if has_weights else Histogram()
     return Ranges({node.name: node for node in nodes}, file.count("batches"), _LOW[name], weights)
 
 
-def _node(entry: _Place) -> NodeRange:
+def _node(entry: _Place, counts: Counter[tuple[str, str, str]]) -> NodeRange:
+    """One node.
+
+    Args:
+        counts: nodes of one place by now. Earlier files have no numbers, but the nodes in their order.
+    """
     name, op, module, source = (entry.text(key) for key in ("name", "op", "module", "source"))
-    return NodeRange(name, op, module, source, _histogram(entry.at("values")), _histogram(entry.at("gradients")))
+    text = entry.text("text") if "text" in entry.given else text_of(source)
+    found = NodeRange(name, op, module, source, text)
+    shared = found.place[:3]
+    found.number = entry.count("number") if "number" in entry.given else counts[shared]
+    counts[shared] += 1
+    found.values, found.gradients = _histogram(entry.at("values")), _histogram(entry.at("gradients"))
+    return found
 
 
 def _histogram(entry: _Place) -> Histogram:

@@ -423,3 +423,39 @@ def test_a_file_nested_too_deep_is_named(tmp_path):
     (tmp_path / "ranges.json").write_text("[" * 100_000 + "]" * 100_000)
     with pytest.raises(OptionError, match=r"ranges\.json' holds no ranges"):
         load_ranges(tmp_path / "ranges.json")
+
+
+class Sized(nn.Module):
+    """One graph for each way; the nodes behind the question have other names in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        x = self.fc(x)
+        if not mask.all():
+            x = x + (~mask).unsqueeze(-1)
+        small = x + x.square()
+        large = small * 200 * 200 + x
+        return large / 40_000
+
+
+@pytest.mark.parametrize("measured", [["all"], ["some"], ["all", "some"], ["some", "all"]], ids=" ".join)
+def test_what_was_measured_in_one_graph_holds_in_another(measured):
+    """Nodes are told by their lines: the names of one graph are those of other nodes in another."""
+    torch.manual_seed(0)
+    net, x = Sized(), torch.randn(4, 8)
+    masks = {"all": torch.ones(4).bool(), "some": torch.tensor([True, False, True, True])}
+    ranges = profile(net, [(x, masks[name]) for name in measured], progress=False)
+    with warnings.catch_warnings():
+        if len(measured) == 2:
+            warnings.simplefilter("error", fxamp.errors.FxampWarning)
+        else:
+            warnings.simplefilter("ignore", fxamp.errors.FxampWarning)
+        converted = fxamp.convert(net, FP16, ranges=ranges)
+        for mask in masks.values():
+            expected = net(x, mask)
+            assert (converted(x, mask) - expected).norm() < expected.norm() * 2**-8
+    denied = [row.op for row in report(converted).rows if "overflows float16" in row.reason]
+    assert denied == ["mul", "add", "div"] * 2  # of what is large, and of what reads it

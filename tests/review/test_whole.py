@@ -31,7 +31,7 @@ def model():
 def some_ranges():
     histogram = Histogram()
     histogram.add(X)
-    return Ranges({"linear": NodeRange("linear", "linear", "", "", histogram)}, 1, FP16)
+    return Ranges({"linear": NodeRange("linear", "linear", "", "", values=histogram)}, 1, FP16)
 
 
 def save_plan(folder):
