@@ -41,4 +41,46 @@ def globals_of(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBALS))
 
 
+def strings_in(code: types.CodeType) -> list[str]:
+    """The texts that stand in a function."""
+    return [constant for constant in code.co_consts if isinstance(constant, str)]
+
+
+@functools.lru_cache(maxsize=512)
+def beginnings_in(code: types.CodeType) -> frozenset[str]:
+    """The texts with which a function may begin the names that it makes: "output_" of `f"output_{key}"`.
+
+    Underscores alone join what has no name ("_".join(parts), f"{part}_{key}") more often than they begin one.
+    """
+    texts = {text for text in strings_in(code) if text.endswith("_") and text.isidentifier()}
+    bare = {text for text in texts if not text.strip("_")}
+    if not bare:
+        return frozenset(texts)
+    instructions = list(dis.get_instructions(code))
+    begin = {
+        each.argval
+        for place, each in enumerate(instructions)
+        if each.argval in bare and each.opname.endswith("_CONST") and _begins(instructions[place:])
+    }
+    return frozenset(texts - bare | begin)
+
+
+def _begins(instructions: list[dis.Instruction]) -> bool:
+    """Whether the text that the first of these puts on the stack comes first in a longer one, or goes where nobody sees
+    whether it does."""
+    depth = 0  # of the stack, from the text on
+    for each in instructions:
+        if "JUMP" in each.opname or each.opname.startswith(("RETURN_", "STORE_", "YIELD_")):
+            return True
+        if each.opname == "BUILD_STRING" and each.arg is not None and each.arg >= depth:
+            return each.arg == depth
+        if each.opname == "BINARY_OP" and depth <= 2:
+            return depth == 2 and each.argrepr == "+"
+        depth += dis.stack_effect(each.opcode, each.arg)
+        if depth < 2 and each.opname not in _LEAVES_ALONE:
+            return False
+    return True
+
+
+_LEAVES_ALONE = frozenset("EXTENDED_ARG LOAD_CONST PUSH_NULL".split())
 _GLOBALS = frozenset("LOAD_GLOBAL LOAD_NAME STORE_GLOBAL DELETE_GLOBAL LOAD_FROM_DICT_OR_GLOBALS".split())

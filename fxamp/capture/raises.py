@@ -1,4 +1,5 @@
 """Decisions whose one way only raises an error: what decides for the other way is a check, which a graph can hold.
+And functions that decide nothing, whatever they ask.
 
     if labels.max() >= self.classes:                assert not x.isnan().any()
         raise ValueError(...)
@@ -46,6 +47,22 @@ def check_of_torch(error: type[Exception], message: Callable[[], Any] | None) ->
     if getattr(builtins, error.__name__, None) is not error:
         return None
     return Check(True, error.__name__, f"{user_line()}: {message() if message else 'torch._check'}")
+
+
+def is_asked_for_nothing() -> bool:
+    """Whether a question is asked by a function that only looks, to warn say: it returns None and stores nothing."""
+    return any(_only_looks(frame.f_code) for frame in user_frames())
+
+
+@functools.lru_cache(maxsize=1024)
+def _only_looks(code: types.CodeType) -> bool:
+    before = ""
+    for each in dis.get_instructions(code):
+        gives = each.opname.startswith(_LEAVING) and "None" not in (before, each.argrepr)
+        if gives or each.opname.startswith((*_LASTING, "YIELD_")):
+            return False
+        before = each.argrepr if each.opname == "LOAD_CONST" else ""
+    return True
 
 
 @functools.lru_cache(maxsize=1024)

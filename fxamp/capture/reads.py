@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from fxamp.capture.assignments import Assignments
 from fxamp.capture.effects import Effects
-from fxamp.capture.functions_of import codes_of, functions_in, globals_of
+from fxamp.capture.functions_of import beginnings_in, codes_of, functions_in, globals_of, strings_in
 from fxamp.capture.hooks import hook_writes
 from fxamp.capture.identity import is_asked_whether_none
 from fxamp.capture.locations import is_library_file
@@ -270,10 +270,9 @@ class Reads:
                 continue
             self._functions[id(function)] = function
             codes = list(codes_of(function.__code__))
-            strings = {text for code in codes for text in _strings(code)}
-            self._beginnings |= {text for text in strings if text.endswith("_") and text.isidentifier()}
-            self._named(strings.union(*(code.co_names for code in codes)))
+            self._named({text for code in codes for text in (*strings_in(code), *code.co_names)})
             for code in codes:
+                self._beginnings |= beginnings_in(code)
                 for name in globals_of(code):
                     self._global(function.__globals__, name, code.co_names)
             for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
@@ -340,7 +339,3 @@ def _ties(root: nn.Module) -> dict[Place, tuple[str, str, str]]:
                 if isinstance(tensor, torch.Tensor) and first.setdefault(id(tensor), place) != place:
                     found[path, name] = first[id(tensor)]
     return found
-
-
-def _strings(code: types.CodeType) -> list[str]:
-    return [constant for constant in code.co_consts if isinstance(constant, str)]

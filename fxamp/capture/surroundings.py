@@ -23,7 +23,7 @@ from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.locations import is_library_file, user_line
 from fxamp.capture.objects import is_other_self
 from fxamp.capture.proxies import is_value, questions_of
-from fxamp.capture.raises import check_of_torch
+from fxamp.capture.raises import check_of_torch, is_asked_for_nothing
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
 from fxamp.leaf_fakes import TWIN_OF
@@ -133,7 +133,7 @@ def honest_questions() -> Iterator[None]:
 
     def isinstance_(instance: Any, kinds: Any) -> bool:
         if kinds in _OF_TRACES and is_value(instance) and not is_library_file(sys._getframe(1).f_code.co_filename):
-            return not questions_of(instance).of_data.hides_trace()
+            return is_asked_for_nothing() or not questions_of(instance).of_data.hides_trace()
         if original(instance, kinds):
             return True
         if not is_value(instance):

@@ -95,6 +95,32 @@ def test_a_mask_that_layers_make_is_kept():
     assert _masked(converted) == [True]
 
 
+def test_what_only_warns_asks_nothing():
+    """transformers looks for padding in what it is given without a mask."""
+
+    class Warning(Attending):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found = []
+
+        def warn(self, x):
+            if is_traced(x):
+                return
+            if 0 in x[:, [-1, 0]]:
+                self.found.append("padding")
+
+        def forward(self, x, mask=None):
+            self.warn(x)
+            return super().forward(x, mask)
+
+    model = Warning()
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16)
+    for x in (X, torch.zeros_like(X)):
+        _agree(model, converted, x)
+    (variant,) = engine_of(converted).all_variants()
+    assert variant.captured.data is None and variant.captured.answers.is_recorded is None
+
+
 def test_a_call_without_data_keeps_it():
     model, converted = _converted()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:

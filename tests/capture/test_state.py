@@ -46,7 +46,7 @@ class Config(Defaults):
         self.gain = gain
         self.rate = 2.0
         self.note = "not read"
-        self.note_2 = 2.0
+        self.note_2 = self._note = 2.0
 
     def twice(self):
         return self.gain + self.gain
@@ -246,6 +246,14 @@ CASES = {
     "a default that begins so": (
         lambda net, y: y * getattr(net.config, "base_" + str(len("of"))),
         put("config.base_2", 9.0),
+    ),
+    "a name that begins with an underscore": (
+        lambda net, y: y * getattr(net.config, "_" + ("note" if net.factor else "more")),
+        put("config._note", 9.0),
+    ),
+    "a name that begins with an underscore, maybe": (
+        lambda net, y: y * getattr(net.config, f"{'_' if net.factor else ''}note"),
+        put("config._note", 9.0),
     ),
     "a property that begins so": (
         lambda net, y: y * getattr(net.config, f"gain_of_{'both' if net.factor else 'none'}"),
