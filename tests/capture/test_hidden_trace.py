@@ -226,3 +226,37 @@ def test_a_step_that_is_recorded_keeps_it(monkeypatch):
         expected = twin(X, mask).square().mean()
         assert (step({"x": X, "mask": mask}, X) - expected).abs() < expected * 2**-5
     assert step.is_graphed and _masked(converted) == [False, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_a_cuda_graph_around_a_model_keeps_it(dtype):
+    model, converted = _converted(dtype=dtype)
+    model, converted, x, full, some = (each.cuda() for each in (model, converted, X, ALL, SOME))
+    _agree(model, converted, x, full)  # a graph of the model's without the mask; the next one is made while recorded
+    mask, graph = full.clone(), torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        found = converted(x, mask)
+    for now in (some, full):
+        mask.copy_(now)
+        graph.replay()
+        expected = model(x, now)
+        assert (found - expected).norm() < expected.norm() * 2**-5
+    assert _masked(converted) == [False, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_step_that_is_recorded_keeps_it():
+    _, converted = _converted(dtype=torch.float16)
+    x, full, some = (each.cuda() for each in (X, ALL, SOME))
+    optimizer = torch.optim.AdamW(converted.cuda().parameters(), 0.01, fused=True)
+    converted(x, full)
+    step = fxamp.GraphedStep(converted, lambda found, _: found.square().mean(), optimizer, fxamp.LossScaler(2.0**8))
+    for mask in (*[full] * (WARM_UP + 1), some, full):
+        twin = Attending().cuda()
+        twin.load_state_dict(converted.state_dict())
+        expected = twin(x, mask).square().mean()
+        assert (step({"x": x, "mask": mask}, x) - expected).abs() < expected * 2**-5
+    assert step.is_graphed and _masked(converted) == [False, True]
