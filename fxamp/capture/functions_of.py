@@ -68,17 +68,18 @@ def beginnings_in(code: types.CodeType) -> frozenset[str]:
 def _begins(instructions: list[dis.Instruction]) -> bool:
     """Whether the text that the first of these puts on the stack comes first in a longer one, or goes where nobody sees
     whether it does."""
-    depth = 0  # of the stack, from the text on
+    depth, is_first = 0, False  # of the stack, from the text on, or from the longer one that begins with it
     for each in instructions:
         if "JUMP" in each.opname or each.opname.startswith(("RETURN_", "STORE_", "YIELD_")):
             return True
-        if each.opname == "BUILD_STRING" and each.arg is not None and each.arg >= depth:
-            return each.arg == depth
-        if each.opname == "BINARY_OP" and depth <= 2:
-            return depth == 2 and each.argrepr == "+"
+        joins = each.opname == "BUILD_STRING" or each.opname == "BINARY_OP"
+        many = each.arg if each.opname == "BUILD_STRING" else 2
+        if joins and many is not None and many > depth:
+            return False  # behind what lies below it
+        is_first |= joins and many == depth and (each.opname == "BUILD_STRING" or each.argrepr == "+")
         depth += dis.stack_effect(each.opcode, each.arg)
-        if depth < 2 and each.opname not in _LEAVES_ALONE:
-            return False
+        if depth < 2 and not joins and each.opname not in _LEAVES_ALONE:
+            return is_first
     return True
 
 
