@@ -160,6 +160,18 @@ def test_a_mask_that_hides_nothing_is_dropped_as_in_eager(name):
     assert [{node.kwargs["attn_mask"] is not None for node in nodes} for nodes in attention] == [{False}, {True}]
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit"])
+def test_few_values_are_asked_about_at_each_call(name):
+    """Names that functions make were taken for all that begin with "_": then a call asked about 4,700, for a ms."""
+    import fxamp
+    from fxamp.model.engine import engine_of
+
+    converted = fxamp.convert(hugging_face.make(name), torch.bfloat16)
+    converted(**hugging_face.call(name)[1]).loss.backward()
+    (variant,) = engine_of(converted).all_variants()
+    assert len(variant.captured.state) < 700
+
+
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_lengths_that_vary_are_compiled_twice(name):
     """Once for the first length, once for all others, as `torch.compile` does with the model itself."""
