@@ -118,9 +118,6 @@ def grad_mode_reads(tracer: Any) -> Iterator[None]:
         torch.is_grad_enabled, torch.is_inference_mode_enabled = original, original_inference
 
 
-_OF_TRACES = (fx.Proxy, FakeTensor)
-
-
 @contextlib.contextmanager
 def honest_questions() -> Iterator[None]:
     """`isinstance(x, torch.Tensor)` and `callable(x)` in the model are as in eager; what cannot be told is refused.
@@ -132,7 +129,8 @@ def honest_questions() -> Iterator[None]:
     original, original_callable = builtins.isinstance, builtins.callable
 
     def isinstance_(instance: Any, kinds: Any) -> bool:
-        if kinds in _OF_TRACES and is_value(instance) and not is_library_file(sys._getframe(1).f_code.co_filename):
+        asks_if_traced = kinds is fx.Proxy or kinds is FakeTensor
+        if asks_if_traced and is_value(instance) and not is_library_file(sys._getframe(1).f_code.co_filename):
             return is_asked_for_nothing() or not questions_of(instance).of_data.hides_trace()
         if original(instance, kinds):
             return True
