@@ -87,7 +87,11 @@ class Forms:
 
     def of(self, node: fx.Node) -> str:
         if node not in self._of:
-            text = f"{node.op}:{node.target}{fx.node.map_arg((node.args, node.kwargs), self.of)!r}"
+            value = node.meta.get("val") if node.meta.get("static") else None
+            if isinstance(value, (torch.dtype, torch.device)):  # at every call, whoever was asked for it
+                text = repr(value)
+            else:
+                text = f"{node.op}:{node.target}{fx.node.map_arg((node.args, node.kwargs), self.of)!r}"
             self._of[node] = self._numbers.setdefault(text, f"%{len(self._numbers)}")
         return self._of[node]
 

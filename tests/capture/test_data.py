@@ -57,6 +57,9 @@ QUESTIONS = {
     "an attribute's": lambda model, _, mask: mask.sum(1).min() > model.most,
     "a layer's size": embedded,
     "twice": lambda _, __, mask: all(mask.all() for _ in range(9)),
+    "of one device": lambda model, x, mask: all(
+        mask.to(y.device, y.dtype).all() for y in (x, model.fc(x)) for _ in "ab"
+    ),
     "written afterwards": lambda _, __, mask: _asked_before(mask),
     "in place of": lambda _, x, mask: torch.where(mask, x.sum(-1), 0.0).isfinite().all() and mask.nonzero().numel() > 9,
     "two": lambda _, __, mask: bool(mask[0].all()) != bool(mask[1].all()),
@@ -89,6 +92,14 @@ def test_each_call_goes_the_way_of_its_data(question, level):
     for mask in (SOME, ALL, ~ALL, SOME, ALL.clone(), SOME.flip(0)):
         _agree(model, converted, X, mask)
     assert 1 < len(_methods(converted)) <= 4 and {*_methods(converted)} == {"symbolic"}
+
+
+@pytest.mark.parametrize("question", ["all", "twice", "of one device"])
+def test_what_several_layers_ask_is_asked_once(question):
+    _, converted = _converted(QUESTIONS[question])
+    converted(X, ALL)
+    (variant,) = engine_of(converted).all_variants()
+    assert variant.captured.answers.questions == (True,)
 
 
 @pytest.mark.parametrize("question", ["all", "a size's", "a layer's size", "an attribute's"])
