@@ -111,7 +111,7 @@ def outside_of_the_call() -> Iterator[None]:
 
     torch.export calls a model under modes of its own, and checkpoint under hooks that count what is saved.
     """
-    if _is_plain():  # which costs a tenth of the rest
+    if _is_plain():  # which costs an eighth of the rest
         yield
         return
     with _disable_current_modes(), no_saved_tensor_hooks(), no_jit_trace(), no_inference_mode():

@@ -106,7 +106,7 @@ def test_what_only_warns_asks_nothing():
         def warn(self, x):
             if is_traced(x):
                 return
-            if 0 in x[:, [-1, 0]]:
+            if (x[:, [-1, 0]] == 0).any():
                 self.found.append("padding")
 
         def forward(self, x, mask=None):
@@ -134,6 +134,8 @@ def test_whoever_captures_it_again_goes_the_same_way():
     for mask in (ALL, SOME):
         converted(X, mask)
     denied = fxamp.what_if(converted, deny=["linear"])
+    for op in ("expand", "getitem"):  # of the mask
+        assert sum(row.op == op for row in denied.rows) == sum(row.op == op for row in fxamp.report(converted).rows)
     assert {row.precision for row in denied.rows if row.op == "linear"} == {"high"}
     assert fxamp.compare(model, converted, (X, ALL)).output < 2**-5
     assert _masked(converted) == [False, True]

@@ -241,6 +241,17 @@ def test_files_without_weights_gradients_are_read(tmp_path):
     assert again.weight_gradients.total == 0
 
 
+def test_files_without_places_are_read(tmp_path):
+    ranges = profile(Sized(), [(torch.randn(4, 8), torch.ones(4).bool())], progress=False)
+    ranges.save(tmp_path / "ranges.json")
+    written = json.loads((tmp_path / "ranges.json").read_text())
+    for node in written["nodes"]:
+        del node["text"], node["number"]
+    (tmp_path / "ranges.json").write_text(json.dumps(written))
+    found = [node.place for node in load_ranges(tmp_path / "ranges.json").nodes.values()]
+    assert found == [node.place for node in ranges.nodes.values()] and any(place.number for place in found)
+
+
 def test_pairs_and_batches_of_several_forms():
     net = nn.Linear(8, 8)
     targets = torch.zeros(4, dtype=torch.long)
