@@ -150,6 +150,8 @@ def test_torch_compile_has_one_graph_which_keeps_it():
         _agree(model, compiled, X, mask)
     _agree(model, converted, X, ALL)
     assert _masked(converted) == [False, True]
+    made = engine_of(converted).all_variants()
+    assert [variant.captured.answers.is_recorded for variant in made] == [False, True]
 
 
 @pytest.mark.parametrize("is_known", [False, True])
