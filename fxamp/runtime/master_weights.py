@@ -11,7 +11,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from fxamp.runtime import gradients, master_gradients
-from fxamp.runtime.device_skip import settle, step_unless
+from fxamp.runtime.device_skip import settle, step_unless, takes_found_inf
 from fxamp.runtime.loaded_masters import LoadedMasters, check_masters
 from fxamp.runtime.master_checks import check_arguments, check_closure, check_is_state, check_state
 from fxamp.runtime.masters import (
@@ -201,22 +201,26 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         check_closure(self.optimizer, closure)
         if closure is not None:
             return self._call_whole(self.optimizer.step, closure, gives_back=False)
-        inverse = None if grad_scale is None else grad_scale.reciprocal()
-        returned = self._step_all(inverse, found_inf)
+        returned = self._step_all(grad_scale, found_inf)
         master_gradients.mark_used(gradients.parameters(self))
         return returned
 
-    def _step_all(self, inverse: torch.Tensor | None, found_inf: torch.Tensor | None) -> Any:
+    def _step_all(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> Any:
         bare = step_of_each(self.optimizer)
+        divides = bare is not None and found_inf is not None and takes_found_inf(self.optimizer)  # in its kernels
+        inverse = None if grad_scale is None or divides else grad_scale.reciprocal()
+        run = bare or self.optimizer.step
+        if found_inf is not None:
+            divisor = grad_scale if divides else None
+            run = functools.partial(step_unless, self.optimizer, found_inf, run, grad_scale=divisor)
         if bare is None:
             every = list(buckets(list(gradients.parameters(self)), sys.maxsize))
-            run = self.optimizer.step
             return self._step_bucket(self.param_groups, every[0], inverse, found_inf, run) if every else None
         for hook in list(self.optimizer._optimizer_step_pre_hooks.values()):
             hook(self.optimizer, (self.optimizer,), {})
         for group in self.param_groups:
             for bucket in buckets(group["params"], self.bucket_bytes):
-                self._step_bucket([group], bucket, inverse, found_inf, bare)
+                self._step_bucket([group], bucket, inverse, found_inf, run)
         for post_hook in list(self.optimizer._optimizer_step_post_hooks.values()):
             post_hook(self.optimizer, (self.optimizer,), {})
         return None
@@ -234,7 +238,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             in_a_step.update(map(id, bucket))
         try:
             with master_gradients.lent_gradients(bucket, wide, inverse), StandIns(self.optimizer, groups, bucket, wide):
-                returned = run() if found_inf is None else step_unless(self.optimizer, found_inf, run)
+                returned = run()
             with one_at_a_time:
                 self._take_back(bucket, wide, found_inf)
         finally:

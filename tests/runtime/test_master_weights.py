@@ -73,6 +73,41 @@ def test_masters_follow_the_plain_float32_optimizer_bit_for_bit(kind, dtype, buc
             assert torch.equal(parameter, theirs.to(parameter.dtype))
 
 
+FUSED = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=0.01, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, 0.01, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("scale", [2.0**14, 3000.0])
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_fused_optimizer_divides_by_the_scale_in_its_own_kernels(kind, scale, monkeypatch):
+    multiplied, multiply_ = [], torch._foreach_mul_
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda *given: (multiplied.append(given), multiply_(*given)))
+    model = low_model()
+    optimizer, scaler = MasterWeightOptimizer(FUSED[kind](model.parameters())), LossScaler(scale)
+    reference = reference_of(model)
+    plain = FUSED[kind](reference)
+    scaler.scale(torch.zeros(()))
+    for step in range(4):
+        for parameter, gradient in zip(reference, give_gradients(model, step, scale), strict=True):
+            parameter.grad = gradient
+        norm = torch.linalg.vector_norm(torch.cat([each.grad.flatten() for each in reference]))
+        result = scaler.step(optimizer, **({"max_grad_norm": norm.item() / 2} if step == 3 else {}))
+        if step == 3:
+            torch._foreach_div_([each.grad for each in reference], 2.0)
+        scaler.update()
+        plain.step()
+        assert math.isclose(result.grad_norm, norm, rel_tol=1e-5)
+        for mine, theirs in zip(optimizer.master_params(), reference, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+        for mine, theirs in zip(model[1].parameters(), reference[2:4], strict=True):  # float32 themselves
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    assert not multiplied
+
+
 @pytest.fixture(params=[False, True], ids=["as_on_a_gpu", "host_flag"])
 def way_to_skip(request, monkeypatch):
     monkeypatch.setattr(device_skip, "LOOKS_AT_HOST_FLAGS", request.param)
