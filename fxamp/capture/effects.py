@@ -58,6 +58,7 @@ class Effects:
         self.classes: dict[type, dict[str, Any]] = {}
         self._variables: list[tuple[Any, str, Any, str]] = []  # owner, name, value, title
         self._containers: dict[int, tuple[Any, Any, str]] = {}  # id -> container, copy, title
+        self._taken: set[int] = set()  # of containers
         self._generators: dict[int, tuple[Any, Any]] = {}  # id -> generator, state
         self._opened: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # (id of owner, name) -> owner, name, value
         self._arrays: dict[int, tuple[Any, Any, str]] = {}  # id -> array of numpy, copy, title
@@ -87,6 +88,14 @@ class Effects:
         """Remember what the containers in a value hold."""
         for container, saved in _containers(value):
             self._containers.setdefault(id(container), (container, saved, title))  # as it was when it was first read
+
+    def held_before(self, container: Any) -> Any:
+        """A copy of what a container held when it was first read; None where it was not."""
+        return self._containers[id(container)][1] if id(container) in self._containers else None
+
+    def take(self, container: Any) -> None:
+        """Let what is written into a container be the graph's to write."""
+        self._taken.add(id(container))
 
     def remember_class(self, value: Any) -> None:
         """Remember what a class of the user's holds, a value's or the value itself: forward may count in it."""
@@ -120,8 +129,10 @@ class Effects:
         """
         for owner, name, cached in self._opened.values():
             _put(owner, name, cached)
-        for container, _, _ in self._containers.values():
-            if isinstance(container, dict):
+        for container, saved, _ in self._containers.values():
+            if id(container) in self._taken:
+                _restore(container, saved)
+            elif isinstance(container, dict):
                 _forget_traced_types(container)
         drawn = self._drawn_generators()
         done = [
@@ -224,7 +235,7 @@ def _forget_traced_types(container: dict[Any, Any]) -> None:
     """What is kept by the type of an argument, as einops keeps its backends, is kept for tensors, not for a trace."""
     for key in [key for key in dict.__iter__(container) if isinstance(key, type) and issubclass(key, fx.Proxy)]:
         if not isinstance(dict.get(container, key), (*SCALARS, *_CONTAINERS)):
-            dict.pop(container, key)
+            base_of(container).pop(container, key)
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
@@ -285,16 +296,20 @@ def _containers(value: Any) -> list[tuple[Any, Any]]:
 def _is_as(container: Any, saved: Any) -> bool:
     if length_of(container) != len(saved):
         return False
-    if isinstance(container, dict):
-        return all(dict.get(container, key, MISSING) is value for key, value in saved.items())
     now = plain_copy(container)
+    if isinstance(container, dict):
+        return all(map(operator.is_, now, saved)) and all(map(operator.is_, now.values(), saved.values()))
     return bool(now == saved) if isinstance(now, set) else all(map(operator.is_, now, saved))
 
 
 def _restore(container: Any, saved: Any) -> None:
     kind = base_of(container)
     kind.clear(container)
-    (kind.extend if kind in (list, collections.deque) else kind.update)(container, saved)
+    if isinstance(container, dict):
+        for key, value in saved.items():  # OrderedDict.update would ask its class
+            kind.__setitem__(container, key, value)
+    else:
+        (kind.extend if kind in (list, collections.deque) else kind.update)(container, saved)
 
 
 def clear_caches_of(tracer: fx.Tracer) -> None:

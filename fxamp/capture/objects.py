@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ MISSING = object()  # nothing has the name
 SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 METHODS = (types.MethodType, types.BuiltinMethodType)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
-CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
+CONTAINERS = (collections.OrderedDict, dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
 DEPTH, MOST = 4, 512  # containers in containers, and elements of one, that are looked at
 
 
@@ -154,9 +155,29 @@ def plain_copy(value: Any) -> Any:
     table may build a module at each look.
     """
     kind = base_of(value)
+    if kind is collections.OrderedDict:  # in its order, which dict's methods do not know
+        return {key: dict.__getitem__(value, key) for key in kind.__iter__(value)}
     if kind is dict:
-        return dict(dict.items(value))  # dict.copy reads an OrderedDict of a subclass key by key
+        return dict(dict.items(value))
     return dict(value) if kind is types.MappingProxyType else kind(kind.__iter__(value))
+
+
+def elements_of(value: Any) -> list[Any]:
+    """What a container holds, in its order, by the methods of Python's own class; of a mapping, keys and values."""
+    plain = plain_copy(value)
+    return [*plain, *plain.values()] if isinstance(plain, dict) else list(plain)
+
+
+def holds_the_same(value: Any, elements: list[Any]) -> bool:
+    """Whether a container holds these objects; numbers, strings and the like may be equal ones of the same type."""
+    now = elements_of(value)
+    return len(now) == len(elements) and (
+        all(map(operator.is_, now, elements))
+        or all(
+            new is old or (type(new) is type(old) and isinstance(new, SCALARS) and new == old)
+            for new, old in zip(now, elements, strict=True)
+        )
+    )
 
 
 def method_parts(value: Any) -> list[tuple[str, Any]] | None:

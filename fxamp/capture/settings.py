@@ -1,7 +1,6 @@
 """What forward sets the first time it is called, and not again: transformers' heads set `config.problem_type`, its base
 models the hooks that collect hidden states."""
 
-import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fxamp.capture.objects import MISSING
+from fxamp.capture.objects import MISSING, base_of
 from fxamp.ir import module_at
 
 
@@ -62,7 +61,7 @@ def _held(holder: dict[Any, Any] | Table, root: nn.Module) -> dict[Any, Any]:
 
 def _put(holder: dict[Any, Any], name: Any, value: Any) -> None:
     """Write into a dictionary, whatever its own class does then."""
-    kind = collections.OrderedDict if isinstance(holder, collections.OrderedDict) else dict
+    kind = base_of(holder)
     if value is MISSING:
         kind.pop(holder, name, None)
     else:

@@ -644,3 +644,46 @@ def test_a_block_that_writes_into_an_argument_is_not_hidden_in_a_graph():
 def test_lazy_modules_are_named():
     with pytest.raises(OptionError, match=r"lazy modules.*Call it once"):
         fxamp.convert(nn.Sequential(nn.LazyLinear(4)), LOW)
+
+
+class Ordered(collections.OrderedDict):
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value if isinstance(value, tuple) else (value,))
+
+
+def rebuilt(net, x):
+    value = net.table.pop("a")
+    net.table["c"] = value
+    net.table["a"] = net.fc(x)
+    return net.table["a"][0]
+
+
+def turned(net, x):
+    """The next item's turn at each call."""
+    key = next(iter(net.table))
+    net.table.move_to_end(key)
+    return net.fc(x) * net.table[key][0]
+
+
+@pytest.mark.parametrize("body", [rebuilt, turned])
+def test_an_ordered_dictionary_is_in_its_order_after_a_trace(body):
+    """dict's own methods leave the keys of an OrderedDict that they take away in its order: it cannot be read then."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.table = nn.Linear(16, 16), Ordered(a=2.0, b=3.0)
+            self.table.move_to_end("a")
+
+        def forward(self, x):
+            return body(self, x)
+
+    model = Net()
+    with pytest.raises(CaptureError, match=r"writes into self\.table \(Ordered\)"):
+        fxamp.convert(model, LOW, capture="symbolic", example_inputs=(inputs(0),))
+    assert list(model.table.items()) == [("b", (3.0,)), ("a", (2.0,))]
+    assert list(reversed(model.table)) == ["a", "b"]
+    if body is turned:
+        converted, plain = fxamp.convert(copy.deepcopy(model), LOW, overrides={"*": "deny"}), model
+        for step in range(4):
+            same(converted(inputs(step)), plain(inputs(step)))
