@@ -2,13 +2,13 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import fx, nn
 
 from fxamp.capture.objects import is_library
-from fxamp.capture.traces import Change, State, restore, snapshot
+from fxamp.capture.traces import Attribute, Change, State, restore, snapshot
 from fxamp.errors import CaptureError
 from fxamp.module_hooks import has_hooks
 
@@ -95,20 +95,23 @@ class Assignments:
         for change in self.before.changes(module):
             raise _too_late(change.title, path)
 
-    def to_be_set(self, graph: fx.Graph) -> list[Change]:
-        """What the graph of a whole forward is to set; `before` takes note of it.
+    def to_be_set(self) -> list[tuple[Attribute, Any]]:
+        """The attributes that the graph of a whole forward is to set, and to what; `before` takes note of them."""
+        once = self.before.set_once()
+        changes = self._among(change for change in self.before.changes() if change not in once)
+        self.before.taken = frozenset(change.attribute for change in changes if change.attribute)
+        return [(change.attribute, change.new) for change in changes if change.attribute]
+
+    def check_unread(self, graph: fx.Graph, titles: Sequence[str]) -> None:
+        """Check that nothing which runs as a whole may read what the graph is to set behind it.
 
         Raises:
             CaptureError: a module that is called as a whole may read one of them, before the graph has set any.
         """
-        once = self.before.set_once()
-        changes = self._among(change for change in self.before.changes() if change not in once)
-        for node in graph.find_nodes(op="call_module") if changes else ():
+        for node in graph.find_nodes(op="call_module") if titles else ():
             module = self._root.get_submodule(str(node.target))
             if has_hooks(module) or not is_library(type(module)):
-                raise _too_late(changes[0].title, str(node.target))
-        self.before.taken = frozenset(change.attribute for change in changes if change.attribute)
-        return changes
+                raise _too_late(titles[0], str(node.target))
 
     def _among(self, changes: Iterable[Change]) -> list[Change]:
         """Those changes that forward has made by setting an attribute, to what it was set to."""

@@ -15,7 +15,8 @@ from fxamp.canonical import canonical_text
 from fxamp.capture.data import Answers, DataTrial
 from fxamp.capture.further_inputs import FurtherInputs
 from fxamp.capture.inputs import CallSpec
-from fxamp.capture.outputs import OutputForm
+from fxamp.capture.kept_items import Kept
+from fxamp.capture.outputs import OutputForm, Part
 from fxamp.capture.reads import Place
 from fxamp.capture.settings import Settings
 from fxamp.capture.sizes import Decision, SizeGuard, SizeQuestions, SizeTrial, size_guard, size_trial, varying_sizes
@@ -79,10 +80,14 @@ class Captured:
         return None if self.output_form is None else self.output_form.build
 
     @property
+    def places_set(self) -> tuple[tuple[Kept, Part], ...]:
+        """The attributes, and items of what attributes hold, that forward sets, and how each value is made."""
+        return () if self.output_form is None else self.output_form.places
+
+    @property
     def attributes_set(self) -> frozenset[str]:
-        """Titles of the attributes that forward sets ("self.encoder.beta")."""
-        parts = () if self.output_form is None else self.output_form.attributes
-        return frozenset(f"self.{attribute.title}" for attribute, _ in parts)
+        """Titles of the attributes that forward sets or sets items of ("self.encoder.beta")."""
+        return frozenset(f"self.{place.path}.{place.name}".replace("..", ".") for place, _ in self.places_set)
 
     def generalise(self, fakes: Fakes, as_condition: bool) -> None:
         """Find out for which other sizes the graph holds, as it was captured; no pass has changed it yet.
@@ -203,13 +208,13 @@ def settled(first: Captured, again: Callable[[], Captured]) -> Captured:
         return first
     with contextlib.suppress(CaptureError), settings.made(first.root):
         second = again()
-        if second.settings is None and _are_equal(first, second):
+        if second.settings is None and are_equal(first, second):
             second.settings = settings
             return second
     raise CaptureError(settings.refusal)
 
 
-def _are_equal(one: Captured, other: Captured) -> bool:
+def are_equal(one: Captured, other: Captured) -> bool:
     """Whether two graphs compute the same from the same inputs."""
     if canonical_text(one.graph) != canonical_text(other.graph) or one.output_form != other.output_form:
         return False

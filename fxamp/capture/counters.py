@@ -3,9 +3,9 @@
 from typing import Any
 
 from fxamp.capture.captured import Captured
+from fxamp.capture.kept_items import Kept
 from fxamp.capture.objects import SCALARS
 from fxamp.capture.reads import Place
-from fxamp.capture.traces import Attribute
 from fxamp.errors import CaptureError
 
 
@@ -17,7 +17,7 @@ def sets_numbers(captured: Captured) -> bool:
 def numbers_before(captured: Captured) -> frozenset[Place]:
     """Of the attributes that forward sets, those that hold a number before."""
     found = []
-    for attribute, _ in _parts(captured):
+    for attribute, _ in captured.places_set:
         before = vars(captured.root.get_submodule(attribute.path)).get(attribute.name)
         if type(before) in (int, float):
             found.append((attribute.path, attribute.name))
@@ -43,10 +43,6 @@ def check_repeatable(first: Captured, again: Captured) -> None:
                 )
 
 
-def _parts(captured: Captured) -> Any:
-    return () if captured.output_form is None else captured.output_form.attributes
-
-
-def _constants(captured: Captured) -> dict[Attribute, list[Any]]:
+def _constants(captured: Captured) -> dict[Kept, list[Any]]:
     """What is the same at each call in what forward sets."""
-    return {attribute: list(part.constants()) for attribute, part in _parts(captured)}
+    return {place: list(part.constants()) for place, part in captured.places_set}

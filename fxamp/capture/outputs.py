@@ -17,8 +17,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.inputs import CONSTANTS
+from fxamp.capture.kept_items import Item, Kept
 from fxamp.capture.objects import walk
-from fxamp.capture.traces import Attribute, Change, State
+from fxamp.capture.traces import State
 from fxamp.errors import CaptureError
 
 
@@ -31,14 +32,14 @@ class OutputForm:
         leaves: how each of its leaves is made; none where they are the graph's outputs in order.
         inside_objects: places of the graph's outputs that objects hold. They come in the dtype that they are computed
             in: a cache of keys and values in float32 would be twice the bytes, and two more casts of each.
-        attributes: what forward sets besides, and how each value is made.
+        places: what forward sets besides, and how each value is made.
         orders_items: whether a container makes its items in another order than forward does.
     """
 
     tree: pytree.TreeSpec
     leaves: tuple["Part", ...] = ()
     inside_objects: frozenset[int] = frozenset()
-    attributes: tuple[tuple[Attribute, "Part"], ...] = ()
+    places: tuple[tuple[Kept, "Part"], ...] = ()
     orders_items: bool = False
 
     def build(self, module: nn.Module, flat: Sequence[Any]) -> Any:
@@ -46,8 +47,8 @@ class OutputForm:
         if not self.leaves:
             return self._whole(flat)
         made: dict[int, Any] = {}
-        for attribute, part in self.attributes:
-            attribute.put(module, part.build(flat, made))
+        for place, part in self.places:
+            place.put(module, part.build(flat, made))
         return self._whole([leaf.build(flat, made) for leaf in self.leaves])
 
     def _whole(self, leaves: Sequence[Any]) -> Any:
@@ -141,12 +142,12 @@ _MAPPINGS = (dict, collections.OrderedDict)
 _PLAIN = (*CONSTANTS, int, float, complex, bytes, type, enum.Enum)
 
 
-def flatten_output(result: Any, state: State, changes: Sequence[Change] = ()) -> tuple[Any, OutputForm | None]:
+def flatten_output(result: Any, state: State, places: Sequence[tuple[Kept, Any]] = ()) -> tuple[Any, OutputForm | None]:
     """What the graph returns for `result`, and how that becomes `result` again; None where it is that already.
 
     Args:
         state: of the model before forward ran; what it held is returned as it is.
-        changes: of attributes that the graph is to set.
+        places: attributes and items that the graph is to set, and to what.
 
     Raises:
         CaptureError: a returned object, or what an attribute is set to, is neither a tensor, a constant, a registered
@@ -158,18 +159,19 @@ def flatten_output(result: Any, state: State, changes: Sequence[Change] = ()) ->
             "forward returns an nn.Parameter that it has made, and a graph returns tensors. Return the tensor "
             "(h.detach().requires_grad_()), and make a parameter of it outside of forward."
         )
-    if not changes and _is_builtin(result):
+    if not places and _is_builtin(result):
         return result, None
     orders_items = _has_own_order(leaves, tree)
-    if not changes and all(map(_is_builtin, leaves)):
+    if not places and all(map(_is_builtin, leaves)):
         return tuple(leaves), OutputForm(tree, orders_items=orders_items)
-    taken = _Taken({id(part) for value in state.held() for part in walk(value)})
+    made = {id(part) for place, value in places if isinstance(place, Item) for part in walk(value)}  # in containers now
+    taken = _Taken({id(part) for value in state.held() for part in walk(value)} - made)
     parts = tuple(map(taken.part, leaves))
-    attributes = tuple(_set_part(taken, change) for change in changes)
+    kept = tuple((place, _set_part(taken, place, value)) for place, value in places)
     taken.check()
-    results = {place for part in (*parts, *(p for _, p in attributes)) for place in part.places(inside_objects=False)}
+    results = {number for part in (*parts, *(p for _, p in kept)) for number in part.places(inside_objects=False)}
     inside = frozenset(range(len(taken.flat))) - results
-    return tuple(taken.flat), OutputForm(tree, parts, inside, attributes, orders_items)
+    return tuple(taken.flat), OutputForm(tree, parts, inside, kept, orders_items)
 
 
 def _has_own_order(leaves: list[Any], tree: pytree.TreeSpec) -> bool:
@@ -191,13 +193,11 @@ def _order_items(made: Any, tree: pytree.TreeSpec) -> None:
             _order_items(part, inner)
 
 
-def _set_part(taken: "_Taken", change: Change) -> tuple[Attribute, Part]:
-    attribute = change.attribute
-    assert attribute is not None
+def _set_part(taken: "_Taken", place: Kept, value: Any) -> Part:
     try:
-        return attribute, taken.part(change.new)
+        return taken.part(value)
     except CaptureError as error:
-        raise CaptureError(f"forward sets attribute {attribute.title!r}: {error}") from None
+        raise CaptureError(f"forward sets attribute {place.title!r}: {error}") from None
 
 
 def _is_builtin(value: Any) -> bool:

@@ -15,6 +15,7 @@ from fxamp.capture.effects import Effects
 from fxamp.capture.functions_of import beginnings_in, codes_of, functions_in, globals_of, strings_in
 from fxamp.capture.hooks import hook_writes
 from fxamp.capture.identity import is_asked_whether_none
+from fxamp.capture.kept_items import Item, is_inside, items_set
 from fxamp.capture.locations import is_library_file
 from fxamp.capture.objects import (
     MISSING,
@@ -29,9 +30,10 @@ from fxamp.capture.objects import (
     method_parts,
     walk,
 )
+from fxamp.capture.places import paths_of, ties_of
 from fxamp.capture.selves import check_agrees
 from fxamp.capture.settings import Settings
-from fxamp.capture.state import LIFTED, NOT_NONE, Cell, paths_of, read
+from fxamp.capture.state import LIFTED, NOT_NONE, Cell, read
 from fxamp.errors import CaptureError, FxampError, OptionError
 from fxamp.ir import ENGINE, RUN
 from fxamp.module_hooks import HOOKS, recomputed_weights
@@ -81,6 +83,7 @@ class Reads:
         self._classes: dict[type, None] = {}  # of the user's objects: where they have defaults and methods from
         self._modules: set[int] = set()
         self._effects = Effects()
+        self._items: dict[int, tuple[Any, ...]] = {}  # id of a list or a dictionary -> keys that the graph sets
         self.settings: Settings | None = None  # what forward put into dictionaries, perhaps only this once
 
     @contextlib.contextmanager
@@ -151,6 +154,20 @@ class Reads:
                         "graph that was captured before cannot see. Return the value from the module that makes it."
                     )
 
+    def take_items(self) -> list[tuple[Item, Any]]:
+        """Items of what attributes hold that forward has set, and to what; the graph is to set them."""
+        taken: list[tuple[Item, Any]] = []
+        for (_, name), (owner, held) in self._found.items():
+            path, before = self._path(owner), self._effects.held_before(held)
+            if path is None or before is None or id(held) in self._items or self._assignments.has(owner, name):
+                continue
+            found = items_set(held, before)
+            if found and not any(is_inside(held, other) for _, other in self._found.values()):
+                self._items[id(held)] = tuple(found)
+                self._effects.take(held)
+                taken += [(Item(path, name, key), value) for key, value in found.items()]
+        return taken
+
     def cells(self, decided: set[Place]) -> tuple[Cell, ...]:
         """What was read, as it was.
 
@@ -159,11 +176,12 @@ class Reads:
         """
         names = frozenset(self._names)
         scope = Scope(names, self._paths, self._root)
-        found, ties = [], _ties(self._root)
+        found, ties = [], ties_of(self._root)
         for (_, name), (owner, value) in self._found.items():
             path, title = self._path(owner), self._title(owner, name)
             tie = ties.get((path, name)) if path is not None else None
-            cell = Cell(name, (), path, None if path is not None else owner, title, names, tie=tie)
+            items = self._items.get(id(value), ())
+            cell = Cell(name, (), path, None if path is not None else owner, title, names, tie=tie, items_set=items)
             if path is not None and (path, name) in self._lifted - decided:
                 found.append(cell.with_frozen((type(value), LIFTED)))
             elif path is not None and isinstance(value, torch.Tensor) and (id(owner), name) not in self._looked_at:
@@ -325,17 +343,3 @@ class Reads:
         is_builtin = isinstance(value, types.BuiltinFunctionType) and not method_parts(value)
         if not is_foreign_function and not is_foreign_class and not is_builtin:
             self._keep(space, name, value)
-
-
-def _ties(root: nn.Module) -> dict[Place, tuple[str, str, str]]:
-    """(path, name) of each tensor that stands in two places -> path, kind and name of the first of them."""
-    first: dict[int, tuple[str, str, str]] = {}
-    found: dict[Place, tuple[str, str, str]] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
-        for kind in ("_parameters", "_buffers", ""):
-            held = module.__dict__.get(kind, {}) if kind else module.__dict__  # a module of torch.jit keeps none there
-            for name, tensor in held.items():
-                place = (path, kind, name)
-                if isinstance(tensor, torch.Tensor) and first.setdefault(id(tensor), place) != place:
-                    found[path, name] = first[id(tensor)]
-    return found

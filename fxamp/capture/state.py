@@ -9,7 +9,6 @@ compared (`frozen`), so that an equal value written again, or the state of a cop
 import collections
 import dataclasses
 import functools
-import operator
 import types
 import weakref
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.kept_items import without
 from fxamp.capture.objects import (
     DEPTH,
     METHODS,
@@ -25,10 +25,13 @@ from fxamp.capture.objects import (
     SCALARS,
     Scope,
     attributes_of,
+    elements_of,
     frozen,
+    holds_the_same,
     parts_of,
     plain_copy,
 )
+from fxamp.capture.places import paths_of
 from fxamp.fakes import is_sharded
 
 LIFTED = object()  # a number that the graph reads anew at each call: its type alone matters
@@ -48,6 +51,7 @@ class Cell:
         names: the attributes that the model's functions read of objects.
         kind: "_parameters" or "_buffers" for what is registered there: only its shape matters.
         tie: path, kind and name of another place that must hold the same tensor; kind "" is a plain attribute.
+        items_set: keys of a list or a dictionary whose items the graph sets, and does not read.
     """
 
     name: str
@@ -58,6 +62,7 @@ class Cell:
     names: frozenset[str] = dataclasses.field(repr=False)
     kind: str = ""
     tie: tuple[str, str, str] | None = None
+    items_set: tuple[Any, ...] = ()
 
     def holder(self, root: nn.Module) -> Any:
         """What is asked for `name`: a dictionary or a closure's cell."""
@@ -109,7 +114,7 @@ class Cell:
             return type_of_weight(value) if self.kind else type_of_kept(value)  # read anew at each call
         if self.frozen and self.frozen[-1] is LIFTED:
             return (type(value), LIFTED)
-        return frozen(value, scope)
+        return frozen(without(value, self.items_set) if self.items_set else value, scope)
 
 
 def flag_cell(path: str, flag: bool) -> Cell:
@@ -223,7 +228,8 @@ class _Identities:
     def __init__(self, root: nn.Module, names: frozenset[str]) -> None:
         self._root, self._names = root, names
         self._space: dict[str, Any] = {
-            "type_of_weight": type_of_weight, "type_of_kept": type_of_kept, "holds_the_same": holds_the_same
+            "type_of_weight": type_of_weight, "type_of_kept": type_of_kept, "holds_the_same": holds_the_same,
+            "without": without,
         }  # fmt: skip
         self._terms: list[str] = []
         self._numbers: dict[int, str] = {}
@@ -247,7 +253,18 @@ class _Identities:
             self._terms.append(f"{self._named(holder)}.cell_contents is {self._named(value)}")
         else:
             self._terms.append(f"{entry} is {self._named(value)}")
+        if cell.items_set:
+            self._watch_items(value, cell.items_set)
         self._watch(value, DEPTH)
+
+    def _watch_items(self, value: Any, items_set: tuple[Any, ...]) -> None:
+        """Compare what a container holds, but for the items that the graph sets."""
+        self._watched[id(value)] = DEPTH
+        others = without(value, items_set)
+        held = f"without({self._named(value)}, {self._named(items_set)})"
+        self._terms.append(f"holds_the_same({held}, {self._named(elements_of(others))})")
+        for part in elements_of(others):
+            self._watch(part, DEPTH - 1)
 
     def _watch_tensor(self, entry: str, value: torch.Tensor, cell: Cell) -> None:
         """Compare types and shapes, whichever tensor it is: one that is replaced, or that was computed for a functional
@@ -321,26 +338,3 @@ def _place_of(root: nn.Module, tie: tuple[str, str, str]) -> dict[str, Any]:
     path, kind, _ = tie
     entries: dict[str, Any] = root.get_submodule(path).__dict__
     return entries[kind] if kind else entries
-
-
-def elements_of(value: Any) -> list[Any]:
-    """What a container holds, in its order, by the methods of Python's own class; of a mapping, keys and values."""
-    plain = plain_copy(value)
-    return [*plain, *plain.values()] if isinstance(plain, dict) else list(plain)
-
-
-def holds_the_same(value: Any, elements: list[Any]) -> bool:
-    """Whether a container holds these objects; numbers, strings and the like may be equal ones of the same type."""
-    now = elements_of(value)
-    return len(now) == len(elements) and (
-        all(map(operator.is_, now, elements))
-        or all(
-            new is old or (type(new) is type(old) and isinstance(new, SCALARS) and new == old)
-            for new, old in zip(now, elements, strict=True)
-        )
-    )
-
-
-def paths_of(root: nn.Module) -> dict[int, str]:
-    """id of each module -> its (first) path."""
-    return {id(module): path for path, module in root.named_modules()}

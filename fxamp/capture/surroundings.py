@@ -30,17 +30,6 @@ from fxamp.leaf_fakes import TWIN_OF
 from fxamp.opnames import canonical_name
 
 
-def paths_of_tensors(root: nn.Module) -> dict[int, str]:
-    """id of every parameter, buffer and plain tensor attribute -> its path; tied tensors have their first path."""
-    paths: dict[int, str] = {}
-    for prefix, module in root.named_modules():
-        owned = [*module._parameters.items(), *module._buffers.items(), *module.__dict__.items()]
-        for name, value in owned:
-            if isinstance(value, torch.Tensor):
-                paths.setdefault(id(value), f"{prefix}.{name}" if prefix else name)
-    return paths
-
-
 def load_einops() -> None:
     """Let einops load what it loads at its first tensor, which would look like a write of the model's."""
     backends = sys.modules.get("einops._backends")

@@ -1,5 +1,6 @@
 """Capture by symbolic tracing, with fxamp's own `fx.Tracer`: as often as one call structure needs."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,12 +8,13 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxamp.capture.captured import Captured, settled
+from fxamp.capture.captured import Captured, are_equal, settled
 from fxamp.capture.counters import check_repeatable, numbers_before, sets_numbers
 from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, LeftOut
 from fxamp.capture.effects import clear_caches_of
 from fxamp.capture.imports import Imports
 from fxamp.capture.inputs import CallSpec
+from fxamp.capture.kept_items import Item, is_held, unreadable
 from fxamp.capture.left_out import MOST_FUNCTIONS, called_through, frames_of, functions_to_leave_out
 from fxamp.capture.locations import explained
 from fxamp.capture.reads import Place
@@ -87,7 +89,26 @@ def _trace(asked: _Trace) -> Captured:
         captured = _trace_around(asked)
     if sets_numbers(captured):
         check_repeatable(captured, _trace_around(asked))
+    _check_unread(asked, captured)
     return captured
+
+
+def _check_unread(asked: _Trace, captured: Captured) -> None:
+    """Check that nothing hangs on what the items held that forward sets.
+
+    Raises:
+        CaptureError: it may.
+    """
+    items = [place for place, _ in captured.places_set if isinstance(place, Item) and is_held(asked.root, place)]
+    if not items:
+        return
+    with contextlib.suppress(FxampError), unreadable(asked.root, items):
+        if are_equal(captured, _trace_around(asked)):
+            return
+    raise CaptureError(
+        f"forward sets self.{items[0].title}, and hangs on what that held before, which a graph does not read. Return "
+        "the value instead, or keep it in a buffer (self.buffer.copy_(value))."
+    )
 
 
 def _trace_around(asked: _Trace) -> Captured:

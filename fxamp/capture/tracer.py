@@ -32,6 +32,7 @@ from fxamp.capture.drawn import drawn_at_each_call, frozen, whatever_is_drawn
 from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.functions import whole_functions
 from fxamp.capture.inputs import CallSpec, unflatten_call
+from fxamp.capture.kept_items import Kept
 from fxamp.capture.leaves import is_leaf
 from fxamp.capture.left_out import Openings
 from fxamp.capture.lengths import hands_on_open_length, lists_parts_of_inputs
@@ -40,6 +41,7 @@ from fxamp.capture.locations import user_frames, user_line
 from fxamp.capture.mode_nodes import ModeNodes
 from fxamp.capture.numbers import plain_number
 from fxamp.capture.outputs import OutputForm, flatten_output
+from fxamp.capture.places import paths_of_tensors
 from fxamp.capture.promotion import Promotion
 from fxamp.capture.proxies import (
     SequenceProxy,
@@ -62,7 +64,6 @@ from fxamp.capture.surroundings import (
     grad_mode_reads,
     honest_questions,
     idle_autocast,
-    paths_of_tensors,
     plain_answers,
     scripted_functions_opened,
     training_reads,
@@ -198,8 +199,8 @@ class SymbolicTracer(fx.Tracer):
         args, kwargs = unflatten_call(self.spec, inputs)
         forward = self._said_again(self.root, args, kwargs) or self.root.forward
         given = pytree.tree_flatten((args, kwargs))
-        assignments = self._assignments
-        assert assignments is not None
+        assignments, reads = self._assignments, self._reads
+        assert assignments is not None and reads is not None
 
         def run() -> Any:
             result = forward(*args, **kwargs)
@@ -209,11 +210,13 @@ class SymbolicTracer(fx.Tracer):
                     "forward writes into a container among its arguments, and a graph holds no such writes"
                 )
             self._follow_modes()
-            changes = assignments.to_be_set(self.graph)
-            for value in pytree.tree_leaves([change.new for change in changes]):
+            # Items first: what holds them may be replaced, too.
+            places: list[tuple[Kept, Any]] = [*reads.take_items(), *assignments.to_be_set()]
+            assignments.check_unread(self.graph, [place.title for place, _ in places])
+            for value in pytree.tree_leaves([value for _, value in places]):
                 if issubclass(type(value), fx.Proxy):
                     value.node.meta[ir.KEPT] = True
-            flat, self.output_form = flatten_output(result, assignments.before, changes)
+            flat, self.output_form = flatten_output(result, assignments.before, places)
             for value in pytree.tree_leaves(flat):
                 if issubclass(type(value), fx.Proxy):
                     self.questions.count_items(value.node)

@@ -11,7 +11,7 @@ from tabulate import tabulate
 from torch import fx, nn
 
 from fxamp import ir
-from fxamp.capture.traces import State
+from fxamp.capture.traces import Attribute, State
 from fxamp.errors import OptionError
 from fxamp.model.engine import engine_of
 from fxamp.model.rebuild import training_flags
@@ -189,12 +189,12 @@ def compare(
 @contextlib.contextmanager
 def _attributes_of(call: Call, model: nn.Module) -> Iterator[None]:
     """The model with what the converted one has in attributes that forward sets, such as a hidden state."""
-    form = None if call.variant is None else call.variant.captured.output_form
+    places = [] if call.variant is None else [place for place, _ in call.variant.captured.places_set]
     before = State(model)
     try:
-        for attribute, _ in () if form is None else form.attributes:
-            if not attribute.is_buffer:
-                attribute.put_back(model, attribute.held_in(call.model))
+        for place in places:
+            if isinstance(place, Attribute) and not place.is_buffer:  # what an item held is not read
+                place.put_back(model, place.held_in(call.model))
         yield
     finally:
         before.restore()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from fxamp.capture.kept_items import containers_kept
 from fxamp.capture.traces import State
 from fxamp.numerics.modes import plain_modes
 from fxamp.numerics.runner import switched_back
@@ -14,12 +15,13 @@ from fxamp.sparse import hold_the_same, is_sparse
 
 @contextlib.contextmanager
 def state_kept(*models: nn.Module) -> Iterator[None]:
-    """Attributes, buffers, and torch's random numbers, are afterwards what they were: a look must not train batch norm.
+    """Attributes, what lists and dictionaries among them hold, buffers, and torch's random numbers, are afterwards what
+    they were: a look must not train batch norm.
 
     So are blocks that ran as they are written, which they do until a backward that recomputes them is over. The
     caller's autocast and inference mode are off in between.
     """
-    with plain_modes(*models), _random_and_buffers_kept(*models), switched_back():
+    with plain_modes(*models), containers_kept(*models), _random_and_buffers_kept(*models), switched_back():
         yield
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
-from fxamp.capture.traces import Attribute
+from fxamp.capture.kept_items import Kept
 from fxamp.model.engine import Engine
 from fxamp.model.variant import Variant
 from fxamp.numerics.extent import Extent, extent_of
@@ -200,11 +200,10 @@ def first_bad(flow: CallFlow, exact: CallFlow | None = None) -> Origin | None:
     return found or of_output(flow, exact)
 
 
-def _set_by(variant: Variant, model: nn.Module) -> Iterator[tuple[Attribute, Any]]:
-    """What the attributes hold now that a graph is about to set."""
-    form = variant.captured.output_form
-    for attribute, _ in () if form is None else form.attributes:
-        yield attribute, _kept(attribute.held_in(model))
+def _set_by(variant: Variant, model: nn.Module) -> Iterator[tuple[Kept, Any]]:
+    """What the attributes and items hold now that a graph is about to set."""
+    for place, _ in variant.captured.places_set:
+        yield place, _kept(place.held_in(model))
 
 
 class _HandBack(torch.autograd.Function):
