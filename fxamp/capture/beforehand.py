@@ -40,7 +40,7 @@ from fxamp.capture.further_inputs import (
     run_call,
 )
 from fxamp.capture.reached import Reached, draws_random_numbers, names_in
-from fxamp.capture.recomputed import Recomputed
+from fxamp.capture.recomputed import Copies, Recomputed
 from fxamp.capture.sizes import is_made_up
 from fxamp.capture.traces import State
 from fxamp.capture.unseen import Generators, unseen
@@ -79,6 +79,7 @@ class Beforehand:
         self._globals = Reached(self._names)
         self._has_gradients = torch.is_grad_enabled()
         self._calls: list[Call] = []
+        self._copies = Copies()
         self._results: list[Result | None] = []
         self._held: dict[int, list[tuple[str, str | None]]] = {}
 
@@ -147,7 +148,7 @@ class Beforehand:
                 if each.op != "placeholder":
                     self._decide_on(each)
             fakes = self._fakes.in_mode(FakeTensorMode())
-            return Recomputed([whole], found, fakes, self._tracer.held_at)
+            return Recomputed([whole], found, fakes, self._tracer.held_at, self._copies)
         finally:
             graph.erase_node(whole)
 

@@ -19,7 +19,8 @@ from fxamp.capture.kept_items import Kept
 from fxamp.capture.outputs import OutputForm, Part
 from fxamp.capture.reads import Place
 from fxamp.capture.settings import Settings
-from fxamp.capture.sizes import Decision, SizeGuard, SizeQuestions, SizeTrial, size_guard, size_trial, varying_sizes
+from fxamp.capture.size_guards import SizeGuard
+from fxamp.capture.sizes import Decision, SizeQuestions, SizeTrial, size_guard, size_trial, varying_sizes
 from fxamp.capture.state import Cell
 from fxamp.errors import CaptureError
 from fxamp.fakes import Fakes
@@ -120,13 +121,18 @@ class Captured:
         return not isinstance(self.sizes, SizeTrial) or self._has_sizes_of(inputs)
 
     def _has_sizes_of(self, inputs: list[Any]) -> bool:
-        return self.example is not None and list(map(_shape, inputs)) == list(map(_shape, self.example))
+        """Whether inputs, or the first of them, have the example's sizes."""
+        if self.example is None:
+            return False
+        return all(_shape(value) == _shape(its) for value, its in zip(inputs, self.example, strict=False))
 
     def inputs_for(self, module: nn.Module, inputs: list[Any]) -> list[Any] | None:
         """The inputs of the graph for those of a call; None where it does not hold."""
         if self.further is None:
             return inputs
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return None
+        if self.is_for_one_size and not self._has_sizes_of(inputs):
             return None
         return self.further.of(module, inputs)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -83,9 +83,10 @@ class FurtherInputs:
             OptionError: a function has written into one, which it did not in the call that was captured.
         """
         found = list(inputs)
+        known: dict[fx.Node, Any] = {}
         for call in self._calls:
             try:
-                made, result = run_call(call, module, found)
+                made, result = run_call(call, module, found, known=known)
             except _Writes as error:  # who runs it once more would write twice
                 raise OptionError(
                     f"{error}, in this call and not in the one that was captured, and was run before the graph. Pass "
@@ -100,22 +101,49 @@ class FurtherInputs:
 
 
 def run_call(
-    call: Call, module: nn.Module, inputs: list[Any], reached: Reached | None = None
+    call: Call,
+    module: nn.Module,
+    inputs: list[Any],
+    reached: Reached | None = None,
+    known: dict[fx.Node, Any] | None = None,
 ) -> tuple[list[Any], Result]:
     """The further inputs that a function gives, and its result.
 
     Args:
         reached: it is to be found out what the function does, which reaches this: it is given copies.
+        known: see `Recomputed.of`.
 
     Raises:
         CannotRunBefore: it is none that may run beforehand.
         Exception: what the function raises, or an input has no data.
     """
-    values = next(call.values.of(inputs, with_gradients=True))
+    values = next(call.values.of(inputs, with_gradients=True, known=known))
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     check_plain(tensors)
     if any(value.requires_grad or is_functorch_wrapped_tensor(value) for value in tensors):
         raise CannotRunBefore(f"{call.function} is given a tensor that requires a gradient")
+    has_gradients = torch.is_grad_enabled() and call.has_gradients
+    if call.function is torch.clone:  # of a tensor whose length the data decides: it can do no harm
+        with outside_of_the_call(), torch.set_grad_enabled(has_gradients):
+            given = values[0].clone()
+    else:
+        given, tensors = _given(call, module, values, tensors, has_gradients, reached)
+    leaves, form = pytree.tree_flatten(given)
+    memory = {memory_of(value) for value in tensors}
+    kinds = tuple(_kind_of(leaf, memory) for leaf in leaves)
+    made = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if isinstance(kind, Further)]
+    return made, Result(form, kinds)
+
+
+def _given(
+    call: Call,
+    module: nn.Module,
+    values: Sequence[Any],
+    tensors: list[torch.Tensor],
+    has_gradients: bool,
+    reached: Reached | None,
+) -> tuple[Any, list[torch.Tensor]]:
+    """What a function of the model gives, which is watched meanwhile, and the tensors that it was given."""
     if reached is not None:
         copies = {id(value): value.clone() for value in tensors}
         values = [copies.get(id(value), value) for value in values]
@@ -125,7 +153,7 @@ def run_call(
     args, kwargs = pytree.tree_unflatten(flat, call.form)
     before, form = pytree.tree_flatten((args, kwargs))  # a list of numbers is one value
     watched = _Watched(tensors)
-    with outside_of_the_call(), torch.set_grad_enabled(torch.is_grad_enabled() and call.has_gradients), watched:
+    with outside_of_the_call(), torch.set_grad_enabled(has_gradients), watched:
         given = call.function(*args, **kwargs)
     now, form_now = pytree.tree_flatten((args, kwargs))
     is_same = form_now == form and all(one is other for one, other in zip(now, before, strict=True))
@@ -135,11 +163,7 @@ def run_call(
         raise watched.refusal
     if _shares_containers(given, (args, kwargs), reached):
         raise CannotRunBefore(f"{call.function.__qualname__} gives a container that is not its own")
-    leaves, form = pytree.tree_flatten(given)
-    memory = {memory_of(value) for value in tensors}
-    kinds = tuple(_kind_of(leaf, memory) for leaf in leaves)
-    made = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if isinstance(kind, Further)]
-    return made, Result(form, kinds)
+    return given, tensors
 
 
 def _shares_containers(given: Any, arguments: Any, reached: Reached | None) -> bool:

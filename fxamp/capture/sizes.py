@@ -11,7 +11,6 @@ find where sizes go through many layers, and minutes where windows are cut out o
 met several sizes looks for them too, and gives up where that takes long.
 """
 
-import dataclasses
 import functools
 import logging
 import math
@@ -27,16 +26,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fxamp import ir
 from fxamp.capture.on_meta import OnMeta, is_plain
 from fxamp.capture.open_sizes import OpenRun
+from fxamp.capture.size_guards import VARYING, SizeGuard, empty_like, is_tensor, of_any_size, symbolically
 from fxamp.capture.unseen import outside_of_the_call
 from fxamp.fakes import Fakes
 from fxamp.opnames import canonical_name
-from fxamp.sparse import is_sparse
-from fxamp.sparse_fakes import like_sparse
 
 log = logging.getLogger("fxamp")
-
-# Attribute of an example's tensor: which of its sizes Dynamo compiles for without knowing them.
-VARYING = "_fxamp_varying"
 
 MOST_SIZES = 4096
 """So many sizes a trial remembers its answers for."""
@@ -99,11 +94,11 @@ class Sizes:
         """Fake tensors of such sizes, and their mode, in which sizes stay open where the data decides on some."""
         mode = FakeTensorMode(shape_env=ShapeEnv() if self.has_open else None, allow_non_fake_inputs=True)
         with mode:
-            return mode, [_empty(value, value.shape) if _is_tensor(value) else value for value in inputs]
+            return mode, [empty_like(value, value.shape) if is_tensor(value) else value for value in inputs]
 
     def on_meta(self, inputs: list[Any]) -> tuple[None, list[Any]]:
         """Meta tensors of such sizes."""
-        return None, [value.new_empty(value.shape, device="meta") if _is_tensor(value) else value for value in inputs]
+        return None, [value.new_empty(value.shape, device="meta") if is_tensor(value) else value for value in inputs]
 
     def of(self, mode: FakeTensorMode | None, inputs: list[Any], until: float = math.inf) -> Iterator[tuple[int, Any]]:
         """(place among the nodes, what that gives), as soon as it is known.
@@ -190,13 +185,13 @@ class SizeTrial:
 
     def __init__(self, questions: SizeQuestions, example: list[Any]) -> None:
         self._questions = questions
-        self._numbers = [place for place in questions.read if not _is_tensor(example[place])]
+        self._numbers = [place for place in questions.read if not is_tensor(example[place])]
         self._known: dict[Any, bool] = {}
         self._guard: SizeGuard | None = None
         self._tried = 0
 
     def __call__(self, inputs: list[Any]) -> bool:
-        sizes = tuple(tuple(value.shape) for value in inputs if _is_tensor(value))
+        sizes = tuple(tuple(value.shape) for value in inputs if is_tensor(value))
         if not all(type(size) is int for shape in sizes for size in shape):  # a jagged tensor's
             return False
         if self._guard is not None and self._guard(inputs):
@@ -220,10 +215,10 @@ class SizeTrial:
                 log.debug("the graph does not hold for these sizes: %s: %s", type(error).__name__, error)
                 return False
             self._tried += 1
-            if self._tried == TRIALS_BEFORE_GUARD and not self._questions.has_open:
+            if self._tried == TRIALS_BEFORE_GUARD:
                 now = time.monotonic()
                 most = max(1.0, MOST_TRIALS * (now - began))
-                self._guard = size_guard(self._questions, list(map(_of_any_size, inputs)), now + most)
+                self._guard = size_guard(self._questions, list(map(of_any_size, inputs)), now + most)
         return True
 
     def _holds_on_meta(self, inputs: list[Any]) -> bool:
@@ -240,27 +235,6 @@ class SizeTrial:
             log.debug("sizes are not told on meta tensors: %s: %s", type(error).__name__, error)
             return False
         return True
-
-
-@dataclasses.dataclass(frozen=True)
-class SizeGuard:
-    """The same as a condition, which Dynamo can trace.
-
-    Args:
-        condition: of the tensors, by name: {"t0": ..., "t1": ...}.
-        numbers: (position, value) of the inputs that are none.
-    """
-
-    condition: Callable[[dict[str, torch.Tensor]], bool]
-    numbers: tuple[tuple[int, Any], ...]
-
-    def __call__(self, inputs: list[Any]) -> bool:
-        if any(inputs[position] != value for position, value in self.numbers):
-            return False
-        try:
-            return self.condition({f"t{place}": value for place, value in enumerate(inputs) if _is_tensor(value)})
-        except ArithmeticError:  # forward divides by what is 0 for these sizes, and is to say so itself
-            return False
 
 
 def varying_sizes(inputs: list[Any]) -> frozenset[tuple[int, int]]:
@@ -282,70 +256,13 @@ def size_trial(questions: SizeQuestions, example: list[Any]) -> SizeTrial | None
 def size_guard(questions: SizeQuestions, example: list[Any], until: float = math.inf) -> SizeGuard | None:
     """The condition on varying sizes under which every decision is what it was for the example; None where it cannot be
     told, or not before `until`, a time of `time.monotonic()`."""
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._dynamo.source import LocalSource  # takes a second to import, as what is behind it does
-    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
-
-    environment = ShapeEnv()
-    try:
-        mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
-        inputs = [_symbolic(value, LocalSource(f"t{place}"), mode) for place, value in enumerate(example)]
-        with torch.no_grad(), enable_python_dispatcher():  # some of torch 2.11's own forms take sizes for numbers
-            questions.ask(mode, inputs, until)
-        named = [(value, LocalSource(f"t{place}")) for place, value in enumerate(inputs) if _is_tensor(value)]
-        conditions = environment.produce_guards(
-            [value for value, _ in named], [source for _, source in named], ignore_static=False
-        )
-        # The fakes lie in memory without gaps, so what is said of strides says nothing.
-        of_sizes = [f"({text})" for text in conditions if ".stride()" not in text and ".storage_offset()" not in text]
-        condition = eval(f"lambda L: {' and '.join(of_sizes) or True}", dict(SYMPY_INTERP))
-        guard = SizeGuard(condition, _numbers(example))
-        return guard if guard(example) else None
-    except Exception as error:  # whatever torch's symbolic shapes do not know: the sizes of the example are known
-        log.debug("sizes are not generalised: %s: %s", type(error).__name__, error)
-        return None
-
-
-def _symbolic(value: Any, source: Any, mode: FakeTensorMode) -> Any:
-    """A fake tensor of the same rank, dtype and device, whose varying sizes may be any; anything else as it is."""
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-
-    if not _is_tensor(value):
-        return value
-    twin = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    sizes = [
-        DimDynamic.DYNAMIC if dim in getattr(value, VARYING, ()) else DimDynamic.STATIC for dim in range(value.dim())
-    ]
-    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
-    made = mode.from_tensor(twin, source=source, symbolic_context=context)
-    with mode:
-        return _empty(value, made.shape)
-
-
-def _of_any_size(value: Any) -> Any:
-    """Of a tensor what stands for all its sizes, without its memory; anything else as it is."""
-    if not _is_tensor(value):
-        return value
-    made = value.new_empty(()).expand(value.shape)
-    setattr(made, VARYING, tuple(range(made.dim())))
-    return made
-
-
-def _empty(value: torch.Tensor, shape: Any) -> torch.Tensor:
-    """A tensor of a shape, and of a value's dtype, device and layout."""
-    if is_sparse(value):
-        return like_sparse(value, shape)
-    return torch.empty(shape, dtype=value.dtype, device=value.device)
-
-
-def _numbers(inputs: list[Any]) -> tuple[tuple[int, Any], ...]:
-    """(position, value) of the inputs that are no tensors."""
-    return tuple((place, value) for place, value in enumerate(inputs) if not _is_tensor(value))
+    found = symbolically(lambda mode, inputs: questions.ask(mode, inputs, until), example)
+    return None if found is None else found[0]
 
 
 def _answer(value: Any) -> Any:
     """The answer for the example, which torch notes as a condition where it hangs on sizes."""
-    if _is_tensor(value):
+    if is_tensor(value):
         return value.dim()
     if isinstance(value, torch.SymBool):
         return bool(value)
@@ -356,7 +273,3 @@ def _answer(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(map(_answer, value))
     return value
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)

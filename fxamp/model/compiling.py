@@ -16,7 +16,8 @@ from torch import fx, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
-from fxamp.capture.sizes import VARYING, varying_sizes
+from fxamp.capture.size_guards import VARYING
+from fxamp.capture.sizes import varying_sizes
 from fxamp.errors import CaptureError
 from fxamp.model.engine import engine_of
 from fxamp.recorded import as_if_recorded
