@@ -104,12 +104,11 @@ def is_inside(container: Any, value: Any) -> bool:
 
 
 def without(container: Any, keys: Sequence[Any]) -> Any:
-    """A copy of a list or a dictionary, in which of some items stands only whether they are None or not there."""
+    """A copy of a list or a dictionary, in which of some items stands only whether they are None."""
     if isinstance(container, list):
         return [each is None if place in keys else each for place, each in enumerate(container)]
     if isinstance(container, dict):
-        others = {key: value for key, value in container.items() if key not in keys}
-        return {**others, **{key: container.get(key) is None for key in keys}}
+        return {key: each is None if key in keys else each for key, each in container.items()}
     return container
 
 

@@ -83,7 +83,7 @@ class Reads:
         self._classes: dict[type, None] = {}  # of the user's objects: where they have defaults and methods from
         self._modules: set[int] = set()
         self._effects = Effects()
-        self._items: dict[int, tuple[Any, ...]] = {}  # id of a list or a dictionary -> keys that the graph sets
+        self._items: dict[int, list[Item]] = {}  # id of a list or a dictionary -> those that the graph sets
         self.settings: Settings | None = None  # what forward put into dictionaries, perhaps only this once
 
     @contextlib.contextmanager
@@ -163,9 +163,9 @@ class Reads:
                 continue
             found = items_set(held, before)
             if found and not any(is_inside(held, other) for _, other in self._found.values()):
-                self._items[id(held)] = tuple(found)
+                self._items[id(held)] = [Item(path, name, key) for key in found]
                 self._effects.take(held)
-                taken += [(Item(path, name, key), value) for key, value in found.items()]
+                taken += zip(self._items[id(held)], found.values(), strict=True)
         return taken
 
     def cells(self, decided: set[Place]) -> tuple[Cell, ...]:
@@ -180,8 +180,11 @@ class Reads:
         for (_, name), (owner, value) in self._found.items():
             path, title = self._path(owner), self._title(owner, name)
             tie = ties.get((path, name)) if path is not None else None
-            items = self._items.get(id(value), ())
-            cell = Cell(name, (), path, None if path is not None else owner, title, names, tie=tie, items_set=items)
+            items = self._items.get(id(value), [])
+            if items and (path, name) != (items[0].path, items[0].name):  # by another name: the same one at each call
+                tie = (items[0].path, "", items[0].name)
+            keys = tuple(item.key for item in items)
+            cell = Cell(name, (), path, None if path is not None else owner, title, names, tie=tie, items_set=keys)
             if path is not None and (path, name) in self._lifted - decided:
                 found.append(cell.with_frozen((type(value), LIFTED)))
             elif path is not None and isinstance(value, torch.Tensor) and (id(owner), name) not in self._looked_at:

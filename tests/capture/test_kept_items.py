@@ -236,6 +236,48 @@ def test_what_was_put_there_by_others_is_no_item_of_the_graphs():
     assert len(converted(inputs(1))) == 4
 
 
+def test_whether_a_key_is_there_is_asked_at_each_call():
+    def body(net, x):
+        y = net.fc(x) * (2 if "more" in net.seen else 1)
+        net.seen["more"] = y
+        return y
+
+    plain, model = pair(body)
+    converted = fxamp.convert(model, LOW, **EXACT)
+    for step, held in enumerate([{}, {"more": None}, {"more": 3}, {"more": None}, {}]):
+        for net in (plain, converted):
+            net.seen.clear()
+            net.seen.update(held)
+        same(converted(inputs(step)), plain(inputs(step)))
+
+
+def test_keys_are_in_the_order_of_each_call():
+    def body(net, x):
+        for place, key in enumerate(net.seen):
+            net.seen[key] = net.fc(x) * place
+        return list(net.seen.values())[-1]
+
+    plain, model = pair(body)
+    converted = fxamp.convert(model, LOW, **EXACT)
+    for step, keys in enumerate(["ab", "ba", "ab", "abc"]):
+        for net in (plain, converted):
+            net.seen.clear()
+            net.seen.update(dict.fromkeys(keys, 7))
+        same(converted(inputs(step)), plain(inputs(step)))
+        same(kept(converted), kept(plain))
+
+
+def test_a_list_that_is_exchanged_in_one_of_its_places_is_two():
+    plain, model = pair(deep_supervision)
+    converted = fxamp.convert(model, LOW, **EXACT)
+    for step in range(4):
+        for net in (plain, converted):
+            if step == 2:
+                net.heads = [torch.full((4, 8), 3.0)] * 2  # which is read, and no longer written
+        same(converted(inputs(0)), plain(inputs(0)))
+        same(kept(converted), kept(plain))
+
+
 def test_gradients_flow_through_what_is_set():
     plain, model = pair(appended)
     converted = fxamp.convert(model, LOW)
