@@ -50,8 +50,8 @@ class Cell:
         title: how a message names it ("self.encoder.beta").
         names: the attributes that the model's functions read of objects.
         kind: "_parameters" or "_buffers" for what is registered there: only its shape matters.
-        tie: path, kind and name of another place that must hold the same object, a tensor or what the graph sets items of;
-            kind "" is a plain attribute.
+        tie: path, kind and name of another place that must hold the same tensor, or container that the graph sets items
+            of; kind "" is a plain attribute.
         items_set: keys of a list or a dictionary whose items the graph sets, and does not read.
     """
 
