@@ -229,6 +229,10 @@ def _is_born(ruling: Ruling, node: fx.Node) -> bool:
         return True
     if (is_bounded(node) or gives_exact(node)) and not strict:
         return True
+    if verdict is not None and verdict.reason.kind == "gradient sums":
+        return all(
+            source in ruling.born for source in ruling.sources(node)
+        )  # means of numbers are as low-born as these
     if verdict is not None and verdict.reason.kind == "creation":
         return ir.mark(node).op in EXACT_CREATORS and node not in ruling.tainted
     if verdict is not None or ruling.colours[node] not in ("infer", "clear"):

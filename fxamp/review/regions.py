@@ -20,6 +20,7 @@ _CAUSES = (
     "state",
     "differences",
     "kernel",
+    "gradient sums",
 )
 """Kinds of reason that start a float32 region, the others follow from them; most telling first."""
 

@@ -168,6 +168,14 @@ CASES = (
         "added in the table's dtype",
     ),
     Case(
+        "gradient sums",
+        lambda m, x: torch.nn.functional.interpolate(m.a(x)[None], scale_factor=2, mode="linear"),
+        "interpolate",
+        "high",
+        ("gradient sums",),
+        "one by one",
+    ),
+    Case(
         "square",
         lambda m, x: m.a(x).relu().mul(2.0) ** 1 * 1.0 + (lambda y: y * y)(m.b(x)),
         "mul_2",

@@ -1,0 +1,112 @@
+"""What enlarges by weighted means stays in float32: CUDA adds up its gradients in their own dtype."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import fxamp
+from fxamp.review.report import report
+
+IMAGES = {1: torch.randn(2, 3, 8), 2: torch.randn(2, 3, 8, 8), 3: torch.randn(2, 3, 8, 8, 8)}
+
+
+class Resampled(nn.Module):
+    def __init__(self, resample, rank):
+        super().__init__()
+        conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
+        self.first, self.last, self.resample = conv(3, 4, 1), conv(4, 3, 1), resample
+
+    def forward(self, x):
+        return self.last(torch.relu(self.resample(self.first(x))))
+
+
+def precisions(resample, rank=2, dtype=torch.bfloat16, **options):
+    model = fxamp.convert(Resampled(resample, rank), dtype, (IMAGES[rank],), **options)
+    return {row.name.removesuffix("_1"): row.precision for row in report(model).rows}
+
+
+def interpolated(mode, factor, **options):
+    return lambda x: functional.interpolate(x, scale_factor=factor, mode=mode, **options)
+
+
+ENLARGING = {
+    "linear": (interpolated("linear", 2), 1),
+    "bilinear": (interpolated("bilinear", 2, align_corners=False), 2),
+    "corners": (interpolated("bilinear", 2, align_corners=True), 2),
+    "antialias": (interpolated("bilinear", 2, antialias=True), 2),
+    "bicubic": (interpolated("bicubic", 2), 2),
+    "trilinear": (interpolated("trilinear", 2), 3),
+    "one side": (interpolated("bilinear", (2, 0.5)), 2),
+    "size": (lambda x: functional.interpolate(x, (11, 11), None, "bilinear"), 2),
+    "aten": (lambda x: torch._C._nn.upsample_bilinear2d(x, (16, 16), False, None, None), 2),
+    "module": (nn.Upsample(scale_factor=2, mode="bilinear"), 2),
+    "module of its own": (nn.UpsamplingBilinear2d(scale_factor=2), 2),
+}
+OTHER = {
+    "to fewer": (interpolated("bilinear", 0.5), 2),
+    "to as many": (interpolated("bilinear", 1), 2),
+    "nearest": (interpolated("nearest", 2), 2),
+    "nearest-exact": (interpolated("nearest-exact", 2), 2),
+    "area": (interpolated("area", 2), 2),
+    "default": (lambda x: functional.interpolate(x, scale_factor=2), 2),
+}
+
+
+def of_resampling(found):
+    (name,) = [name for name in found if "interpol" in name or "upsampl" in name]
+    return found[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["strict", "balanced", "aggressive"])
+@pytest.mark.parametrize("kind", ENLARGING)
+def test_what_enlarges_smoothly_is_float32(kind, level, dtype):
+    found = precisions(*ENLARGING[kind], dtype=dtype, level=level)
+    assert of_resampling(found) == "high"
+    assert found[f"conv{ENLARGING[kind][1]}d"] == "low"
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_what_adds_few_or_in_float32_is_free(kind):
+    assert of_resampling(precisions(*OTHER[kind])) == "low"
+
+
+def test_what_follows_may_be_low():
+    """A mean of low numbers is as low-born as these."""
+    assert precisions(*ENLARGING["bilinear"])["relu"] == "low"
+
+
+@pytest.mark.parametrize("options", [{"overrides": {"interpolate": "allow"}}, {"overrides": {"interpolate": "infer"}}])
+def test_the_user_is_stronger(options):
+    assert of_resampling(precisions(*ENLARGING["bilinear"], **options)) == "low"
+
+
+def test_so_is_the_users_list(monkeypatch):
+    monkeypatch.setenv("FXAMP_INFERLIST_ADD", "interpolate")
+    assert of_resampling(precisions(*ENLARGING["bilinear"])) == "low"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["linear", "bilinear", "bicubic", "trilinear"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_one_number_that_became_many_are_not_lost(kind, dtype):
+    """1 -> 32 along each dimension: as near to float32 as under autocast."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU, whose kernels add in the gradient's dtype")
+    rank = ENLARGING[kind][1]
+    mode = functional.interpolate
+    net = Resampled(
+        lambda x: mode(x.mean(tuple(range(2, 2 + rank)), keepdim=True), (32,) * rank, mode=kind), rank
+    ).cuda()
+    images, distances = IMAGES[rank].cuda(), {}
+    wanted = None
+    for name in ("fp32", "autocast", "fxamp"):
+        net.zero_grad()
+        run = fxamp.convert(net, dtype, (images,)) if name == "fxamp" else net
+        with torch.autocast("cuda", dtype, enabled=name == "autocast"):
+            run(images).float().square().sum().backward()
+        found = net.first.weight.grad.clone()
+        wanted = found if wanted is None else wanted
+        distances[name] = float((found - wanted).norm() / wanted.norm())
+    assert distances["fxamp"] <= 1.5 * distances["autocast"] + 1e-6
