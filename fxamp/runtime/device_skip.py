@@ -7,11 +7,11 @@ flag on a GPU there are three ways, tried in this order:
    master-weight optimizer). Free.
 2. `device`: parameters and state are copied, the step runs, and the copies are selected back where found_inf
    is set. Costs one transient copy of the stepped parameters and their state (Adam: 12 bytes a float32
-   parameter), 64 MiB, and a few passes over it. An optimizer of another package sees ones in place of the gradients
-   of such a step (a decomposition of NaN raises), which takes a copy of them too. What the host changed meanwhile
-   (Python counters, host tensors such as Adam's `step` beside CUDA parameters, state created in this step) is
-   put back at the next step, when the answer has long arrived: the host never waits for the step it has just
-   launched.
+   parameter), an eighth of it (at least 64 MiB), and a few passes over it. An optimizer of another package sees
+   ones in place of the gradients of such a step (a decomposition of NaN raises), which takes a copy of them too.
+   What the host changed meanwhile (Python counters, host tensors such as Adam's `step` beside CUDA parameters,
+   state created in this step) is put back at the next step, when the answer has long arrived: the host never
+   waits for the step it has just launched.
 3. `host`: state made of objects that cannot be copied, an optimizer around another: found_inf is read, as
    torch.amp.GradScaler does.
 """
@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,8 +31,10 @@ from fxamp import recorded
 from fxamp.runtime import distributed, gradients
 from fxamp.runtime.copies import Skipped, copy_on
 from fxamp.runtime.optimizer_trees import OpaqueStateError, is_torchs
-from fxamp.runtime.snapshot import Snapshot
+from fxamp.runtime.snapshot import LAYOUTS, Snapshot
 from fxamp.runtime.step_result import HostCopy
+
+log = logging.getLogger("fxamp")
 
 PENDING = "_fxamp_pending"
 LOOKS_AT_HOST_FLAGS = True  # False makes the CPU take the GPU's ways, for tests of these
@@ -81,15 +84,30 @@ def step_unless(
         return _kernel_step(optimizer, found_inf, run, grad_scale)
     if LOOKS_AT_HOST_FLAGS and found_inf.device.type == "cpu":
         return run()
+    _tell_of_fused(optimizer)
     try:
         before = Snapshot(optimizer, found_inf.device)
     except OpaqueStateError:
         return run() if HostCopy(found_inf.reshape(1).clone()).values[0] == 0 else None
-    with contextlib.nullcontext() if is_torchs(optimizer) else _ones_where(found_inf, optimizer):
-        returned = run()
-    before.select_back(found_inf)
+    try:
+        with contextlib.nullcontext() if is_torchs(optimizer) else _ones_where(found_inf, optimizer):
+            returned = run()
+        before.select_back(found_inf)
+    finally:
+        before.drop()
     _defer(optimizer, found_inf, before.host_changes())
     return returned
+
+
+def _tell_of_fused(optimizer: torch.optim.Optimizer) -> None:
+    """Once for an optimizer that could be had without these copies."""
+    if LAYOUTS not in vars(optimizer) and "fused" in getattr(optimizer, "defaults", ()):
+        name = type(optimizer).__name__
+        log.info(
+            "%s(fused=True) takes less time: without it, parameters and state are copied before each step, so that a "
+            "step can be left out without waiting for the device",
+            name,
+        )
 
 
 @contextlib.contextmanager

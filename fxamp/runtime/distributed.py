@@ -9,15 +9,20 @@ import torch.distributed as dist
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.errors import OptionError
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # a parameter made of a DTensor is a DTensor
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # a parameter made of a DTensor is a DTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return tensor
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
+
+
+def locals_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`local` of each; asked of all at once, it costs little where none is a DTensor."""
+    return tensors if set(map(type, tensors)) <= PLAIN else list(map(local, tensors))
 
 
 def several_ranks() -> bool:

@@ -1,18 +1,24 @@
 """What an optimizer's step changes: a copy from before, and the way back to it."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from fxamp import recorded
 from fxamp.runtime import distributed
-from fxamp.runtime.copies import Skipped, is_plain, select_
-from fxamp.runtime.flat_copies import FlatCopies
+from fxamp.runtime.copies import Skipped, select_
+from fxamp.runtime.flat_copies import FlatCopies, HostCopies, Layouts
 from fxamp.runtime.optimizer_trees import OpaqueStateError, copied, is_same, is_torchs, own_attributes
 
 ABSENT: Any = object()
 """Stands where there was nothing before the step."""
+
+LAYOUTS = "_fxamp_layouts"
+"""Where an optimizer keeps how its copies lie."""
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,22 +42,30 @@ class Snapshot:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
-        self._is_flag_elsewhere = device.type != "cpu"
         self._undo: list[Callable[[], None]] = []
-        self._tensors: list[tuple[dict[Any, Any], Any, torch.Tensor]] = []  # (state, key, what stands there)
         self._trees: list[tuple[Any, Any, Any]] = []  # (container, key, a copy of what stands there)
         self._keys: list[tuple[dict[Any, Any], dict[Any, None]]] = []
-        stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._memory = {parameter: distributed.local(parameter.detach()) for parameter in stepped}
+        self._stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not is_torchs(optimizer):
             self._note_attributes()
-        self._note_state()
+        self._states = self._note_states()
+        self._names, self._counts = _keys_of(self._states)
+        self._tensors = [  # (state, key, what stands there)
+            (state, key, value) for state in self._states for key, value in state.items() if _is_tensor(value)
+        ]
+        if len(self._tensors) < len(self._names):
+            self._note_numbers()
         for group in optimizer.param_groups:
             self._note_all(group, [name for name in group if name not in ("params", "param_names")])
-        tensors = [distributed.local(tensor) for _, _, tensor in self._tensors]
-        on_device = [tensor for tensor in tensors if not self._is_the_hosts(tensor)]
-        self._on_device = FlatCopies([*self._memory.values(), *on_device])
-        self._on_host = FlatCopies([tensor for tensor in tensors if self._is_the_hosts(tensor)])
+        self._hosts = [each for each in self._tensors if each[2].is_cpu] if device.type != "cpu" else []
+        devices = [each for each in self._tensors if not each[2].is_cpu] if self._hosts else self._tensors
+        parameters = distributed.locals_of(self._stepped)
+        self._addresses = _addresses(parameters)
+        layouts = None if recorded.is_capturing(device) else vars(optimizer).setdefault(LAYOUTS, Layouts())
+        self._on_host = HostCopies(distributed.locals_of([tensor for _, _, tensor in self._hosts]))
+        self._on_device = FlatCopies(
+            [*parameters, *distributed.locals_of([tensor for _, _, tensor in devices])], layouts
+        )
 
     def _note_attributes(self) -> None:
         optimizer = self._optimizer
@@ -64,14 +78,24 @@ class Snapshot:
             lambda tensor: tensor if id(tensor) in parameters else _copy_of(tensor),
         )
 
-    def _note_state(self) -> None:
+    def _note_states(self) -> list[dict[Any, Any]]:
+        """The states of the parameters that are stepped; what is kept for other things is noted."""
         every = self._optimizer.state
-        of_parameters = {key: every[key] for key in self._memory if isinstance(every.get(key), dict)}
-        are_noted = [key for key in every if key not in of_parameters and (key in self._memory or not _is_tensor(key))]
-        self._note_all(every, are_noted)
-        for state in of_parameters.values():
-            self._tensors.extend((state, key, value) for key, value in state.items() if _is_tensor(value))
-            self._note_all(state, [key for key, value in state.items() if not _is_tensor(value)])
+        found = [every.get(parameter) for parameter in self._stepped]
+        states = [state for state in found if isinstance(state, dict)]
+        others: list[Any] = []
+        if len(states) != len(every):
+            stepped = set(map(id, self._stepped))
+            have = {id(p) for p, state in zip(self._stepped, found, strict=True) if isinstance(state, dict)}
+            others = [key for key in every if id(key) not in have and (id(key) in stepped or not _is_tensor(key))]
+        self._note_all(every, others)
+        return states
+
+    def _note_numbers(self) -> None:
+        for state in self._states:
+            for key, value in state.items():
+                if not _is_tensor(value):
+                    self._trees.append((state, key, copied(value, _copy_of)))
 
     def _note_all(
         self,
@@ -83,39 +107,44 @@ class Snapshot:
         self._keys.append((container, dict.fromkeys(container)))
         self._trees.extend((container, key, copied(container[key], copy_of)) for key in keys)
 
-    def _is_the_hosts(self, tensor: torch.Tensor) -> bool:
-        return self._is_flag_elsewhere and tensor.is_cpu
-
     def select_back(self, found_inf: torch.Tensor) -> None:
         """Give parameters and state tensors their old values where found_inf is above 0, on the device. Once."""
-        on_host = []
-        for state, key, tensor in self._tensors:
-            if state.get(key) is not tensor:
-                self._trees.append((state, key, self._value_of(tensor)))
-            elif self._is_the_hosts(distributed.local(tensor)):
-                on_host.append((state, key, tensor))
-        if on_host and self._on_host.are_changed():
-            self._undo.append(functools.partial(_put_all, on_host, self._on_host))
-        for container, keys in self._keys:
-            if container.keys() != keys.keys():
-                self._trees.extend((container, key, ABSENT) for key in container if key not in keys)
+        replaced = [each for each in self._tensors if each[0].get(each[1]) is not each[2]]
+        on_host = {id(tensor) for _, _, tensor in self._hosts} if replaced else set()
+        for state, key, tensor in replaced:
+            copies = self._on_host if id(tensor) in on_host else self._on_device
+            self._trees.append((state, key, copies.value_of(distributed.local(tensor))))
+        if self._on_host.are_changed():
+            gone = {id(tensor) for _, _, tensor in replaced}
+            self._undo.append(functools.partial(_put_all, self._hosts, gone, self._on_host))
+        self._look_for_new_keys()
         pairs = list(self._moved_parameters())
         for container, key, before in self._trees:
             pairs.extend(self._compare(container, key, before, found_inf.device))
         skipped = Skipped(found_inf)
         self._on_device.select_back(skipped)
         select_(pairs, skipped)  # last: what stands at another key now, has there what stood there
-        self._tensors, self._trees, self._memory = [], [], {}
+        self._tensors, self._trees, self._stepped, self._states = [], [], [], []
+
+    def _look_for_new_keys(self) -> None:
+        if _keys_of(self._states) != (self._names, self._counts):
+            names = iter(self._names)
+            for state, count in zip(self._states, self._counts, strict=True):
+                self._keys.append((state, dict.fromkeys(itertools.islice(names, count))))
+        for container, keys in self._keys:
+            if len(container) != len(keys) or not all(map(operator.is_, container, keys)):
+                self._trees.extend((container, key, ABSENT) for key in container if key not in keys)
 
     def _moved_parameters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters that the step has given other memory (`p.data = ...`), and what they held."""
-        for parameter, before in self._memory.items():
-            if is_plain(before) and distributed.local(parameter).data_ptr() != before.data_ptr():
-                yield distributed.local(parameter.detach()), self._on_device.value_of(before)
+        parameters = distributed.locals_of(self._stepped)
+        for parameter, before, now in zip(parameters, self._addresses, _addresses(parameters), strict=True):
+            if now != before:
+                yield parameter.detach(), self._on_device.value_of(parameter)
 
-    def _value_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = distributed.local(tensor)
-        return (self._on_host if self._is_the_hosts(tensor) else self._on_device).value_of(tensor)
+    def drop(self) -> None:
+        """Give the copies' memory back: the step has failed."""
+        self._on_device.drop()
 
     def host_changes(self) -> list[Callable[[], None]]:
         """How to put back what only the host can; empty in the steady state of torch's optimizers."""
@@ -151,6 +180,17 @@ class Snapshot:
             self._undo.append(lambda: _put_unless_changed(container, key, before, now))
 
 
+def _keys_of(states: list[dict[Any, Any]]) -> tuple[list[Any], list[int]]:
+    return [*itertools.chain.from_iterable(states)], [*map(len, states)]
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where the numbers of dense tensors are; 0 for any other, whose memory is not exchanged."""
+    if set(map(type, tensors)) <= distributed.PLAIN:
+        return [tensor.data_ptr() if tensor.layout is torch.strided else 0 for tensor in tensors]
+    return [t.data_ptr() if type(t) in distributed.PLAIN and t.layout is torch.strided else 0 for t in tensors]
+
+
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
@@ -184,9 +224,11 @@ def _put(container: Any, key: Any, before: Any) -> None:
         container[key:] = [before]
 
 
-def _put_all(places: list[tuple[dict[Any, Any], Any, torch.Tensor]], copies: FlatCopies) -> None:
+def _put_all(places: list[tuple[dict[Any, Any], Any, torch.Tensor]], gone: set[int], copies: HostCopies) -> None:
+    """What stood on the host, but for the tensors (their ids) that the step has taken away."""
     for state, key, tensor in places:
-        _put(state, key, copies.value_of(distributed.local(tensor)))
+        if id(tensor) not in gone:
+            _put(state, key, copies.value_of(distributed.local(tensor)))
 
 
 def _put_unless_changed(container: Any, key: Any, before: Any, after: Any) -> None:

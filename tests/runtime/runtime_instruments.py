@@ -1,5 +1,6 @@
 """What several runtime tests share."""
 
+import functools
 import weakref
 
 import torch
@@ -31,11 +32,10 @@ class ThirdParty(torch.optim.Optimizer):
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of storages allocated inside it and still alive; `peak` is their maximum."""
+    """Counts the bytes of storages made inside it and still alive, as large as they are then; `peak` is the most."""
 
     def __init__(self):
         super().__init__()
-        self.live = 0
         self.peak = 0
         self._seen = {}
 
@@ -45,19 +45,14 @@ class PeakBytes(TorchDispatchMode):
         for leaf in filter(_is_tensor, tree_leaves(result)):
             storage = leaf.untyped_storage()
             if storage._cdata not in known and storage._cdata not in self._seen:
-                self._add(storage)
+                self._seen[storage._cdata] = weakref.ref(storage, functools.partial(self._forget, storage._cdata))
+        alive = [storage for reference in self._seen.values() if (storage := reference()) is not None]
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
         return result
 
-    def _add(self, storage):
-        key, nbytes = storage._cdata, storage.nbytes()
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-
-        def free():
-            self.live -= nbytes
+    def _forget(self, key, reference):
+        if self._seen.get(key) is reference:
             del self._seen[key]
-
-        self._seen[key] = weakref.finalize(storage, free)
 
 
 def _is_tensor(value):

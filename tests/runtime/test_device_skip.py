@@ -13,7 +13,7 @@ from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.flat_copies import FlatCopies
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
-from fxamp.runtime.snapshot import Snapshot
+from fxamp.runtime.snapshot import LAYOUTS, Snapshot
 
 SYNC_FREE = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
@@ -182,12 +182,136 @@ def test_copies_come_in_pieces(monkeypatch):
     tensors.append(torch.ones(3, dtype=torch.float64))
     expected = [each.clone() for each in tensors]
     copies = FlatCopies(tensors)
-    assert len(copies._pieces) > 3 and not copies.are_changed()
+    assert len(copies._pairs) > 3
     for each in tensors:
         each.add_(1)
-    assert copies.are_changed()
     copies.select_back(Skipped(torch.tensor(1.0)))
     assert all(map(torch.equal, tensors, expected))
+
+
+def bytes_held(optimizer):
+    pairs = [pair for pairs in vars(optimizer)[LAYOUTS]._of.values() for pair in pairs]
+    return sum(piece.flat.untyped_storage().nbytes() for pair in pairs for piece in (pair.before, pair.now))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_between_steps_views_are_kept_and_no_bytes():
+    weights = [torch.ones(3, n, requires_grad=True) for n in (4, 5)]
+    optimizer = torch.optim.AdamW(weights, foreach=True, capturable=False)
+    seen = []
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        step_unless(optimizer, torch.tensor(0.0), optimizer.step)
+        assert bytes_held(optimizer) == 0
+        seen.append([view for pairs in vars(optimizer)[LAYOUTS]._of.values() for p in pairs for view in p.before.views])
+    assert len(seen[1]) == len(seen[2]) > len(seen[0])  # the first step had no state yet
+    assert all(one is other for one, other in zip(seen[1], seen[2], strict=True))
+    twin = copy.deepcopy(vars(optimizer)[LAYOUTS])
+    assert not twin._of
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(("kind", "told"), [(torch.optim.AdamW, 1), (torch.optim.RMSprop, 0)])
+def test_an_optimizer_that_could_be_fused_says_so_once(kind, told, caplog):
+    caplog.set_level("INFO", "fxamp")
+    weight = torch.ones(3, requires_grad=True)
+    weight.grad = torch.ones(3)
+    optimizer = kind([weight], 0.1)
+    for _ in range(2):
+        step_unless(optimizer, torch.tensor(0.0), optimizer.step)
+    assert caplog.text.count(f"{kind.__name__}(fused=True) takes less time") == told
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_step_that_fails_holds_no_copies():
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ValueError("no")
+
+    weight = torch.ones(3, requires_grad=True)
+    weight.grad = torch.ones(3)
+    optimizer = Failing([weight], 0.1)
+    with pytest.raises(ValueError, match="no"):
+        step_unless(optimizer, torch.tensor(0.0), optimizer.step)
+    assert bytes_held(optimizer) == 0
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_copies_that_do_not_fit_leave_nothing_behind(monkeypatch):
+    def own_copies(tensors):
+        raise torch.OutOfMemoryError
+
+    weights = [torch.ones(3, requires_grad=True), torch.ones(2, 3).t().requires_grad_()]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD(weights, 1.0)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(flat_copies, "own_copies", own_copies)
+        step_unless(optimizer, torch.tensor(0.0), optimizer.step)
+    assert bytes_held(optimizer) == 0 and torch.equal(weights[0], torch.ones(3))
+    step_unless(optimizer, torch.tensor(0.0), optimizer.step)
+    assert torch.equal(weights[0], torch.zeros(3))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("flags", [(0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)])
+def test_a_step_inside_of_a_step_has_copies_of_its_own(flags):
+    """An optimizer of apex.amp that is given to a scaler."""
+    outer, inner = flags
+    weight = torch.ones(3, requires_grad=True)
+    weight.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([weight], 1.0)
+
+    def both():
+        step_unless(optimizer, torch.tensor(inner), optimizer.step)
+        with torch.no_grad():
+            weight.add_(8.0)
+
+    for step in range(2):
+        before = weight.detach().clone()
+        step_unless(optimizer, torch.tensor(outer), both)
+        assert torch.equal(weight, before if outer else before + 8.0 - (1.0 - inner)), step
+    assert bytes_held(optimizer) == 0
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_ever_other_shapes_keep_few_layouts(monkeypatch):
+    monkeypatch.setattr(flat_copies, "KEPT_LAYOUTS", 3)
+    weights = [torch.ones(n, requires_grad=True) for n in range(1, 9)]
+    optimizer = torch.optim.SGD(weights, 1.0)
+    for flag in (0.0, 1.0):
+        for weight in weights:
+            optimizer.zero_grad()
+            weight.grad = torch.ones_like(weight)
+            step_unless(optimizer, torch.tensor(flag), optimizer.step)
+            assert len(vars(optimizer)[LAYOUTS]._of) <= 3
+    assert all(torch.equal(weight, torch.zeros_like(weight)) for weight in weights)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_a_key_that_takes_the_place_of_another_is_undone(kind):
+    class Renaming(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 1.0})
+
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state["new"] = state.pop("old")
+
+    weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    optimizer = Renaming(weights)
+    held = [torch.full((2,), float(n)) if kind == "tensor" else n for n in range(2)]
+    for weight, value in zip(weights, held, strict=True):
+        weight.grad = torch.ones(2)
+        optimizer.state[weight]["old"] = value
+    step_unless(optimizer, torch.tensor(1.0), optimizer.step)
+    settle(optimizer)
+    for weight, value in zip(weights, held, strict=True):
+        (found,) = optimizer.state[weight].items()
+        assert found[0] == "old" and bool(torch.as_tensor(found[1] == value).all())
 
 
 def test_state_on_the_host_is_put_back_by_it():
