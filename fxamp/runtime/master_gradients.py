@@ -11,6 +11,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxamp.runtime.copies import is_plain, wide_copies
+from fxamp.runtime.flat_copies import WideCopies
+from fxamp.runtime.layouts import Layouts
 from fxamp.runtime.masters import MASTER, is_low, stored_master
 from fxamp.runtime.stand_ins import buckets, give_gradients
 from fxamp.runtime.writes import versions_of
@@ -124,14 +126,23 @@ def take_gradient(parameter: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def lent_gradients(
-    narrow: list[torch.Tensor], wide: list[torch.Tensor], inverse_scale: torch.Tensor | None
+    narrow: list[torch.Tensor],
+    wide: list[torch.Tensor],
+    inverse_scale: torch.Tensor | None,
+    layouts: Layouts | None = None,
 ) -> Iterator[None]:
-    """Context: stand-ins have the gradients of their parameters, see `give_gradients`; afterwards none."""
+    """Context: stand-ins have the gradients of their parameters, see `give_gradients`; afterwards none.
+
+    Args:
+        layouts: where the gradients lie, for an optimizer that keeps none of them.
+    """
+    copies = WideCopies(layouts)
     try:
-        give_gradients(narrow, wide, inverse_scale)
+        give_gradients(narrow, wide, inverse_scale, copies.of)
         yield
     finally:
         take_back_gradients(w for p, w in zip(narrow, wide, strict=True) if w is not p)
+        copies.drop()
 
 
 def take_back_gradients(masters: Iterable[torch.Tensor]) -> None:

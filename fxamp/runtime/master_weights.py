@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
+from fxamp import recorded
 from fxamp.runtime import gradients, master_gradients
 from fxamp.runtime.device_skip import settle, step_unless, takes_found_inf
+from fxamp.runtime.layouts import Layouts
 from fxamp.runtime.loaded_masters import LoadedMasters, check_masters
 from fxamp.runtime.master_checks import check_arguments, check_closure, check_is_state, check_state
 from fxamp.runtime.masters import (
@@ -29,7 +31,7 @@ from fxamp.runtime.masters import (
     round_into,
 )
 from fxamp.runtime.rounding import Compensation, StochasticRounding
-from fxamp.runtime.stand_ins import StandIns, buckets, step_of_each
+from fxamp.runtime.stand_ins import ELEMENTWISE, StandIns, buckets, step_of_each
 from fxamp.runtime.unseen_writes import UnseenWrites
 from fxamp.runtime.whole_calls import call_on_stand_ins, give_back_gradients, has_own_method, is_trained
 from fxamp.runtime.wide_state import load_wide, widen_state_
@@ -62,8 +64,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     Memory in bytes for one 16-bit parameter under Adam: 2 (parameter) + 2 (gradient) + 4 (master) + 8 (state)
     = 16, and for a moment the float32 gradients of one bucket: at most `bucket_bytes`. A wrapped optimizer
     that is not `fused` needs four times that under a loss scaler, because masters and state of the bucket
-    are kept for the way back, and at most 64 MiB more. An optimizer of another package, which may look at all
-    parameters at once, is stepped as one bucket (under a scaler with one more copy of the gradients).
+    are kept for the way back, and at most 64 MiB, or an eighth of that, more. An optimizer of another package,
+    which may look at all parameters at once, is stepped as one bucket (under a scaler with one more copy of the
+    gradients).
 
     Args:
         optimizer: any torch.optim.Optimizer, over the model's parameters.
@@ -87,6 +90,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self._rounding: Compensation | StochasticRounding | None = None
         self._loaded = LoadedMasters()
         self._unseen = UnseenWrites()
+        self._layouts = Layouts()
         for table in HOOK_TABLES:
             setattr(self, table, collections.OrderedDict())
         self._patch_step_function()
@@ -236,8 +240,10 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         with one_at_a_time:
             wide = self._wide(bucket)
             in_a_step.update(map(id, bucket))
+        keeps_none = type(self.optimizer) in ELEMENTWISE and not recorded.is_capturing(bucket[0].device)
+        lent = master_gradients.lent_gradients(bucket, wide, inverse, self._layouts if keeps_none else None)
         try:
-            with master_gradients.lent_gradients(bucket, wide, inverse), StandIns(self.optimizer, groups, bucket, wide):
+            with lent, StandIns(self.optimizer, groups, bucket, wide):
                 returned = run()
             with one_at_a_time:
                 self._take_back(bucket, wide, found_inf)
@@ -371,6 +377,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             self.__dict__.setdefault(table, collections.OrderedDict())
         self.__dict__.update(state)
         self._unseen = UnseenWrites()
+        self._layouts = Layouts()
         self._patch_step_function()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MasterWeightOptimizer":

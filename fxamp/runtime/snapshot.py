@@ -11,7 +11,8 @@ import torch
 from fxamp import recorded
 from fxamp.runtime import distributed
 from fxamp.runtime.copies import Skipped, select_
-from fxamp.runtime.flat_copies import FlatCopies, HostCopies, Layouts
+from fxamp.runtime.flat_copies import FlatCopies, HostCopies
+from fxamp.runtime.layouts import Layouts
 from fxamp.runtime.optimizer_trees import OpaqueStateError, copied, is_same, is_torchs, own_attributes
 
 ABSENT: Any = object()

@@ -98,18 +98,30 @@ def step_of_each(optimizer: torch.optim.Optimizer) -> Callable[[], Any] | None:
     return lambda: bare(optimizer)
 
 
-def give_gradients(narrow: list[torch.Tensor], wide: list[torch.Tensor], inverse_scale: torch.Tensor | None) -> None:
+def give_gradients(
+    narrow: list[torch.Tensor],
+    wide: list[torch.Tensor],
+    inverse_scale: torch.Tensor | None,
+    copies_of: Callable[[list[torch.Tensor]], list[torch.Tensor]] = wide_copies,
+) -> None:
     """Give each stand-in the float32 gradient of its parameter, times `inverse_scale` (0-d float32).
 
     A parameter that stands for itself has its gradient multiplied in place.
+
+    Args:
+        copies_of: gives float32 copies of dense gradients.
     """
-    values = _widened(narrow, wide)
+    values = _widened(narrow, wide, copies_of)
     if inverse_scale is not None:
         for device, places in by_kind(values):
             torch._foreach_mul_([values[place] for place in places], copy_on(device, inverse_scale))
 
 
-def _widened(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> list[torch.Tensor]:
+def _widened(
+    narrow: list[torch.Tensor],
+    wide: list[torch.Tensor],
+    copies_of: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+) -> list[torch.Tensor]:
     """Give stand-ins float32 copies of gradients, those of a device and dtype by one multi-tensor copy.
 
     Returns:
@@ -130,7 +142,7 @@ def _widened(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> list[torch
         else:
             stand_ins.append(stand_in)
             sources.append(gradient)
-    copies = wide_copies(sources)
+    copies = copies_of(sources)
     for stand_in, copy in zip(stand_ins, copies, strict=True):
         stand_in.grad = copy
     return copies + [each for each in others if each is not None]

@@ -32,10 +32,15 @@ class ThirdParty(torch.optim.Optimizer):
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of storages made inside it and still alive, as large as they are then; `peak` is the most."""
+    """Counts the bytes of storages made inside it and still alive, as large as they are then; `peak` is the most.
 
-    def __init__(self):
+    Args:
+        others: gives the bytes of others, made before it, that come and go.
+    """
+
+    def __init__(self, others=lambda: 0):
         super().__init__()
+        self.others = others
         self.peak = 0
         self._seen = {}
 
@@ -47,7 +52,7 @@ class PeakBytes(TorchDispatchMode):
             if storage._cdata not in known and storage._cdata not in self._seen:
                 self._seen[storage._cdata] = weakref.ref(storage, functools.partial(self._forget, storage._cdata))
         alive = [storage for reference in self._seen.values() if (storage := reference()) is not None]
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive))
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive) + self.others())
         return result
 
     def _forget(self, key, reference):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from runtime_instruments import NoSync, ThirdParty
 
-from fxamp.runtime import device_skip, flat_copies
+from fxamp.runtime import device_skip, flat_copies, layouts
 from fxamp.runtime.copies import Skipped
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.flat_copies import FlatCopies
@@ -177,12 +177,12 @@ def test_selection_is_exact_for_every_pattern(dtype, flag, count):
 
 
 def test_copies_come_in_pieces(monkeypatch):
-    monkeypatch.setattr(flat_copies, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(layouts, "CHUNK_BYTES", 64)
     tensors = [torch.full(shape, float(n)) for n, shape in enumerate(((), (5,), (30, 2), (0, 3), (7,), (2, 2, 2)))]
     tensors.append(torch.ones(3, dtype=torch.float64))
     expected = [each.clone() for each in tensors]
     copies = FlatCopies(tensors)
-    assert len(copies._pairs) > 3
+    assert len(copies._copied) > 3
     for each in tensors:
         each.add_(1)
     copies.select_back(Skipped(torch.tensor(1.0)))
@@ -190,8 +190,11 @@ def test_copies_come_in_pieces(monkeypatch):
 
 
 def bytes_held(optimizer):
-    pairs = [pair for pairs in vars(optimizer)[LAYOUTS]._of.values() for pair in pairs]
-    return sum(piece.flat.untyped_storage().nbytes() for pair in pairs for piece in (pair.before, pair.now))
+    return vars(optimizer)[LAYOUTS].held_bytes
+
+
+def kept_views(optimizer):
+    return [view for pieces in vars(optimizer)[LAYOUTS]._of.values() for piece in pieces for view in piece.views]
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -204,7 +207,7 @@ def test_between_steps_views_are_kept_and_no_bytes():
             weight.grad = torch.ones_like(weight)
         step_unless(optimizer, torch.tensor(0.0), optimizer.step)
         assert bytes_held(optimizer) == 0
-        seen.append([view for pairs in vars(optimizer)[LAYOUTS]._of.values() for p in pairs for view in p.before.views])
+        seen.append(kept_views(optimizer))
     assert len(seen[1]) == len(seen[2]) > len(seen[0])  # the first step had no state yet
     assert all(one is other for one, other in zip(seen[1], seen[2], strict=True))
     twin = copy.deepcopy(vars(optimizer)[LAYOUTS])
@@ -277,7 +280,7 @@ def test_a_step_inside_of_a_step_has_copies_of_its_own(flags):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_ever_other_shapes_keep_few_layouts(monkeypatch):
-    monkeypatch.setattr(flat_copies, "KEPT_LAYOUTS", 3)
+    monkeypatch.setattr(layouts, "KEPT_VIEWS", 3)
     weights = [torch.ones(n, requires_grad=True) for n in range(1, 9)]
     optimizer = torch.optim.SGD(weights, 1.0)
     for flag in (0.0, 1.0):
@@ -285,7 +288,7 @@ def test_ever_other_shapes_keep_few_layouts(monkeypatch):
             optimizer.zero_grad()
             weight.grad = torch.ones_like(weight)
             step_unless(optimizer, torch.tensor(flag), optimizer.step)
-            assert len(vars(optimizer)[LAYOUTS]._of) <= 3
+            assert len(kept_views(optimizer)) <= 3 + 2
     assert all(torch.equal(weight, torch.zeros_like(weight)) for weight in weights)
 
 
