@@ -165,7 +165,8 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
 
 
 def _fix_resampling(ruling: Ruling, node: fx.Node) -> None:
-    text = "a GPU adds the gradients of all that is made of a number one by one, in their own dtype"
+    low = dtype_name(ruling.policy.low)
+    text = f"makes many numbers of one, whose gradients a GPU adds one by one: in {low} slower, and digits are lost"
     ruling.fix(node, "high", "gradient sums", text)
 
 
