@@ -1,6 +1,7 @@
 """Memory for copies of many tensors: its bytes come and go, its views stay."""
 
 import operator
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ class Piece:
     Attributes:
         flat, views: of all copies, and of each.
         is_filled: it holds numbers that somebody wants.
+        is_left: somebody has kept a view that was lent to him, and with it the memory.
     """
 
     def __init__(self, like: list[torch.Tensor], part: slice, dtype: torch.dtype, stays: bool) -> None:
@@ -36,6 +38,8 @@ class Piece:
         self._storage = self.flat.untyped_storage()
         self._bytes = self._storage.nbytes()
         self._stays = stays
+        self.is_left = False
+        self._counts = self._references()
         self.free()
 
     def fill(self, tensors: list[torch.Tensor]) -> None:
@@ -46,10 +50,19 @@ class Piece:
         torch._foreach_copy_(self.views, tensors)
 
     def free(self) -> None:
-        """Give the bytes back."""
+        """Give the bytes back; where somebody else holds a view by now, leave all to him."""
         self.is_filled = False
-        if self._stays:
+        if not self._stays:
+            return
+        self.is_left = self._references() != self._counts
+        if self.is_left:
+            self.views, self.flat = [], torch.empty(0)
+        else:
             self._storage.resize_(0)
+
+    def _references(self) -> list[int]:
+        """How many there are to the memory, and to each view."""
+        return [torch._C._storage_Use_Count(self._storage._cdata), *map(sys.getrefcount, self.views)]
 
 
 class Layouts:
@@ -67,12 +80,12 @@ class Layouts:
         return Layouts, ()  # of an optimizer that is copied: its own
 
     def of(self, role: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> list[Piece]:
-        """Pieces for tensors of one device and dtype; others where a step inside of a step has filled those."""
+        """Pieces for tensors of one device and dtype; new ones where those are filled, as by a step around this one."""
         if not self.stay:
             return [Piece(tensors[part], part, dtype, stays=False) for part in _parts(tensors)]
         key = (role, tensors[0].device, dtype, *map(_SHAPE, tensors))
         pieces = self._of.get(key)
-        if pieces is None:
+        if pieces is None or any(piece.is_left for piece in pieces):
             if sum(len(piece.views) for kept in self._of.values() for piece in kept) > KEPT_VIEWS:
                 self._of.clear()
             pieces = [Piece(tensors[part], part, dtype, stays=True) for part in _parts(tensors)]

@@ -56,8 +56,13 @@ def test_no_optimizer_of_torch_keeps_the_gradients_it_is_lent(kind, as_on_a_gpu,
     weights, optimizer = made(kind)
     expected, reference = made(kind)
     reference._layouts = None
-    train(weights, optimizer)
-    train(expected, reference)
+    train(weights, optimizer, 1)
+    pieces = [piece for kept in optimizer._layouts._of.values() for piece in kept]
+    train(weights, optimizer, 3)
+    train(expected, reference, 1)
+    train(expected, reference, 3)
+    assert pieces == [piece for kept in optimizer._layouts._of.values() for piece in kept]
+    assert not any(piece.is_left for piece in pieces)
     lent = storages(optimizer)
     assert optimizer._layouts.held_bytes == 0
     found = state_of(weights, optimizer)
@@ -134,6 +139,27 @@ def test_another_packages_optimizer_may_keep_gradients():
     assert len(optimizer.optimizer.seen) == 3 * len(SHAPES)
     assert all(gradient.untyped_storage().nbytes() for gradient in optimizer.optimizer.seen)
     assert not optimizer._layouts._of
+
+
+@pytest.mark.parametrize("keeps", [lambda grad: grad, lambda grad: grad.view(-1), lambda grad: (grad, grad.detach())])
+def test_who_keeps_a_gradient_that_was_lent_keeps_its_numbers(keeps, monkeypatch):
+    """A patched function of torch's own optimizer: its memory is not taken away under a reader."""
+    module, seen, expected = importlib.import_module("torch.optim.sgd"), [], []
+    plain = module.sgd
+
+    def watching(params, grads, *rest, **options):
+        seen.append([keeps(grad) for grad in grads])
+        expected.append([grad.clone() for grad in grads])
+        return plain(params, grads, *rest, **options)
+
+    monkeypatch.setattr(module, "sgd", watching)
+    weights, optimizer = made(torch.optim.SGD)
+    train(weights, optimizer)
+    for found, wanted in zip(seen, expected, strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            for each in one if isinstance(one, tuple) else (one,):
+                assert torch.equal(each.reshape(other.shape), other)
+    assert optimizer._layouts.held_bytes == 0
 
 
 def test_a_copy_of_an_optimizer_has_its_own(monkeypatch):

@@ -13,6 +13,7 @@ from runtime_instruments import PeakBytes, ThirdParty
 
 from fxamp.errors import OptionError
 from fxamp.runtime import device_skip, layouts
+from fxamp.runtime.device_skip import takes_found_inf
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.masters import is_low, loosen, master_of, set_master
 from fxamp.runtime.rounding import stochastic_round
@@ -105,7 +106,7 @@ def test_a_fused_optimizer_divides_by_the_scale_in_its_own_kernels(kind, scale, 
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
         for mine, theirs in zip(model[1].parameters(), reference[2:4], strict=True):  # float32 themselves
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
-    assert not multiplied
+    assert not multiplied or not takes_found_inf(plain)  # torch 2.11 has no such Adagrad
 
 
 @pytest.fixture(params=[False, True], ids=["as_on_a_gpu", "host_flag"])
