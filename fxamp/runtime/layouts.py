@@ -12,6 +12,9 @@ CHUNK_BYTES = 64 * 2**20
 KEPT_VIEWS = 100_000
 """Of one optimizer, about half a kilobyte each; with more it begins anew."""
 
+ALIGNMENT = 64
+"""Bytes, of where a copy begins: kernels read four numbers at a time where they may."""
+
 _SHAPE = operator.attrgetter("shape")
 
 
@@ -33,8 +36,10 @@ class Piece:
 
     def __init__(self, like: list[torch.Tensor], part: slice, dtype: torch.dtype, stays: bool) -> None:
         self.part = part
-        self.flat = torch.empty(sum(tensor.numel() for tensor in like), dtype=dtype, device=like[0].device)
-        self.views: list[torch.Tensor] = list(torch._C._nn.unflatten_dense_tensors(self.flat, like))
+        starts, size = _starts(like, ALIGNMENT // dtype.itemsize)
+        self.flat = torch.empty(size, dtype=dtype, device=like[0].device)
+        places = zip(starts, like, strict=True)
+        self.views = [self.flat[start : start + tensor.numel()].view(tensor.shape) for start, tensor in places]
         self._storage = self.flat.untyped_storage()
         self._bytes = self._storage.nbytes()
         self._stays = stays
@@ -96,6 +101,15 @@ class Layouts:
     def held_bytes(self) -> int:
         """Of memory, now."""
         return sum(piece.flat.untyped_storage().nbytes() for kept in self._of.values() for piece in kept)
+
+
+def _starts(tensors: list[torch.Tensor], step: int) -> tuple[list[int], int]:
+    """Where each begins, at multiples of `step` numbers, and how many numbers there are in all."""
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.numel() // step) * step
+    return starts, end
 
 
 def _parts(tensors: list[torch.Tensor]) -> Iterator[slice]:

@@ -172,6 +172,16 @@ def test_a_copy_of_an_optimizer_has_its_own(monkeypatch):
     assert not copy.deepcopy(vars(optimizer.optimizer)[LAYOUTS])._of
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16, torch.bool, torch.complex64])
+def test_copies_begin_where_kernels_read_four_numbers_at_a_time(dtype):
+    """Of 1 and 3 numbers in a row the second would begin in the middle of 16 bytes."""
+    tensors = [torch.ones(shape).to(dtype) for shape in ((), (3,), (0, 4), (2, 5), (1,))]
+    (piece,) = Layouts().of("before", tensors, dtype)
+    piece.fill(tensors)
+    assert all((view.data_ptr() - piece.flat.data_ptr()) % 64 == 0 for view in piece.views)
+    assert all(map(torch.equal, piece.views, tensors))
+
+
 def test_pieces_that_are_filled_are_not_given_again():
     layouts, tensors = Layouts(), [torch.ones(3), torch.ones(2)]
     (first,) = layouts.of("wide", tensors, torch.float32)
