@@ -33,5 +33,7 @@ def spreads_numbers(node: fx.Node) -> bool:
         mode = ir.argument_of(node, _MODE_POSITION, "mode", "nearest")
     if mode is None or (isinstance(mode, str) and mode not in _SMOOTH):
         return False
-    before, after = ir.shape_of(node.all_input_nodes[0]), ir.shape_of(node)
-    return before is None or after is None or any(now > old for old, now in zip(before, after, strict=True))
+    before, after = ir.shape_of(ir.argument_of(node, 0, "input")), ir.shape_of(node)
+    if before is None or after is None or len(before) != len(after):
+        return True
+    return any(now > old for old, now in zip(before, after, strict=True))

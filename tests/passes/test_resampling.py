@@ -40,6 +40,7 @@ ENLARGING = {
     "one side": (interpolated("bilinear", (2, 0.5)), 2),
     "size": (lambda x: functional.interpolate(x, (11, 11), None, "bilinear"), 2),
     "aten": (lambda x: torch._C._nn.upsample_bilinear2d(x, (16, 16), False, None, None), 2),
+    "by keyword": (lambda x: functional.interpolate(size=x.size(-1) * 2, input=x, mode="bilinear"), 2),
     "module": (nn.Upsample(scale_factor=2, mode="bilinear"), 2),
     "module of its own": (nn.UpsamplingBilinear2d(scale_factor=2), 2),
 }
