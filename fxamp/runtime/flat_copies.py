@@ -54,6 +54,7 @@ class FlatCopies:
     @torch.no_grad()
     def select_back(self, skipped: Skipped) -> None:
         """Give the tensors those values back, bit for bit, where the step is skipped. Once."""
+        self._forget_values()
         for before, kept, same in self._copied:
             now = kept or Piece(same, before.part, before.flat.dtype, stays=False)
             now.fill(same)
@@ -66,9 +67,13 @@ class FlatCopies:
 
     def drop(self) -> None:
         """Forget the values, and give their memory back."""
+        self._forget_values()
         for before, _, _ in self._copied:
             before.free()
         self._copied, self._others = [], []
+
+    def _forget_values(self) -> None:
+        vars(self).pop("_values", None)  # views: who holds one keeps its memory
 
 
 class WideCopies:

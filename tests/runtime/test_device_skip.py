@@ -216,6 +216,18 @@ def test_between_steps_views_are_kept_and_no_bytes():
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+def test_views_are_kept_also_where_an_optimizer_replaces_its_state():
+    weight = torch.ones(3, requires_grad=True)
+    optimizer, seen = ThirdParty([weight], 0.1), []
+    for flag in (0.0, 0.0, 1.0, 0.0):
+        weight.grad = torch.ones(3)
+        settle(optimizer)
+        step_unless(optimizer, torch.tensor(flag), optimizer.step)
+        seen.append(kept_pieces(optimizer))
+    assert seen[1] == seen[2] == seen[3] and bytes_held(optimizer) == 0
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize(("kind", "told"), [(torch.optim.AdamW, 1), (torch.optim.RMSprop, 0)])
 def test_an_optimizer_that_could_be_fused_says_so_once(kind, told, caplog):
     caplog.set_level("INFO", "fxamp")

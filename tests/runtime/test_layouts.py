@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 
-from fxamp.runtime import LossScaler, MasterWeightOptimizer, device_skip
+from fxamp.runtime import LossScaler, MasterWeightOptimizer, device_skip, layouts
 from fxamp.runtime.layouts import Layouts
 from fxamp.runtime.snapshot import LAYOUTS
 from fxamp.runtime.stand_ins import ELEMENTWISE
@@ -182,11 +182,19 @@ def test_copies_begin_where_kernels_read_four_numbers_at_a_time(dtype):
     assert all(map(torch.equal, piece.views, tensors))
 
 
+def test_pieces_are_few(monkeypatch):
+    """Each costs a few launches: of much, a piece is an eighth."""
+    monkeypatch.setattr(layouts, "CHUNK_BYTES", 64)
+    pieces = Layouts().of("before", [torch.ones(16) for _ in range(100)], torch.float32)
+    assert 8 <= len(pieces) <= 9
+    assert [place for piece in pieces for place in range(piece.part.start, piece.part.stop)] == list(range(100))
+
+
 def test_pieces_that_are_filled_are_not_given_again():
-    layouts, tensors = Layouts(), [torch.ones(3), torch.ones(2)]
-    (first,) = layouts.of("wide", tensors, torch.float32)
+    made_once, tensors = Layouts(), [torch.ones(3), torch.ones(2)]
+    (first,) = made_once.of("wide", tensors, torch.float32)
     first.fill(tensors)
-    (second,) = layouts.of("wide", tensors, torch.float32)
+    (second,) = made_once.of("wide", tensors, torch.float32)
     assert second is not first and second.flat.data_ptr() != first.flat.data_ptr()
     first.free()
-    assert layouts.of("wide", tensors, torch.float32) == [first] and layouts.held_bytes == 0
+    assert made_once.of("wide", tensors, torch.float32) == [first] and made_once.held_bytes == 0
