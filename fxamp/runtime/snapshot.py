@@ -60,12 +60,12 @@ class Snapshot:
             self._note_all(group, [name for name in group if name not in ("params", "param_names")])
         self._hosts = [each for each in self._tensors if each[2].is_cpu] if device.type != "cpu" else []
         devices = [each for each in self._tensors if not each[2].is_cpu] if self._hosts else self._tensors
-        parameters = distributed.locals_of(self._stepped)
-        self._addresses = _addresses(parameters)
+        self._parameters = distributed.locals_of(self._stepped)
+        self._addresses = _addresses(self._parameters)
         layouts = None if recorded.is_capturing(device) else vars(optimizer).setdefault(LAYOUTS, Layouts())
         self._on_host = HostCopies(distributed.locals_of([tensor for _, _, tensor in self._hosts]))
         self._on_device = FlatCopies(
-            [*parameters, *distributed.locals_of([tensor for _, _, tensor in devices])], layouts
+            [*self._parameters, *distributed.locals_of([tensor for _, _, tensor in devices])], layouts
         )
 
     def _note_attributes(self) -> None:
@@ -85,7 +85,7 @@ class Snapshot:
         found = [every.get(parameter) for parameter in self._stepped]
         states = [state for state in found if isinstance(state, dict)]
         others: list[Any] = []
-        if len(states) != len(every):
+        if len(set(map(id, states))) != len(every):
             stepped = set(map(id, self._stepped))
             have = {id(p) for p, state in zip(self._stepped, found, strict=True) if isinstance(state, dict)}
             others = [key for key in every if id(key) not in have and (id(key) in stepped or not _is_tensor(key))]
@@ -125,7 +125,7 @@ class Snapshot:
         skipped = Skipped(found_inf)
         self._on_device.select_back(skipped)
         select_(pairs, skipped)  # last: what stands at another key now, has there what stood there
-        self._tensors, self._trees, self._stepped, self._states = [], [], [], []
+        self._tensors, self._trees, self._stepped, self._states, self._parameters = [], [], [], [], []
 
     def _look_for_new_keys(self) -> None:
         if _keys_of(self._states) != (self._names, self._counts):
@@ -139,9 +139,11 @@ class Snapshot:
     def _moved_parameters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters that the step has given other memory (`p.data = ...`), and what they held."""
         parameters = distributed.locals_of(self._stepped)
-        for parameter, before, now in zip(parameters, self._addresses, _addresses(parameters), strict=True):
-            if now != before:
-                yield parameter.detach(), self._on_device.value_of(parameter)
+        addresses = _addresses(parameters)
+        if addresses != self._addresses:
+            for place, parameter in enumerate(parameters):
+                if addresses[place] != self._addresses[place]:
+                    yield parameter.detach(), self._on_device.value_of(self._parameters[place])
 
     def drop(self) -> None:
         """Give the copies' memory back: the step has failed."""

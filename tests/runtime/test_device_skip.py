@@ -414,6 +414,33 @@ def test_an_exchange_of_memory_is_undone(exchanges):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_stands_twice_hides_no_state():
+    class Counting(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 1.0})
+            self.state["calls"] = 0
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            self.state["calls"] += 1
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter].setdefault("sum", torch.zeros_like(parameter)).add_(parameter.grad)
+                parameter.sub_(self.state[parameter]["sum"])
+
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = Counting([weight, weight])
+    for flag, calls in ((0.0, 1), (1.0, 1), (0.0, 2)):
+        weight.grad = torch.ones(2)
+        settle(optimizer)
+        before = weight.detach().clone()
+        step_unless(optimizer, torch.tensor(flag), optimizer.step)
+        settle(optimizer)
+        assert optimizer.state["calls"] == calls
+        assert torch.equal(weight, before) == (flag > 0)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_parameter_that_is_given_new_memory_is_undone():
     class Rebinding(torch.optim.Optimizer):
         def __init__(self, params):
