@@ -11,7 +11,7 @@
 4. What becomes of a parameter or buffer from call to call is high (states.py).
 5. Values that low precision would destroy are high: literals out of range and what they taint, exact integers,
    squares.
-6. What enlarges by weighted means is high: a GPU adds its gradients in their own dtype (resampling.py).
+6. What resamples by weighted means is high: a GPU adds its gradients in their own dtype (resampling.py).
 What is left is free, and the cut decides.
 """
 
@@ -34,7 +34,7 @@ from fxamp.passes.pin import follow_pin
 from fxamp.passes.policy import Policy
 from fxamp.passes.positions import protect_positions
 from fxamp.passes.reads import Read, asked_dtype, converts_to, is_conversion
-from fxamp.passes.resampling import spreads_numbers
+from fxamp.passes.resampling import adds_gradients_low
 from fxamp.passes.ruling import Ruling, Verdict, start_ruling
 from fxamp.passes.spread import (
     keep_differences_of_weights,
@@ -160,13 +160,13 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
         _fix_unlisted(ruling, node)
     else:
         fix_destroyed_values(ruling, node)
-        if node not in ruling.fixed and spreads_numbers(node) and not ruling.is_spoken_of(node):
+        if node not in ruling.fixed and adds_gradients_low(node) and not ruling.is_spoken_of(node):
             _fix_resampling(ruling, node)
 
 
 def _fix_resampling(ruling: Ruling, node: fx.Node) -> None:
     low = dtype_name(ruling.policy.low)
-    text = f"makes many numbers of one, whose gradients a GPU adds one by one: in {low} slower, and digits are lost"
+    text = f"means of neighbours, whose gradients a GPU adds one by one: in {low} slower, and digits are lost"
     ruling.fix(node, "high", "gradient sums", text)
 
 

@@ -1,4 +1,4 @@
-"""What enlarges by weighted means stays in float32: CUDA adds up its gradients in their own dtype."""
+"""What resamples by weighted means stays in float32: CUDA adds up its gradients in their own dtype."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def interpolated(mode, factor, **options):
     return lambda x: functional.interpolate(x, scale_factor=factor, mode=mode, **options)
 
 
-ENLARGING = {
+SMOOTH = {
     "linear": (interpolated("linear", 2), 1),
     "bilinear": (interpolated("bilinear", 2, align_corners=False), 2),
     "corners": (interpolated("bilinear", 2, align_corners=True), 2),
@@ -41,6 +41,11 @@ ENLARGING = {
     "size": (lambda x: functional.interpolate(x, (11, 11), None, "bilinear"), 2),
     "aten": (lambda x: torch._C._nn.upsample_bilinear2d(x, (16, 16), False, None, None), 2),
     "by keyword": (lambda x: functional.interpolate(size=x.size(-1) * 2, input=x, mode="bilinear"), 2),
+    "linear to fewer": (interpolated("linear", 0.5), 1),
+    "bicubic to fewer": (interpolated("bicubic", 0.5), 2),
+    "trilinear to fewer": (interpolated("trilinear", 0.5), 3),
+    "antialias to fewer": (interpolated("bilinear", 0.5, antialias=True), 2),
+    "aten, antialias to fewer": (lambda x: torch._C._nn._upsample_bilinear2d_aa(x, (4, 4), False, None, None), 2),
     "module": (nn.Upsample(scale_factor=2, mode="bilinear"), 2),
     "module of its own": (nn.UpsamplingBilinear2d(scale_factor=2), 2),
 }
@@ -61,11 +66,11 @@ def of_resampling(found):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("level", ["strict", "balanced", "aggressive"])
-@pytest.mark.parametrize("kind", ENLARGING)
-def test_what_enlarges_smoothly_is_float32(kind, level, dtype):
-    found = precisions(*ENLARGING[kind], dtype=dtype, level=level)
+@pytest.mark.parametrize("kind", SMOOTH)
+def test_what_resamples_smoothly_is_float32(kind, level, dtype):
+    found = precisions(*SMOOTH[kind], dtype=dtype, level=level)
     assert of_resampling(found) == "high"
-    assert found[f"conv{ENLARGING[kind][1]}d"] == "low"
+    assert found[f"conv{SMOOTH[kind][1]}d"] == "low"
 
 
 @pytest.mark.parametrize("kind", OTHER)
@@ -75,17 +80,17 @@ def test_what_adds_few_or_in_float32_is_free(kind):
 
 def test_what_follows_may_be_low():
     """A mean of low numbers is as low-born as these."""
-    assert precisions(*ENLARGING["bilinear"])["relu"] == "low"
+    assert precisions(*SMOOTH["bilinear"])["relu"] == "low"
 
 
 @pytest.mark.parametrize("options", [{"overrides": {"interpolate": "allow"}}, {"overrides": {"interpolate": "infer"}}])
 def test_the_user_is_stronger(options):
-    assert of_resampling(precisions(*ENLARGING["bilinear"], **options)) == "low"
+    assert of_resampling(precisions(*SMOOTH["bilinear"], **options)) == "low"
 
 
 def test_so_is_the_users_list(monkeypatch):
     monkeypatch.setenv("FXAMP_INFERLIST_ADD", "interpolate")
-    assert of_resampling(precisions(*ENLARGING["bilinear"])) == "low"
+    assert of_resampling(precisions(*SMOOTH["bilinear"])) == "low"
 
 
 @pytest.mark.gpu
@@ -95,7 +100,7 @@ def test_gradients_of_one_number_that_became_many_are_not_lost(kind, dtype):
     """1 -> 32 along each dimension: as near to float32 as under autocast."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU, whose kernels add in the gradient's dtype")
-    rank = ENLARGING[kind][1]
+    rank = SMOOTH[kind][1]
     mode = functional.interpolate
     net = Resampled(
         lambda x: mode(x.mean(tuple(range(2, 2 + rank)), keepdim=True), (32,) * rank, mode=kind), rank
