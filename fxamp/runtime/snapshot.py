@@ -116,8 +116,7 @@ class Snapshot:
             copies = self._on_host if id(tensor) in on_host else self._on_device
             self._trees.append((state, key, copies.value_of(distributed.local(tensor))))
         if self._on_host.are_changed():
-            gone = {id(tensor) for _, _, tensor in replaced}
-            self._undo.append(functools.partial(_put_all, self._hosts, gone, self._on_host))
+            self._undo.append(functools.partial(_put_all, self._hosts, self._on_host))
         self._look_for_new_keys()
         pairs = list(self._moved_parameters())
         for container, key, before in self._trees:
@@ -227,11 +226,9 @@ def _put(container: Any, key: Any, before: Any) -> None:
         container[key:] = [before]
 
 
-def _put_all(places: list[tuple[dict[Any, Any], Any, torch.Tensor]], gone: set[int], copies: HostCopies) -> None:
-    """What stood on the host, but for the tensors (their ids) that the step has taken away."""
+def _put_all(places: list[tuple[dict[Any, Any], Any, torch.Tensor]], copies: HostCopies) -> None:
     for state, key, tensor in places:
-        if id(tensor) not in gone:
-            _put(state, key, copies.value_of(distributed.local(tensor)))
+        _put(state, key, copies.value_of(distributed.local(tensor)))
 
 
 def _put_unless_changed(container: Any, key: Any, before: Any, after: Any) -> None:
