@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional
 
 import fxamp
+from fxamp import ir
+from fxamp.passes.resampling import adds_gradients_low
 from fxamp.review.report import report
 
 IMAGES = {1: torch.randn(2, 3, 8), 2: torch.randn(2, 3, 8, 8), 3: torch.randn(2, 3, 8, 8, 8)}
@@ -18,7 +20,7 @@ class Resampled(nn.Module):
         self.first, self.last, self.resample = conv(3, 4, 1), conv(4, 3, 1), resample
 
     def forward(self, x):
-        return self.last(torch.relu(self.resample(self.first(x))))
+        return self.last(torch.relu(self.resample(self.first(x))) + 1)
 
 
 def precisions(resample, rank=2, dtype=torch.bfloat16, **options):
@@ -80,7 +82,21 @@ def test_what_adds_few_or_in_float32_is_free(kind):
 
 def test_what_follows_may_be_low():
     """A mean of low numbers is as low-born as these."""
-    assert precisions(*SMOOTH["bilinear"])["relu"] == "low"
+    found = precisions(*SMOOTH["bilinear"])
+    assert (found["relu"], found["add"]) == ("low", "low")
+
+
+def test_what_is_made_of_numbers_that_are_not_low_born_is_float32():
+    """Beyond float16's range, say."""
+    found = precisions(lambda x: functional.interpolate(x * 1e6, scale_factor=2, mode="bilinear"), dtype=torch.float16)
+    assert found["add"] == "high"
+
+
+def test_a_size_that_is_not_known_may_be_larger():
+    graph = fx.Graph()
+    node = graph.call_function(functional.interpolate, (graph.placeholder("x"), (4, 4)), {"mode": "bilinear"})
+    ir.set_mark(node, op="interpolate")
+    assert adds_gradients_low(node)
 
 
 @pytest.mark.parametrize("options", [{"overrides": {"interpolate": "allow"}}, {"overrides": {"interpolate": "infer"}}])
