@@ -1,5 +1,9 @@
 """What resamples by weighted means stays in float32: CUDA adds up its gradients in their own dtype."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import fx, nn
@@ -109,13 +113,21 @@ def test_so_is_the_users_list(monkeypatch):
     assert of_resampling(precisions(*SMOOTH["bilinear"])) == "low"
 
 
+def test_the_gpu_script_runs_dry():
+    script = Path(__file__).parents[2] / "tools" / "gpu_resampling"
+    ran = subprocess.run([sys.executable, script, "--dry-run"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    head, _, *rows = ran.stdout.splitlines()
+    assert head.endswith("CPU, a dry run") and len(rows) == 12 * 4 - 2 * 2
+    assert all(float(error) < 0.05 for row in rows for error in row.split()[-2:])
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device, whose kernels add in the gradient's dtype")
 @pytest.mark.parametrize("kind", ["linear", "bilinear", "bicubic", "trilinear"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_of_one_number_that_became_many_are_not_lost(kind, dtype):
     """1 -> 32 along each dimension: as near to float32 as under autocast."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU, whose kernels add in the gradient's dtype")
     rank = SMOOTH[kind][1]
     mode = functional.interpolate
     net = Resampled(

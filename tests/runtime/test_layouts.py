@@ -1,11 +1,13 @@
 """Memory whose views are kept: nobody may hold what lies in it when its bytes are gone."""
 
 import copy
+import functools
 import importlib
 
 import pytest
 import torch
 
+from fxamp import recorded
 from fxamp.runtime import LossScaler, MasterWeightOptimizer, device_skip, layouts
 from fxamp.runtime.layouts import Layouts
 from fxamp.runtime.snapshot import LAYOUTS
@@ -170,6 +172,23 @@ def test_a_copy_of_an_optimizer_has_its_own(monkeypatch):
     assert optimizer._layouts._of and not twin._layouts._of
     assert LAYOUTS not in vars(twin.optimizer) and LAYOUTS in vars(optimizer.optimizer)
     assert not copy.deepcopy(vars(optimizer.optimizer)[LAYOUTS])._of
+
+
+def test_a_graph_that_is_recorded_has_memory_of_its_own(monkeypatch):
+    """What lies in it is read at each replay: nobody else's copies may come to lie there."""
+    monkeypatch.setattr(device_skip, "LOOKS_AT_HOST_FLAGS", False)
+    weights, optimizer = made(functools.partial(torch.optim.SGD, momentum=0.9))
+    expected, reference = made(functools.partial(torch.optim.SGD, momentum=0.9))
+    train(weights, optimizer, 1)  # which makes the state
+    train(expected, reference, 1)
+    optimizer._layouts._of.clear()
+    del vars(optimizer.optimizer)[LAYOUTS]
+    with monkeypatch.context() as patch:
+        patch.setattr(recorded, "is_capturing", lambda device: True)
+        train(weights, optimizer, 2)
+    train(expected, reference, 2)
+    assert not optimizer._layouts._of and LAYOUTS not in vars(optimizer.optimizer)
+    assert reference._layouts._of and all(map(torch.equal, weights, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16, torch.bool, torch.complex64])
