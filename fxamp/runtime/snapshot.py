@@ -188,8 +188,6 @@ def _keys_of(states: list[dict[Any, Any]]) -> tuple[list[Any], list[int]]:
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Where the numbers of dense tensors are; 0 for any other, whose memory is not exchanged."""
-    if set(map(type, tensors)) <= distributed.PLAIN:
-        return [tensor.data_ptr() if tensor.layout is torch.strided else 0 for tensor in tensors]
     return [t.data_ptr() if type(t) in distributed.PLAIN and t.layout is torch.strided else 0 for t in tensors]
 
 
