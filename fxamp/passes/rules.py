@@ -11,7 +11,8 @@
 4. What becomes of a parameter or buffer from call to call is high (states.py).
 5. Values that low precision would destroy are high: literals out of range and what they taint, exact integers,
    squares.
-6. What resamples by weighted means is high: a GPU adds its gradients in their own dtype (resampling.py).
+6. A write that adds to what is there is high (scatter_add, and index_put with accumulate=True).
+7. What resamples by weighted means is high: a GPU adds its gradients in their own dtype (resampling.py).
 What is left is free, and the cut decides.
 """
 
@@ -47,6 +48,7 @@ from fxamp.passes.spread import (
 from fxamp.passes.states import protect_states
 from fxamp.passes.streams import protect_streams
 from fxamp.passes.values import (
+    adds_to_what_is_there,
     fix_destroyed_values,
     is_dot_product,
     is_rearrangement,
@@ -100,7 +102,7 @@ def choose_colours(ruling: Ruling) -> None:
         elif part := protected_part(node, policy):
             ruling.colours[node] = "deny"
             ruling.chosen[node] = Reason("override", f"the model's _keep_in_fp32_modules names {part!r}")
-        elif is_dot_product(node) and not policy.is_users_choice(ir.mark(node).op):
+        elif (is_dot_product(node) or adds_to_what_is_there(node)) and not policy.is_users_choice(ir.mark(node).op):
             ruling.colours[node] = "deny"
         elif is_rearrangement(node) and not policy.is_users_choice("einsum"):
             ruling.colours[node] = "clear"
@@ -154,6 +156,9 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
         _fix_allow(ruling, node)
     elif colour == "deny" and is_sum_of_squares(ruling, node):
         ruling.fix(node, "high", "square", "a sum of squares overflows fp16 early and loses half the exponent range")
+    elif colour == "deny" and adds_to_what_is_there(node) and not ruling.is_spoken_of(node):
+        text = f"adds to what is there in its dtype: 1 added 4096 times gives {_SUM_OF_ONES[ruling.policy.low]}"
+        ruling.fix(node, "high", "sum", text)
     elif colour == "deny":
         ruling.fix(node, "high", "list", f"`{op}` is on the deny list: {_deny_reason(ruling.policy, node)}")
     elif colour == "unlisted":
@@ -162,6 +167,10 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
         fix_destroyed_values(ruling, node)
         if node not in ruling.fixed and adds_gradients_low(node) and not ruling.is_spoken_of(node):
             _fix_resampling(ruling, node)
+
+
+_SUM_OF_ONES = {torch.float16: "2048 in float16", torch.bfloat16: "256 in bfloat16"}
+"""Where a sum of ones stays: the next one is less than half of a unit in the last place."""
 
 
 def _fix_resampling(ruling: Ruling, node: fx.Node) -> None:

@@ -127,6 +127,17 @@ def _only_reduces(equation: str) -> bool:
     return bool(set().union(*operands) - set(result)) and all(set(result) <= set(operand) for operand in operands)
 
 
+def adds_to_what_is_there(node: fx.Node) -> bool:
+    """Whether a write is a sum of all that goes to one place, as scatter_add and index_add always are.
+
+    put and index_put with accumulate=True, scatter with reduce="add" or "multiply".
+    """
+    op = ir.mark(node).op
+    if op in ("put", "index_put"):
+        return ir.argument_of(node, 3, "accumulate", False) is not False
+    return op == "_unsafe_masked_index_put_accumulate" or (op == "scatter" and node.kwargs.get("reduce") is not None)
+
+
 def is_rearrangement(node: fx.Node) -> bool:
     """Whether a node is an einsum of one operand, all of whose dimensions are the result's: it multiplies nothing.
 

@@ -8,7 +8,8 @@ ROOTS = frozenset(
     {
         *("list", "unlisted", "override", "plan", "ranges", "level", "not between"),
         *("literal", "square", "user cast", "user region", "type", "input", "parameter", "conversion", "pack", "pad"),
-        *("user dtype", "creation", "absorbed", "stream", "state", "differences", "author", "kernel", "gradient sums"),
+        *("user dtype", "creation", "absorbed", "stream", "state", "differences", "author", "kernel"),
+        *("gradient sums", "sum"),
     }
 )
 """Kinds of reason that begin a chain, unless they name the node they come from."""

@@ -21,6 +21,7 @@ _CAUSES = (
     "differences",
     "kernel",
     "gradient sums",
+    "sum",
 )
 """Kinds of reason that start a float32 region, the others follow from them; most telling first."""
 

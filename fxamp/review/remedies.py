@@ -252,6 +252,7 @@ _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
     "integers": _integers,
     "rows": _allowing("picks low rows; the gradients of equal rows are then added in low precision"),
     "gradient sums": _allowing("runs {it} low; its gradients are then added up in low precision"),
+    "sum": _allowing(_ANYWAY + "of many summands for one place the later ones are lost"),
     "square": _allowing(_ANYWAY + "scale the operand down first, or the square overflows float16 from 256"),
     "upstream": _allowing(_ANYWAY + "rounding may take the argument out of the domain: -inf or NaN"),
     "position": _allowing(_ANYWAY + "rounding changes positions, bins and what is larger"),

@@ -176,6 +176,14 @@ CASES = (
         "one by one",
     ),
     Case(
+        "sum",
+        lambda m, x: m.a(x).index_put((torch.zeros(len(x), dtype=torch.long),), m.b(x), accumulate=True),
+        "index_put",
+        "high",
+        ("sum",),
+        "adds to what is there",
+    ),
+    Case(
         "square",
         lambda m, x: m.a(x).relu().mul(2.0) ** 1 * 1.0 + (lambda y: y * y)(m.b(x)),
         "mul_2",
