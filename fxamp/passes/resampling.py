@@ -24,8 +24,8 @@ def adds_gradients_low(node: fx.Node) -> bool:
     CUDA adds the gradient of each number that is made to those of its neighbours one by one, in their dtype. On an
     H100, in bfloat16: of 1 x 1 -> 64 x 64 a tenth of the gradient is lost; to twice as many numbers forward and
     backward take 1.2 (bilinear) to 7.5 times (bicubic) as long as in float32 with both casts. Bilinear to fewer
-    numbers takes 0.6 of the time and loses nothing: it may be low. Of `nearest` and `area` each sum is kept in float32
-    and rounded once.
+    numbers takes 0.6 of the time and loses nothing: it may be low. Of `nearest` each sum is kept in float32 and rounded
+    once; `area`, which is adaptive pooling, adds in 16 bits, too, but few, unless it enlarges.
     """
     op = ir.mark(node).op
     mode = _BY_NAME.get(op)

@@ -114,12 +114,14 @@ def test_so_is_the_users_list(monkeypatch):
 
 
 def test_the_gpu_script_runs_dry():
-    script = Path(__file__).parents[2] / "tools" / "gpu_resampling"
+    script = Path(__file__).parents[2] / "tools" / "gpu_gradient_sums"
     ran = subprocess.run([sys.executable, script, "--dry-run"], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     head, _, *rows = ran.stdout.splitlines()
-    assert head.endswith("CPU, a dry run") and len(rows) == 12 * 4 - 2 * 2
-    assert all(float(error) < 0.05 for row in rows for error in row.split()[-2:])
+    run = [row for row in rows if not row.endswith("no kernel")]
+    assert head.endswith("CPU, a dry run") and len(rows) == 20 * 4 - 5 * 2
+    assert {row.split()[0] for row in rows if row not in run} == {"avg_pool3d"}
+    assert all(float(error) < 0.05 for row in run for error in row.split()[-2:])
 
 
 @pytest.mark.gpu
