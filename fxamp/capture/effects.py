@@ -87,6 +87,8 @@ class Effects:
     def remember_containers(self, value: Any, title: str) -> None:
         """Remember what the containers in a value hold."""
         for container, saved in _containers(value):
+            if isinstance(saved, dict):
+                _forget_traced_types(saved)  # an earlier trace's: forgetting them is no write of this forward's
             self._containers.setdefault(id(container), (container, saved, title))  # as it was when it was first read
 
     def held_before(self, container: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
+from fxamp.capture.proxies import ValueProxy
 from fxamp.errors import CaptureError
 
 LOW = torch.bfloat16
@@ -226,6 +227,15 @@ def test_einops_may_see_its_first_tensor_in_a_capture(monkeypatch):
     monkeypatch.setattr(_backends, "_type2backend", {})
     ours = fxamp.convert(Model(HEADS["einops"]), LOW, capture="symbolic", example_inputs=(torch.randn(3, 8),))
     assert ours(torch.randn(3, 8)).shape == (2, 3, 4)
+
+
+def test_what_an_earlier_trace_left_with_einops_is_no_write_of_the_next_model(monkeypatch):
+    """As a forward that could not be followed does: the next model stays a graph, and it is gone then."""
+    kept = {torch.Tensor: _backends.get_backend(torch.empty(0)), ValueProxy: _backends.get_backend(torch.empty(0))}
+    monkeypatch.setattr(_backends, "_type2backend", kept)
+    ours = fxamp.convert(Model(HEADS["einops"]), LOW, capture="symbolic", example_inputs=(torch.randn(3, 8),))
+    assert ours(torch.randn(3, 8)).shape == (2, 3, 4)
+    assert set(kept) == {torch.Tensor}
 
 
 def named(m, x):

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import fxamp
+from fxamp import ir
+from fxamp.passes.values import adds_to_what_is_there
 
 Write = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ROWS, WIDTH = 512, 8
@@ -104,3 +106,10 @@ def test_the_reason_says_what_is_added_and_who_asks_gets_it_low() -> None:
     chosen = fxamp.convert(model, torch.bfloat16, lists=fxamp.OpLists.default().override(allow=["index_put"]))
     chosen(x, index)
     assert _precision(chosen, "index_put") == "low"
+
+
+def test_the_backend_form_always_adds() -> None:
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.ops.aten._unsafe_masked_index_put_accumulate.default, (graph.placeholder("x"),))
+    ir.set_mark(node, op="_unsafe_masked_index_put_accumulate")
+    assert adds_to_what_is_there(node)
