@@ -1,4 +1,4 @@
-"""A set of deny entries, none of them to spare, with which a model meets a tolerance, found by bisection."""
+"""The smallest set of deny entries with which a model meets a tolerance, found by bisection."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,6 +34,8 @@ class DenySet:
         tolerance: what was asked for; `is_met` says whether it is kept.
         runs: how many graphs were run.
         is_minimal: whether taking any single node out would break the tolerance; False where the runs ran out.
+        is_smallest: whether no set of fewer nodes keeps the tolerance, provided that a further node in float32 makes no
+            set worse; False where the runs ran out.
         given: the overrides that the model has already.
     """
 
@@ -42,6 +44,7 @@ class DenySet:
     tolerance: float
     runs: int
     is_minimal: bool
+    is_smallest: bool = False
     given: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -64,9 +67,11 @@ class DenySet:
             return f"even with every node in float32 the error is {self.error:.2e}, above {self.tolerance:.2e}"
         if not self.nodes:
             return f"an error of {self.error:.2e} <= {self.tolerance:.2e} as it is: nothing needs to be denied"
-        less = "larger without any one of them"
+        less = "and fewer nodes are not enough"
         if not self.is_minimal:
             less = f"maybe without some of them too ({self.runs} runs were too few to tell)"
+        elif not self.is_smallest:
+            less = f"larger without any one of them; other nodes may be fewer ({self.runs} runs were too few to tell)"
         return f"an error of {self.error:.2e} <= {self.tolerance:.2e}, {less}: overrides={self.overrides}"
 
 
@@ -79,16 +84,16 @@ def find_deny(
     max_runs: int = MAX_RUNS,
     progress: bool = True,
 ) -> DenySet:
-    """A set of nodes, none of them to spare, whose denial brings the outputs within `tolerance` of the fp32 run.
+    """The smallest set of nodes whose denial brings the outputs within `tolerance` of the fp32 run.
 
         found = fxamp.find_deny(model, converted, (x,), tolerance=1e-3)
         converted = fxamp.convert(model, overrides=found.overrides)
 
     Low nodes, and blocks that are converted by themselves, are ordered by the error they introduce; the shortest
     prefix that is enough is found by bisection, and then halves, quarters ... of it are taken out again where the
-    tolerance allows, until no single node can be. A set of two to four is then compared with smaller ones of the twelve
-    worst nodes, for as long as runs are left; beyond that another set may have fewer nodes. Last, where a neighbour of
-    a GEMM does as well, it stands in the GEMM's place.
+    tolerance allows, until no single node can be. Where a neighbour of a GEMM does as well, it stands in the GEMM's
+    place. What runs are left go to the search for fewer nodes: each set that fails says of which others one is needed,
+    and the smallest set that has one of each is tried next. What is not proved by then, the result says.
 
     Args:
         model: the fp32 model; its parameters are used for the fp32 run.
@@ -113,7 +118,7 @@ def find_deny(
     check_pair(model, converted)
     if engine_of(converted) is None:
         check_left(converted, "find_deny finds nothing to deny")
-        return DenySet((), compare(model, converted, inputs, loss_fn).output, tolerance, 0, True)
+        return DenySet((), compare(model, converted, inputs, loss_fn).output, tolerance, 0, True, True)
     with Progress("bisect", max_runs, progress) as bar:
         search = _Search(model, call_of(converted, inputs), loss_fn, tolerance, max_runs, bar.step)
         compared = compare(model, converted, inputs, loss_fn)
@@ -157,15 +162,22 @@ class _Search:
 
     def smallest(self, candidates: Sequence[str]) -> DenySet:
         if self.sets.passes(()):
-            return self.result((), True)
+            return self.result((), True, True)
         if not self.sets.passes(candidates):
             return self.result(tuple(candidates), False)
-        chosen, is_minimal = self.sets.reduced(self.sets.shortest_prefix(candidates))
-        for improved in (self.sets.smaller, self.with_fewer_gemms):
-            better = improved(chosen, candidates)
-            if better != chosen:
-                chosen, is_minimal = self.sets.reduced(better)
-        return self.result(tuple(chosen), is_minimal)
+        chosen, is_minimal = self.reduced(self.sets.shortest_prefix(candidates), candidates)
+        if not is_minimal:
+            return self.result(tuple(chosen), False)
+        fewest, is_smallest = self.sets.smallest(chosen, candidates)
+        if len(fewest) < len(chosen):
+            chosen, is_minimal = self.reduced(fewest, candidates)
+        return self.result(tuple(chosen), is_minimal, is_smallest)
+
+    def reduced(self, chosen: Sequence[str], candidates: Sequence[str]) -> tuple[Sequence[str], bool]:
+        """The set without what can be spared, and with few GEMMs; and whether no single name can be spared any more."""
+        chosen, is_minimal = self.sets.reduced(chosen)
+        better = self.with_fewer_gemms(chosen, candidates)
+        return (chosen, is_minimal) if better == chosen else self.sets.reduced(better)
 
     def with_fewer_gemms(self, chosen: Sequence[str], candidates: Sequence[str]) -> Sequence[str]:
         """The set with GEMMs exchanged for neighbours that bring the error down as well, for as long as runs are left.
@@ -207,9 +219,9 @@ class _Search:
             errors.append(error_of(one.detach(), other.detach()))
         return max(errors)
 
-    def result(self, nodes: tuple[str, ...], is_minimal: bool) -> DenySet:
-        given = dict(self.call.engine.options.overrides)
-        return DenySet(nodes, self.sets.error(nodes), self.sets.tolerance, self.sets.runs, is_minimal, given)
+    def result(self, nodes: tuple[str, ...], is_minimal: bool, is_smallest: bool = False) -> DenySet:
+        error, given = self.sets.error(nodes), dict(self.call.engine.options.overrides)
+        return DenySet(nodes, error, self.sets.tolerance, self.sets.runs, is_minimal, is_smallest, given)
 
 
 def _outputs(found: Sequence[Any]) -> Any:

@@ -1,10 +1,8 @@
 """A small set that passes a test, found in a bounded number of runs."""
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-# A set of at most this many names is compared with smaller ones, made of this many candidates: 298 sets at most.
-_LARGEST_COMPARED, _COMPARED_WITH = 4, 12
+from fxamp.numerics.hitting_sets import TooHard, smallest_hitting_set
 
 
 class SubsetSearch:
@@ -85,24 +83,55 @@ class SubsetSearch:
                 parts = min(2 * parts, len(chosen))
         return chosen, True
 
-    def smaller(self, chosen: Sequence[str], candidates: Sequence[str]) -> Sequence[str]:
-        """A set of fewer names, where one of the first candidates passes before the runs are used up; else `chosen`.
+    def smallest(self, chosen: Sequence[str], candidates: Sequence[str]) -> tuple[Sequence[str], bool]:
+        """The smallest set of candidates that passes; `chosen`, which does, where the runs are too few to find one.
 
-        What is part of a set that did not pass is not tried.
+        Implicit hitting sets (Ignatiev, Previti, Liffiton, Marques-Silva 2015, there for unsatisfiable cores): where a
+        set fails, one that passes holds a name outside of it. The smallest set with a name of each of those outsides
+        is no larger than the smallest that passes: if it passes itself, it is that, else its outside is one more.
+
+        Returns:
+            The set, and whether it is known to be the smallest, provided that no name added makes a set fail.
         """
-        while 1 < len(chosen) <= _LARGEST_COMPARED:
-            found = next(filter(self.passes, self._untried(candidates[:_COMPARED_WITH], len(chosen) - 1)), None)
-            if found is None:
-                return chosen
-            chosen = found
-        return chosen
+        others = [_without(candidates, [name]) for name in chosen]
+        while True:
+            try:
+                hit = smallest_hitting_set(self._outsides(chosen, candidates), len(chosen) - 1, candidates)
+            except TooHard:
+                return chosen, False
+            if hit is None:
+                return chosen, True
+            if self.is_used_up and frozenset(hit) not in self.known:
+                return chosen, False
+            if others:
+                self.passes(others.pop(0))
+            elif self.passes(hit):
+                return hit, True
+            else:
+                self._narrow(_without(candidates, hit), candidates)
 
-    def _untried(self, candidates: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-        """Sets of one size, those of the first candidates first, for as long as runs are left."""
-        for places in sorted(itertools.combinations(range(len(candidates)), size), key=sum):
-            names = [candidates[place] for place in places]
-            failed = (known for known, error in self.known.items() if error > self.tolerance)
-            if self.is_used_up:
+    def _outsides(self, chosen: Sequence[str], candidates: Sequence[str]) -> list[frozenset[str]]:
+        """What sets that failed lack, without what holds another such outside.
+
+        One that holds all of `chosen`, which passes, tells nothing.
+        """
+        failed = [known for known, error in self.known.items() if error > self.tolerance]
+        outsides = [frozenset(candidates).difference(known) for known in failed if not known.issuperset(chosen)]
+        return [each for each in dict.fromkeys(outsides) if not any(other < each for other in outsides)]
+
+    def _narrow(self, outside: Sequence[str], candidates: Sequence[str]) -> None:
+        """Halve what a set that failed lacks, for as long as all but the half still fail."""
+        while len(outside) > 1:
+            middle = -(-len(outside) // 2)
+            for half in (outside[:middle], outside[middle:]):
+                if self.is_used_up:
+                    return
+                if not self.passes(_without(candidates, half)):
+                    outside = half
+                    break
+            else:
                 return
-            if not any(known.issuperset(names) for known in failed):
-                yield names
+
+
+def _without(names: Sequence[str], left_out: Sequence[str]) -> list[str]:
+    return [name for name in names if name not in left_out]

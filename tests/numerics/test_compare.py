@@ -179,8 +179,8 @@ def test_bisection_finds_the_planted_nodes(planted):
     model, converted = pair(planted)
     clean = compare(*pair(), (X,)).output
     found = find_deny(model, converted, (X,), tolerance=3 * clean, progress=False)
-    assert found.is_met and found.is_minimal
-    assert "smallest" not in str(found) and "larger without any one of them: overrides=" in str(found)
+    assert found.is_met and found.is_minimal and found.is_smallest
+    assert "and fewer nodes are not enough: overrides=" in str(found)
     rows = {row.name: row for row in fxamp.report(converted).rows}
     feeding = {f"layers.{number}" for number in planted}  # in float32 they take the sum behind them along
     assert found.nodes and all(rows[name].op in ("add", "sub") or rows[name].module in feeding for name in found.nodes)
@@ -208,7 +208,15 @@ def test_a_set_of_three_gives_way_to_a_pair(monkeypatch):
 
     monkeypatch.setattr("fxamp.numerics.bisect._Search._run", error)
     found = find_deny(*pair(), (X,), tolerance=0.5, progress=False)
-    assert len(order) >= 5 and set(found.nodes) == set(order[3:5]) and found.is_minimal
+    assert len(order) >= 5 and set(found.nodes) == set(order[3:5]) and found.is_smallest
+
+
+def test_what_the_runs_did_not_prove_is_said(monkeypatch):
+    """Any three will do: each pair would have to be tried."""
+    monkeypatch.setattr("fxamp.numerics.bisect._Search._run", lambda search, denied: float(len(set(denied)) < 3))
+    found = find_deny(*pair(), (X,), tolerance=0.5, max_runs=24, progress=False)
+    assert len(found.nodes) == 3 and found.is_minimal and not found.is_smallest
+    assert "larger without any one of them; other nodes may be fewer (24 runs were too few to tell)" in str(found)
 
 
 def test_the_number_of_runs_is_bounded_and_said():
@@ -481,7 +489,7 @@ WIDE = torch.linspace(-1, 1, 128).reshape(8, 16)
 def test_a_gemm_is_not_denied_where_what_reads_it_loses_its_result():
     model, converted = Cancelled(), fxamp.convert(Cancelled(), FP16, (WIDE,))
     found = find_deny(model, converted, (WIDE,), 1e-3, progress=False)
-    assert found.nodes == ("add",) and found.is_met and found.is_minimal
+    assert found.nodes == ("add",) and found.is_met and found.is_smallest
     again = fxamp.convert(Cancelled(), FP16, (WIDE,), overrides=found.overrides)
     assert compare(model, again, (WIDE,)).output == found.error
     assert fxamp.report(again).coverage == 1.0

@@ -65,7 +65,7 @@ def noisy(names):
     return run_node
 
 
-@pytest.mark.parametrize("places", [(0,), (0.5,), (1,), (0.25, 0.75), (0, 0.4, 1)])
+@pytest.mark.parametrize("places", [(0,), (0.5,), (1,), (0.25, 0.75), (0, 0.4, 1), (0, 0.2, 0.5, 0.7, 1)])
 @pytest.mark.parametrize("name", ["gpt2_small", "lstm_lm"])
 def test_bisection_finds_exactly_the_planted_nodes(name, places, monkeypatch):
     about = planting.subject(name)
@@ -75,7 +75,7 @@ def test_bisection_finds_exactly_the_planted_nodes(name, places, monkeypatch):
     clean = compare(call.model, call.model, (call.args, call.kwargs)).output
     monkeypatch.setattr(fx.Interpreter, "run_node", noisy(planted))
     found = fxamp.find_deny(call.model, call.model, (call.args, call.kwargs), 2 * clean, progress=False)
-    assert found.is_met and found.is_minimal and set(found.nodes) == planted
+    assert found.is_met and found.is_smallest and set(found.nodes) == planted
 
 
 def test_a_swallowed_infinity_that_float32_has_too_is_no_finding():

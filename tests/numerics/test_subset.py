@@ -3,8 +3,14 @@
 import itertools
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from fxamp.numerics.hitting_sets import TooHard, smallest_hitting_set
 from fxamp.numerics.subset import SubsetSearch
+
+NAMES = "abcdefgh"
+FAMILIES = st.lists(st.sets(st.sampled_from(NAMES), min_size=1), min_size=1, max_size=6)
 
 
 def search(*enough, max_runs=64):
@@ -14,7 +20,8 @@ def search(*enough, max_runs=64):
 
 def found(sets, candidates):
     chosen, _ = sets.reduced(sets.shortest_prefix(candidates))
-    return "".join(sorted(sets.smaller(chosen, candidates)))
+    names, is_smallest = sets.smallest(chosen, candidates)
+    return "".join(sorted(names)), is_smallest
 
 
 @pytest.mark.parametrize(
@@ -25,33 +32,95 @@ def found(sets, candidates):
         (("abc", "h"), "h"),
         (("abcd", "efg", "hi"), "hi"),
         (("abcd", "l"), "l"),
-        (("abcde", "h"), "abcde"),  # of five names none smaller is looked for
-        (("abc", "mn"), "abc"),  # behind the first twelve
+        (("abcde", "h"), "h"),
+        (("abc", "mn"), "mn"),
+        (("abcdefgh",), "abcdefgh"),
+        (("abcdefgh", "ijklmn"), "ijklmn"),
     ],
 )
-def test_a_smaller_set_is_found_among_the_first(enough, smallest):
-    assert found(search(*enough, max_runs=400), "abcdefghijklmnop") == smallest
+def test_the_smallest_set_is_found_and_known_to_be(enough, smallest):
+    assert found(search(*enough, max_runs=400), "abcdefghijklmnop") == (smallest, True)
 
 
-@pytest.mark.parametrize("pair", itertools.combinations("abcdefgh", 2))
+@pytest.mark.parametrize("pair", list(itertools.combinations(NAMES, 2)))
 def test_every_pair_is_found_in_few_runs(pair):
     sets = search("abc", "".join(pair))
-    assert found(sets, "abcdefgh") == "".join(pair) and sets.runs <= 40
+    assert found(sets, NAMES) == ("".join(pair), True) and sets.runs < 64
 
 
-def test_the_first_candidates_are_tried_first():
-    assert found(search("abc", "bd", max_runs=20), "abcdefghijkl") == "bd"
+@pytest.mark.parametrize("count", range(1, 7))
+@pytest.mark.parametrize("first", [0, 40])
+def test_each_of_some_nodes_that_is_needed_costs_one_run_to_prove(count, first):
+    candidates = [str(number) for number in range(100)]
+    needed = candidates[first : first + 5 * count : 5]
+    sets = search(needed, max_runs=100)
+    chosen, _ = sets.reduced(sets.shortest_prefix(candidates))
+    before = sets.runs
+    assert sets.smallest(chosen, candidates) == (needed, True)
+    assert sets.runs <= before + count
 
 
-def test_no_more_runs_are_made_than_allowed():
-    for max_runs in range(2, 30):
-        sets = search("abcd", "jk", max_runs=max_runs)
-        assert found(sets, "abcdefghijklmnop") and sets.runs <= max_runs
+@given(FAMILIES)
+def test_what_is_called_the_smallest_is(enough):
+    every = set().union(*enough)
+    sets = search(*enough, max_runs=10_000)
+    names, is_smallest = found(sets, sorted(every))
+    assert is_smallest and set(names) in enough and len(names) == min(map(len, enough))
+
+
+@given(FAMILIES, st.integers(2, 40))
+def test_with_few_runs_it_is_called_so_only_where_it_is(enough, max_runs):
+    sets = search(*enough, max_runs=max_runs)
+    names, is_smallest = found(sets, NAMES)
+    assert sets.runs <= max_runs and (names == NAMES or sets.known[frozenset(names)] == 0.0)
+    assert not is_smallest or len(names) == min(map(len, enough))
+
+
+def test_a_set_that_fails_though_it_holds_one_that_passes_proves_nothing():
+    """Two roundings may cancel: with one of them gone the error is larger."""
+    sets = SubsetSearch(lambda names: float(set(names) == set("abcdefg") or not set(names) & set("bc")), 0.0, 500)
+    assert sets.passes("bc") and not sets.passes("abcdefg")
+    assert sets.smallest("bc", NAMES) == (["b"], True)
 
 
 def test_what_is_part_of_a_set_that_failed_is_not_tried():
     sets = search("abc")
     sets.passes("abdefghijkl")
     before = sets.runs
-    assert sets.smaller("abc", "abcdefghijkl") == "abc"
+    assert sets.smallest("abc", "abcdefghijkl") == ("abc", True)
     assert all("c" in key for key in list(sets.known)[before:])
+
+
+@given(FAMILIES, st.integers(0, 5))
+def test_a_hitting_set_is_as_small_as_any(sets, most):
+    of_size = lambda size: (set(names) for names in itertools.combinations(NAMES, size))  # noqa: E731
+    sizes = (
+        size for size in range(len(NAMES) + 1) if any(all(names & each for each in sets) for names in of_size(size))
+    )
+    smallest = next(sizes)
+    names = smallest_hitting_set([frozenset(each) for each in sets], most, NAMES)
+    if smallest > most:
+        assert names is None
+    else:
+        assert len(names) == len(set(names)) == smallest and all(set(names) & each for each in sets)
+
+
+def test_of_alternatives_the_first_is_taken():
+    assert smallest_hitting_set([frozenset("db"), frozenset("ca")], 2, NAMES) == ["a", "b"]
+
+
+def test_a_search_that_is_too_long_ends():
+    names = [str(number) for number in range(60)]
+    sets = [frozenset(chosen) for chosen in itertools.combinations(names[:24], 3)][::7]
+    with pytest.raises(TooHard):
+        smallest_hitting_set(sets, 20, names)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 3))
+def test_where_it_is_too_long_nothing_is_called_the_smallest(seed):
+    names = [str(number) for number in range(30)]
+    weights = {name: 1.0 + (number * (seed + 3)) % 7 / 50 for number, name in enumerate(names)}
+    sets = SubsetSearch(lambda chosen: sum(weights.values()) - sum(map(weights.get, chosen)), 15.0, 200)
+    chosen, _ = sets.reduced(sets.shortest_prefix(names))
+    assert sets.smallest(chosen, names) == (chosen, False)
