@@ -131,7 +131,8 @@ def _copy_of(captured: Captured) -> Captured:
 def _name_from_root(captured: Captured, model: nn.Module) -> None:
     """Paths from the model: behind a graph break Dynamo names weights and modules from the module that went on.
 
-    A weight that a function is handed there has no path in its name.
+    A weight that a function is handed there has no path in its name, and one that a plain object holds, or a list,
+    another than the model has for it.
     """
     names: dict[int, list[str]] = {}
     for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
@@ -140,11 +141,12 @@ def _name_from_root(captured: Captured, model: nn.Module) -> None:
     inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
     for node, value in zip(inputs, captured.example or [], strict=False):
         path = str(node.meta.get(ir.WEIGHT_PATH, ""))
-        fitting = [name for name in names.get(id(value), ()) if f".{name}".endswith(f".{path}" if path else "")]
-        if ir.WEIGHT_PATH not in node.meta or not fitting:
+        own = names.get(id(value), [])
+        fitting = [name for name in own if f".{name}".endswith(f".{path}" if path else "")]
+        if ir.WEIGHT_PATH not in node.meta or not own:
             continue
-        node.meta[ir.WEIGHT_PATH] = min(fitting, key=len)
-        if path:
+        node.meta[ir.WEIGHT_PATH] = min(fitting or own, key=len)
+        if path and fitting:
             prefixes.append(min(fitting, key=len).removesuffix(path))
     prefix = prefixes[0] if prefixes and len(set(prefixes)) == 1 else ""
     around = _modules_around(prefix, model)

@@ -56,6 +56,36 @@ def linears(converted):
     return {row.module: row.precision for row in fxamp.report(converted).rows if row.op == "linear"}
 
 
+class Held:
+    def __init__(self, value):
+        self.value = value
+
+
+class Product(nn.Module):
+    """Keeps its weight in an object, too, and reads it there, as keras does."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = Held(nn.Parameter(torch.linspace(-1, 1, 64).reshape(8, 8)))
+        self.weights = nn.ParameterDict({"the/kernel": self.held.value})
+
+    def forward(self, x):
+        return x @ self.held.value
+
+
+def test_a_weight_that_an_object_holds_is_no_other_modules():
+    model = nn.Sequential(Product(), nn.ReLU(), Product())
+    built = {}
+    for capture in ("dynamo", "symbolic"):
+        converted = fxamp.convert(model, torch.float16, capture=capture)
+        converted(X)
+        built[capture] = fxamp.report(converted)
+    by_dynamo, by_symbols = built["dynamo"], built["symbolic"]
+    assert set(by_dynamo.runs) == {1} and not any("for" in text and "too:" in text for text in by_dynamo.advice)
+    assert (by_dynamo.casts, by_dynamo.weight_casts) == (by_symbols.casts, by_symbols.weight_casts)
+    assert fxamp.explain(converted, "0").startswith("module 0")
+
+
 def test_the_report_names_whom_a_graph_serves():
     told = [text for text in fxamp.report(called()).advice if "Dynamo runs the graph of" in text]
     assert told and all("blocks.1" in text and "blocks.2" in text and "blocks.3" in text for text in told)
