@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from fxamp.capture.modes import are_modes_active
 from fxamp.dynamo.backend import DynamoForward
 from fxamp.model.hooked import multiplied
+from fxamp.model.used_weights import used_in
 from fxamp.model.written import Written
 from fxamp.options import Options
 from fxamp.override_keys import around
@@ -31,6 +32,9 @@ class Otherwise:
        or a mixture of experts. It stays so if graphs hold nearly all of them: nothing is compiled, and what the data
        decides compiles nothing anew.
     2. Any other is for Dynamo, whose graphs are larger than a layer.
+    3. What Dynamo leaves outside of its graphs runs in float32. Where that is more than a little, or becomes so as it
+       gives up one thing after another, the model runs as it is written after all, as torch.autocast would run it;
+       unless that raises where Dynamo does not.
 
     Args:
         options: what convert() was asked for.
@@ -41,6 +45,10 @@ class Otherwise:
         self.by_dynamo = DynamoForward(options, rewrite)
         self.written = Written(options, rewrite)
         self.chosen: DynamoForward | Written | None = None
+        self._gone: DynamoForward | Written | None = None  # by the last call
+        self._is_judged = False  # by what Dynamo's graphs hold
+        self._has_left = False  # Dynamo, and has come through no call since
+        self._stays = False  # with Dynamo, whatever it leaves out
 
     def __reduce__(self) -> Any:
         return Otherwise, (self.by_dynamo.options, self.by_dynamo.rewrite)
@@ -59,9 +67,9 @@ class Otherwise:
         self.by_dynamo.watch = given
 
     @property
-    def is_for_dynamo_next(self) -> bool:
-        """Whether the first call has told that Dynamo is to capture the model, which it has not been asked for yet."""
-        return self.chosen is self.by_dynamo and not self.by_dynamo.calls
+    def is_for_next_call(self) -> bool:
+        """Whether the last call has told of another way, which none has gone yet."""
+        return self.chosen is not None and self.chosen is not self._gone
 
     def stay_outside(self, name: str) -> None:
         """Let a Dynamo that traces the model from outside break its graph here."""
@@ -90,10 +98,33 @@ class Otherwise:
 
     def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tells = _tells((args, kwargs))
-        way = self._way_for(module, tells)
+        way = self._gone = self._way_for(module, tells)
+        if way is self.by_dynamo:
+            return self._through_dynamo(base, module, args, kwargs, tells)
+        if self._has_left:
+            return self._away_from_dynamo(base, module, args, kwargs)
         result = way(base, module, args, kwargs)
-        if tells and self.chosen is None and way is self.written:
+        if tells and self.chosen is None:
             self._judge_parts(module)
+        return result
+
+    def _through_dynamo(self, base: Any, module: nn.Module, args: Any, kwargs: Any, tells: bool) -> Any:
+        if not tells or self._stays or (self._is_judged and not self.by_dynamo.given_up):
+            return self.by_dynamo(base, module, args, kwargs)
+        with self.by_dynamo.noting() as given:
+            result = self.by_dynamo(base, module, args, kwargs)
+        self._judge_graphs(module, result, given)
+        return result
+
+    def _away_from_dynamo(self, base: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        try:
+            result = self.written(base, module, args, kwargs)
+        except RuntimeError as error:
+            result = self.by_dynamo(base, module, args, kwargs)  # or the error is the model's own
+            self.chosen = self._gone = self.by_dynamo
+            self._stays = True
+            log.warning("%s: left to Dynamo, as it raises under torch.autocast: %s", type(module).__qualname__, error)
+        self._has_left = False
         return result
 
     def _judge_parts(self, model: nn.Module) -> None:
@@ -102,6 +133,20 @@ class Otherwise:
         if self.chosen is self.by_dynamo:
             text = "%s: captured by Dynamo from now on, as graphs of its parts hold %s of the weights alone"
             log.info(text, type(model).__qualname__, percent(share))
+
+    def _judge_graphs(self, model: nn.Module, result: Any, given: set[int]) -> None:
+        """Leave Dynamo if its graphs hold too little of what the call used.
+
+        Args:
+            given: the weights that its graphs were given, by identity.
+        """
+        self._is_judged = True
+        sizes = {id(weight): weight.numel() for weight in used_in(model, result)}
+        share = sum(size for weight, size in sizes.items() if weight in given) / max(1, sum(sizes.values()))
+        if sizes and share < _MOST and not _needs_a_compiler(model):
+            self.chosen, self._has_left = self.written, True
+            text = "%s: from now on %s, as Dynamo's graphs hold %s of the weights alone"
+            log.info(text, type(model).__qualname__, self.written.how(model), percent(share))
 
 
 def _tells(given: Any) -> bool:

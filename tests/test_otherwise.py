@@ -50,6 +50,13 @@ def chosen(converted):
     return type(engine_of(converted).dynamo.chosen)
 
 
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 def trained(model, **how):
     return trained_by(model, torch.optim.SGD(model.parameters(), 0.1), **how)
 
@@ -114,6 +121,102 @@ def test_one_of_layers_alone_is_for_dynamo_at_once(caplog):
         converted(batch(0)).sum().backward()
     assert engine_of(converted).dynamo.by_dynamo.calls == 1 and not engine_of(converted).dynamo.written.engines
     assert any("Shallow: captured by Dynamo, because" in record.message for record in caplog.records)
+
+
+class Looping(nn.Module):
+    """Dynamo gives up its frame: a graph breaks inside of the loop. `spare` is used by nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.layers = nn.Linear(16, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.spare = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.head(x)
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+            if x.sum().item() > 1e9:
+                x = x * 2
+        return x
+
+
+@pytest.mark.parametrize("dtype", LOWS)
+def test_what_dynamo_leaves_out_runs_as_autocast_runs_it(dtype, fresh_dynamo):
+    torch.manual_seed(0)
+    model = Looping()
+    plain, low = copy.deepcopy(model), copy.deepcopy(model)
+    converted = o1(model, dtype)
+    assert torch.equal(converted(batch(0)), plain(batch(0)))
+    assert chosen(converted) is Written
+    found, expected = trained(converted), trained(low, autocast=dtype)
+    assert torch.equal(found, expected) and not torch.equal(found, trained(plain))
+
+
+class Spared(Looping):
+    """Graphs hold all that is used."""
+
+    def forward(self, x, how="relu"):
+        h = getattr(F, how)(self.head(x))
+        for layer in self.layers:
+            h = layer(h)
+        return h if h.sum().item() > 0 else -h
+
+
+def test_what_is_not_used_is_no_reason_to_leave_dynamo(fresh_dynamo):
+    converted = o1(Spared())
+    for step in range(3):
+        converted(batch(step)).sum().backward()
+    assert chosen(converted) is not Written and set(fxamp.report(converted).captures) == {"dynamo"}
+    converted = o1(Spared().requires_grad_(False))  # then nothing tells
+    converted(batch(0))
+    assert chosen(converted) is Written
+
+
+class Refused(Looping):
+    """Does not take what torch.autocast makes low, as kernels do not that are for float32 alone."""
+
+    def forward(self, x):
+        h = super().forward(x)
+        if h.dtype != torch.float32:
+            raise RuntimeError("only float32 here")
+        return h
+
+
+def test_what_raises_under_autocast_stays_with_dynamo(fresh_dynamo, caplog):
+    model = Refused()
+    converted = o1(model)
+    for _ in range(4):
+        assert torch.equal(converted(batch(0)), model(batch(0)))
+    assert chosen(converted) is DynamoForward
+    (said,) = [text for text in caplog.messages if "it raises under torch.autocast" in text]
+    assert said == "Refused: left to Dynamo, as it raises under torch.autocast: only float32 here"
+
+
+def test_what_raises_anyway_is_the_models_own(fresh_dynamo, caplog):
+    converted = o1(Looping())
+    converted(batch(0))
+    with pytest.raises(RuntimeError):
+        converted(batch(0)[:, :3])
+    assert chosen(converted) is Written and not any("it raises" in text for text in caplog.messages)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = Looping.forward(converted, batch(0))
+    assert torch.equal(converted(batch(0)), expected.float())
+
+
+def test_what_dynamo_gives_up_later_is_a_reason(fresh_dynamo, caplog):
+    model = Spared()
+    converted = o1(model)
+    with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2):
+        for how in ("relu", "tanh", "sigmoid", "relu"):
+            converted(batch(0), how).sum().backward()
+        assert any("Dynamo gives up" in text for text in caplog.messages)
+        assert chosen(converted) is not Written  # the last call had its graph
+        assert torch.equal(converted(batch(0), "gelu"), model(batch(0), "gelu"))
+        assert chosen(converted) is Written
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(batch(0), "gelu").float()
+        assert torch.equal(converted(batch(0), "gelu"), expected)
 
 
 def test_what_an_override_denies_stays_in_float32():

@@ -8,7 +8,7 @@ import collections
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -96,6 +96,7 @@ class DynamoForward:
         self.weights: set[str] = set()
         self.shared: dict[str, str] = {}
         self.given_up: dict[str, str] = {}
+        self._given: set[int] | None = None
         self._captures: collections.Counter[int] = collections.Counter()  # by frame: in how many calls
         self._captured_at: dict[int, int] = {}  # by frame: in which call last
         self._alike = 1
@@ -111,6 +112,15 @@ class DynamoForward:
     def how(self, module: nn.Module) -> str:
         """How calls run, in a sentence about the model."""
         return "captured by Dynamo"
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[set[int]]:
+        """Have graphs note what they are given, by identity."""
+        given = self._given = set()
+        try:
+            yield given
+        finally:
+            self._given = None
 
     def stay_outside(self, name: str) -> None:
         """Let a Dynamo that traces the model from outside break its graph here: it would trace through, into what the
@@ -244,6 +254,8 @@ class DynamoForward:
 
     def run(self, variant: Variant, inputs: list[Any]) -> Any:
         self._not_run = None
+        if self._given is not None:
+            self._given.update(map(id, inputs))
         if self.calls == self._grown_at and self._root is not None:
             self._note_weights(variant, inputs, self._root)
         with modes_return():

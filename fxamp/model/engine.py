@@ -65,7 +65,7 @@ class Engine:
         self.paths: tuple[str, ...] = ()  # of a boundary and those equal to it, in the model they belong to
         self.is_trained = False  # whether it was called while gradients were on
         self.loads = 0  # of state dicts into the model
-        self.announced: tuple[int, bool] | None = None  # so that a call which made no graph is told of too
+        self.announced: tuple[int, bool, str] | None = None  # so that a call which made no graph is told of too
         self.fallbacks: dict[str, None] = {}
         self.refusals = Refusals()
         self.others = OtherSelves()
@@ -232,10 +232,11 @@ class Engine:
             torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None
         ):
             return  # Dynamo steps aside for the mode, or the transform; the next call may make graphs
-        if not count and getattr(self.dynamo, "is_for_dynamo_next", False):
-            self.previews.clear()
+        if getattr(self.dynamo, "is_for_next_call", False):
+            if not count:
+                self.previews.clear()
             return  # the next call makes graphs, or tells that there can be none
-        state = count, bool(getattr(self.dynamo, "runs_as_written", False))
+        state = count, bool(getattr(self.dynamo, "runs_as_written", False)), getattr(self.dynamo, "runs", "")
         if state != self.announced and not self.is_boundary and not torch.compiler.is_compiling():
             self.announced = state
             if not count or self.blocks:

@@ -72,7 +72,7 @@ def warnings_of(caplog) -> list[str]:
 @pytest.mark.parametrize("example_inputs", [None, (X,)])
 def test_a_model_of_which_nothing_was_captured_says_so_once(example_inputs, caplog):
     model = Loop()
-    converted = fxamp.convert(model, dtype="bf16", example_inputs=example_inputs)
+    converted = fxamp.convert(model, dtype="bf16", example_inputs=example_inputs, capture="dynamo")
     assert warnings_of(caplog) == []
     for _ in range(3):
         assert torch.equal(converted(X), model(X))
@@ -82,6 +82,26 @@ def test_a_model_of_which_nothing_was_captured_says_so_once(example_inputs, capl
     report = fxamp.report(converted)
     assert not report.is_preview and len(report.outside) == 1 and "100% of the weights" in report.outside[0]
     assert "call the model once" not in str(report) and "preview" not in str(report)
+
+
+def test_what_dynamo_leaves_out_runs_as_under_autocast_from_then_on(caplog):
+    model = Loop()
+    converted = fxamp.convert(model, dtype="bf16")
+    with caplog.at_level(logging.INFO, "fxamp"):
+        assert torch.equal(converted(X), model(X))
+        assert warnings_of(caplog) == []
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(X).float()
+        for _ in range(3):
+            assert torch.equal(converted(X), expected)
+    (said,) = warnings_of(caplog)
+    assert said.startswith("nothing of Loop was converted: 100% of the weights are outside of every graph")
+    assert "(parts.0.weight" in said and "in a forward that runs as under torch.autocast: " in said
+    told = [text for text in caplog.messages if "as Dynamo's graphs hold 0% of the weights alone" in text]
+    assert told == [
+        "Loop: from now on runs as under torch.autocast, and what it calls as graphs, "
+        "as Dynamo's graphs hold 0% of the weights alone"
+    ]
 
 
 class LoopsInTraining(Loop):
@@ -96,10 +116,10 @@ def test_a_model_that_was_evaluated_first_says_that_its_training_is_not_captured
     for _ in range(2):
         converted.train()(X)
     (said,) = warnings_of(caplog)
-    assert said.startswith("LoopsInTraining: in calls that are left to Dynamo 100% of the weights are read by no graph")
-    assert "parts.0.weight" in said and "graph break inside a loop" in said
+    assert "LoopsInTraining was converted: in calls that no graph holds 100% of the weights are outside" in said
+    assert "parts.0.weight" in said and "runs as under torch.autocast" in said
     report = fxamp.report(converted)
-    assert report.low_precision_nodes > 0 and f"LoopsInTraining: {report.outside[0]}" == said
+    assert report.low_precision_nodes > 0 and said.endswith(report.outside[0])
 
 
 def test_a_small_part_is_not_said_to_be_nothing():
@@ -124,7 +144,7 @@ def test_evaluation_does_not_hide_what_dynamo_left_out_in_training(caplog):
     for _ in range(2):
         converted.train()(X)
     (said,) = warnings_of(caplog)
-    assert "in calls that are left to Dynamo 75% of the weights" in said and "loop.parts.0.weight" in said
+    assert "in calls that no graph holds 100% of the weights are outside" in said and "loop.parts.0.weight" in said
     assert fxamp.report(converted).outside[0] in said
 
 
@@ -172,7 +192,7 @@ def test_modules_that_share_a_graph_are_all_inside(caplog):
 
 
 def test_a_part_that_was_not_captured_is_counted(caplog):
-    converted = fxamp.convert(Around(), dtype="bf16")
+    converted = fxamp.convert(Around(), dtype="bf16", capture="dynamo")
     converted(X)
     (outside,) = fxamp.report(converted).outside
     assert outside.startswith("75% of the weights are read by no graph and run as they are (loop.parts.0.weight")
@@ -192,7 +212,7 @@ class Grows(Around):
 
 @pytest.mark.parametrize(("kind", "blocks"), [(Loop, ["parts.*"]), (Grows, ["loop.parts.*", "tail"])])
 def test_the_remedy_converts_what_was_left_out(kind, blocks, caplog):
-    fxamp.convert(kind(), dtype="bf16")(X)
+    fxamp.convert(kind(), dtype="bf16", capture="dynamo")(X)
     (said,) = warnings_of(caplog)
     assert f"fxamp.convert(model, boundaries={blocks})" in said
     converted = fxamp.convert(kind(), dtype="bf16", boundaries=blocks)
@@ -208,7 +228,7 @@ def test_the_remedy_names_parts_of_the_model_itself_where_no_list_holds_them():
 
 
 def test_a_model_of_which_most_was_not_captured_says_so_once(caplog):
-    converted = fxamp.convert(Grows(), dtype="bf16")
+    converted = fxamp.convert(Grows(), dtype="bf16", capture="dynamo")
     for shape in ((2, 8), (2, 8), (3, 2, 8), (2, 2, 2, 8)):
         converted(torch.randn(shape))
     (said,) = warnings_of(caplog)
