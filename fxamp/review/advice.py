@@ -84,7 +84,9 @@ def advice_of(
         return
     if not low_nodes:
         yield (
-            "nothing runs in low precision, so nothing is gained. Most common reasons: " + _common_reasons(rows) + "."
+            "no node runs in low precision, so no graph gains anything. Most common reasons: "
+            + _common_reasons(rows)
+            + "."
         )
     yield from _high_gemms(gemms)
     yield from _unaligned(gemms, options.pad_to or ALIGNMENT)
