@@ -11,6 +11,7 @@ import enum
 import functools
 import operator
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -116,7 +117,7 @@ def _parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
         return list(dict(value).items())
     if isinstance(value, CONTAINERS):
         return _elements(value) if length_of(value) <= MOST else None
-    if is_library(type(value)):
+    if is_library(type(value)) and type(value) is not threading.local:
         return None
     slots = [name for name in _slots(type(value)) if name in scope.names]
     own = getattr(value, "__dict__", None)

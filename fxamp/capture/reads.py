@@ -15,7 +15,7 @@ from fxamp.capture.effects import Effects
 from fxamp.capture.functions_of import beginnings_in, codes_of, functions_in, globals_of, strings_in
 from fxamp.capture.hooks import hook_writes
 from fxamp.capture.identity import is_asked_whether_none
-from fxamp.capture.kept_items import Item, is_inside, items_set
+from fxamp.capture.kept_items import Item, is_inside, items_set, without
 from fxamp.capture.locations import is_library_file
 from fxamp.capture.objects import (
     MISSING,
@@ -40,6 +40,7 @@ from fxamp.module_hooks import HOOKS, recomputed_weights
 
 # What nn.Module itself keeps in an instance; Structure looks after parameters, modules and hooks.
 _OWN = frozenset({*nn.Module().__dict__, "__dict__", "__class__", ENGINE, RUN})
+_TABLES = ("_parameters", "_buffers")
 _INHERITED = frozenset(dir(nn.Module)) - {"forward"}
 # Methods that are called without being named.
 _PROTOCOL = frozenset(
@@ -72,7 +73,8 @@ class Reads:
         self._is_paused = is_paused
         self._lift = lift
         self._found: dict[tuple[int, str], tuple[Any, Any]] = {}  # (id of owner, name) -> owner, value
-        self._registered: dict[tuple[int, str], tuple[nn.Module, str, torch.Tensor | None]] = {}  # -> kind, value
+        self._registered: dict[tuple[int, str, str], tuple[nn.Module, Any]] = {}  # (id, name, kind) -> value
+        self._listed: dict[tuple[int, str], tuple[nn.Module, dict[str, bool]]] = {}  # (id, kind) -> names: is it None
         self._looked_at: set[tuple[int, str]] = set()  # those that hold tensors of which not only None was asked
         self._known: dict[int, nn.Module] = {id(module): module for module in root.modules()}
         self._lifted: set[Place] = set()
@@ -109,6 +111,8 @@ class Reads:
                 raise
             if name == "training" and id(module) not in self._paths and not self._is_paused():
                 self._keep(self._own(module, name), name, value)  # a module outside of the model's tree
+            if name in _TABLES and not self._is_paused():  # forward goes through them
+                self._listed.setdefault((id(module), name), (self._own(module, name), without(value, tuple(value))))
             if name in _OWN or self._is_paused() or (name in _INHERITED and name not in module.__dict__):
                 return value
             if name in module.__dict__ and self._assignments.has(module, name):
@@ -191,11 +195,16 @@ class Reads:
                 found.append(cell.with_frozen((torch.Tensor, NOT_NONE)))
             else:
                 found.append(cell.with_frozen(cell.standing_for(value, scope)))
-        for (_, name), (owner, kind, value) in self._registered.items():
+        for (_, name, kind), (owner, value) in self._registered.items():
             path, title = self._path(owner), self._title(owner, name)
             holder = None if path is not None else owner
-            cell = Cell(name, (), path, holder, title, names, kind, ties.get((path or "", name)))
+            tie = None if value is MISSING else ties.get((path or "", name))
+            cell = Cell(name, (), path, holder, title, names, kind, tie)
             found.append(cell.with_frozen(cell.standing_for(value, scope)))
+        for (_, kind), (owner, entries) in self._listed.items():
+            path, title = self._path(owner), self._title(owner, kind)
+            holder = None if path is not None else owner
+            found.append(Cell(kind, frozen(entries, scope), path, holder, title, names, items_set=tuple(entries)))
         found += [
             Cell(name, frozen(vars(kind)[name], scope), None, kind, f"{kind.__qualname__}.{name}", names)
             for kind in self._classes
@@ -264,13 +273,15 @@ class Reads:
 
         A value of forward's own that stands there (torch.func.functional_call has swapped it in) is the graph's.
         """
-        for kind in ("_parameters", "_buffers", "_modules"):
-            entries = module.__dict__.get(kind, {})
-            if name in entries:
-                if kind != "_modules" and not issubclass(type(entries[name]), fx.Proxy):
-                    self._registered.setdefault((id(module), name), (module, kind, entries[name]))
-                return
-        self._keep(module, name, MISSING)
+        tables = [kind for kind in (*_TABLES, "_modules") if name in module.__dict__.get(kind, {})]
+        for kind in tables[:1]:
+            value = module.__dict__[kind][name]
+            if kind != "_modules" and not issubclass(type(value), fx.Proxy):
+                self._registered.setdefault((id(module), name, kind), (module, value))
+        if not tables:
+            self._keep(module, name, MISSING)
+            for kind in (kind for kind in _TABLES if kind in module.__dict__):
+                self._registered.setdefault((id(module), name, kind), (module, MISSING))
 
     def _keep(self, owner: Any, name: str, value: Any) -> None:
         if (id(owner), name) not in self._found:
@@ -296,10 +307,21 @@ class Reads:
                 self._beginnings |= beginnings_in(code)
                 for name in globals_of(code):
                     self._global(function.__globals__, name, code.co_names)
-            for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-                self._effects.remember_containers(default, f"a default of {function.__qualname__}()")
+            self._defaults(function)
             for cell in function.__closure__ or ():
                 self._outer(cell, "", read(cell, ""))
+
+    def _defaults(self, function: types.FunctionType) -> None:
+        """What an argument is where it is not given: state that stays from call to call."""
+        held = {"__name__": f"the defaults of {function.__qualname__}()"}
+        for place, default in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
+            self._effects.remember_containers(default, f"a default of {function.__qualname__}()")
+            if not isinstance(default, SCALARS):
+                held[str(place)] = default
+                self._found[id(held), str(place)] = held, default
+                for part in walk(default):
+                    self._function(part)
+                    self._class(part)
 
     def _named(self, names: set[str]) -> None:
         """Follow the methods of those names, whatever object of the user's they belong to."""
