@@ -153,16 +153,6 @@ def test_what_dynamo_leaves_out_runs_as_autocast_runs_it(dtype, fresh_dynamo):
     assert torch.equal(found, expected) and not torch.equal(found, trained(plain))
 
 
-class Spared(Looping):
-    """Graphs hold all that is used."""
-
-    def forward(self, x, how="relu"):
-        h = getattr(F, how)(self.head(x))
-        for layer in self.layers:
-            h = layer(h)
-        return h if h.sum().item() > 0 else -h
-
-
 def test_what_is_not_used_is_no_reason_to_leave_dynamo(fresh_dynamo):
     converted = o1(Spared())
     for step in range(3):
@@ -171,6 +161,16 @@ def test_what_is_not_used_is_no_reason_to_leave_dynamo(fresh_dynamo):
     converted = o1(Spared().requires_grad_(False))  # then nothing tells
     converted(batch(0))
     assert chosen(converted) is Written
+
+
+class Spared(Looping):
+    """Graphs hold all that is used."""
+
+    def forward(self, x, how="relu"):
+        h = getattr(F, how)(self.head(x))
+        for layer in self.layers:
+            h = layer(h)
+        return h if h.sum().item() > 0 else -h
 
 
 class Refused(Looping):
@@ -191,6 +191,24 @@ def test_what_raises_under_autocast_stays_with_dynamo(fresh_dynamo, caplog):
     assert chosen(converted) is DynamoForward
     (said,) = [text for text in caplog.messages if "it raises under torch.autocast" in text]
     assert said == "Refused: left to Dynamo, as it raises under torch.autocast: only float32 here"
+
+
+class RefusedSpared(Spared):
+    def forward(self, x, how="relu"):
+        h = super().forward(x, how)
+        if h.dtype != torch.float32:
+            raise RuntimeError("only float32 here")
+        return h
+
+
+def test_it_stays_with_dynamo_whatever_that_gives_up(fresh_dynamo, caplog):
+    model = RefusedSpared()
+    converted = o1(model)
+    with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2):
+        for how in ("relu", "tanh", "sigmoid", *("gelu", "silu", "mish", "elu") * 2):
+            assert torch.allclose(converted(batch(0), how), model(batch(0), how), rtol=0.1, atol=0.05)
+    assert chosen(converted) is DynamoForward
+    assert sum("it raises under torch.autocast" in text for text in caplog.messages) == 1
 
 
 def test_what_raises_anyway_is_the_models_own(fresh_dynamo, caplog):
