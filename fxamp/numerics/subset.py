@@ -103,7 +103,7 @@ class SubsetSearch:
                 return chosen, True
             if self.is_used_up and frozenset(hit) not in self.known:
                 return chosen, False
-            if others:
+            if others and not self.is_used_up:
                 self.passes(others.pop(0))
             elif self.passes(hit):
                 return hit, True

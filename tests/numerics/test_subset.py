@@ -83,6 +83,12 @@ def test_a_set_that_fails_though_it_holds_one_that_passes_proves_nothing():
     assert sets.smallest("bc", NAMES) == (["b"], True)
 
 
+def test_a_smaller_set_that_is_known_to_pass_needs_no_run():
+    sets = search("abc", "a", max_runs=3)
+    assert sets.passes("a") and sets.passes("abc") and not sets.passes("b")
+    assert sets.smallest("abc", "abc") == (["a"], True) and sets.runs == 3
+
+
 def test_what_is_part_of_a_set_that_failed_is_not_tried():
     sets = search("abc")
     sets.passes("abdefghijkl")
