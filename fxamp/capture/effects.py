@@ -228,16 +228,56 @@ class Effects:
         done = []
         for container, saved, title in self._containers.values():
             if not _is_as(container, saved):
+                is_told = not _has_equals_for(container, saved)
                 _restore(container, saved)
-                done.append(f"writes into {title} ({type(container).__qualname__})")
+                if is_told:
+                    done.append(f"writes into {title} ({type(container).__qualname__})")
         return done
+
+
+def _has_equals_for(container: Any, saved: Any) -> bool:
+    """Whether a dictionary holds equals for what it held: einx's registry puts a copy of its state there at each look.
+
+    Values are equal that are one, and objects of one class whose attributes are, or are containers of the same; what is
+    kept there by a trace's types does not count.
+    """
+    if not isinstance(container, dict) or dict.keys(container) != saved.keys():
+        return False
+    return all(
+        dict.__getitem__(container, key) is value or _are_alike(dict.__getitem__(container, key), value)
+        for key, value in saved.items()
+    )
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    own, others = attributes_of(one), attributes_of(other)
+    if type(one) is not type(other) or own is None or others is None or own.keys() != others.keys():
+        return False
+    return all(own[name] is value or _hold_the_same(own[name], value) for name, value in others.items())
+
+
+def _hold_the_same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other) or type(one) not in _CONTAINERS:
+        return False
+    mine, others = plain_copy(one), plain_copy(other)
+    for held in (mine, others):
+        if isinstance(held, dict):
+            _forget_traced_types(held)
+    return _is_as(mine, others)
 
 
 def _forget_traced_types(container: dict[Any, Any]) -> None:
     """What is kept by the type of an argument, as einops keeps its backends, is kept for tensors, not for a trace."""
-    for key in [key for key in dict.__iter__(container) if isinstance(key, type) and issubclass(key, fx.Proxy)]:
+    for key in [key for key in dict.__iter__(container) if _is_traced_type(key)]:
         if not isinstance(dict.get(container, key), (*SCALARS, *_CONTAINERS)):
             base_of(container).pop(container, key)
+
+
+def _is_traced_type(key: Any) -> bool:
+    """Whether it is the type of a traced value, or a tuple of types of which one is."""
+    if isinstance(key, tuple):
+        return any(map(_is_traced_type, key))
+    return isinstance(key, type) and issubclass(key, fx.Proxy)
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

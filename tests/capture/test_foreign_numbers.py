@@ -221,6 +221,65 @@ def test_a_count_by_the_type_of_a_traced_value_is_no_part_of_a_graph():
     assert COUNTS == {}
 
 
+class State:
+    """What a registry knows, copied at each look, as einx copies it."""
+
+    def __init__(self, before=None, by=0):
+        self.names, self.looks = ["math"], by
+        self.kinds = {} if before is None else dict(before.kinds)
+        self.looks += 0 if before is None else before.looks
+
+
+class Registry:
+    by = 0
+
+    def __init__(self):
+        self.state = State()
+
+    def get(self, *values):
+        self.state = State(self.state, self.by)
+        return self.state.kinds.setdefault(tuple(map(type, values)), math)
+
+
+class CountingRegistry(Registry):
+    by = 1
+
+
+class GrowingRegistry(Registry):
+    def get(self, *values):
+        found = super().get(*values)
+        self.state.names.append("numpy")
+        return found
+
+
+REGISTRY = Registry()
+
+
+def registered(m, x):
+    return x * REGISTRY.get(x, 1).pi
+
+
+def test_a_state_that_is_replaced_by_its_equal_is_no_write(monkeypatch):
+    monkeypatch.setitem(globals(), "REGISTRY", Registry())
+    model, x = Model(registered), torch.ones(2, 8)
+    model(x)
+    state = REGISTRY.state
+    ours = fxamp.convert(model, LOW, capture="symbolic", example_inputs=(x,))
+    assert REGISTRY.state is state and set(state.kinds) == {(torch.Tensor, int)}
+    for size in (2, 3, 2):  # and a look of somebody else's changes nothing
+        x = torch.ones(size, 8)
+        torch.testing.assert_close(ours(x), model(x), rtol=0.05, atol=0.05)
+    assert len(fxamp.report(ours).captures) == 1 and set(REGISTRY.state.kinds) == {(torch.Tensor, int)}
+
+
+@pytest.mark.parametrize("kind", [CountingRegistry, GrowingRegistry])
+def test_a_state_that_is_replaced_by_another_is_a_write(kind, monkeypatch):
+    monkeypatch.setitem(globals(), "REGISTRY", kind())
+    with pytest.raises(fxamp.CaptureError, match="writes into the global 'REGISTRY'"):
+        fxamp.convert(Model(registered), LOW, capture="symbolic", example_inputs=(torch.ones(2, 8),))
+    assert (REGISTRY.state.looks, REGISTRY.state.names, REGISTRY.state.kinds) == (0, ["math"], {})
+
+
 def test_einops_may_see_its_first_tensor_in_a_capture(monkeypatch):
     """It then loads its backend, and remembers it in a global."""
     monkeypatch.setattr(_backends, "_loaded_backends", {})
