@@ -3,11 +3,9 @@
 A graph makes no such writes, and a trace would leave its own values in the user's objects.
 """
 
-import collections
 import dataclasses
 import functools
 import gc
-import operator
 import random
 import types
 from collections.abc import Callable
@@ -16,17 +14,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxamp.capture.containers import containers_in, forget_traced_types, has_equals_for, holds_still, restore
 from fxamp.capture.numbers import is_numpys
 from fxamp.capture.objects import (
     MISSING,
-    MOST,
     SCALARS,
-    attributes_of,
-    base_of,
     is_descriptor,
     is_library,
-    length_of,
-    plain_copy,
     walk,
 )
 from fxamp.capture.settings import Settings
@@ -86,9 +80,9 @@ class Effects:
 
     def remember_containers(self, value: Any, title: str) -> None:
         """Remember what the containers in a value hold."""
-        for container, saved in _containers(value):
+        for container, saved in containers_in(value):
             if isinstance(saved, dict):
-                _forget_traced_types(saved)  # an earlier trace's: forgetting them is no write of this forward's
+                forget_traced_types(saved)  # an earlier trace's: forgetting them is no write of this forward's
             self._containers.setdefault(id(container), (container, saved, title))  # as it was when it was first read
 
     def held_before(self, container: Any) -> Any:
@@ -133,9 +127,9 @@ class Effects:
             _put(owner, name, cached)
         for container, saved, _ in self._containers.values():
             if id(container) in self._taken:
-                _restore(container, saved)
+                restore(container, saved)
             elif isinstance(container, dict):
-                _forget_traced_types(container)
+                forget_traced_types(container)
         drawn = self._drawn_generators()
         done = [
             *self._set_variables(),
@@ -163,7 +157,7 @@ class Effects:
         """What forward has put into dictionaries, if it wrote plain values alone: (dictionary, key, before, after)."""
         found = []
         for container, saved, _ in self._containers.values():
-            if _is_as(container, saved):
+            if holds_still(container, saved):
                 continue
             if not isinstance(container, dict) or saved.keys() - dict.keys(container):
                 return []
@@ -227,57 +221,12 @@ class Effects:
     def _written_containers(self) -> list[str]:
         done = []
         for container, saved, title in self._containers.values():
-            if not _is_as(container, saved):
-                is_told = not _has_equals_for(container, saved)
-                _restore(container, saved)
+            if not holds_still(container, saved):
+                is_told = not has_equals_for(container, saved)
+                restore(container, saved)
                 if is_told:
                     done.append(f"writes into {title} ({type(container).__qualname__})")
         return done
-
-
-def _has_equals_for(container: Any, saved: Any) -> bool:
-    """Whether a dictionary holds equals for what it held: einx's registry puts a copy of its state there at each look.
-
-    Values are equal that are one, and objects of one class whose attributes are, or are containers of the same; what is
-    kept there by a trace's types does not count.
-    """
-    if not isinstance(container, dict) or dict.keys(container) != saved.keys():
-        return False
-    return all(
-        dict.__getitem__(container, key) is value or _are_alike(dict.__getitem__(container, key), value)
-        for key, value in saved.items()
-    )
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    own, others = attributes_of(one), attributes_of(other)
-    if type(one) is not type(other) or own is None or others is None or own.keys() != others.keys():
-        return False
-    return all(own[name] is value or _hold_the_same(own[name], value) for name, value in others.items())
-
-
-def _hold_the_same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other) or type(one) not in _CONTAINERS:
-        return False
-    mine, others = plain_copy(one), plain_copy(other)
-    for held in (mine, others):
-        if isinstance(held, dict):
-            _forget_traced_types(held)
-    return _is_as(mine, others)
-
-
-def _forget_traced_types(container: dict[Any, Any]) -> None:
-    """What is kept by the type of an argument, as einops keeps its backends, is kept for tensors, not for a trace."""
-    for key in [key for key in dict.__iter__(container) if _is_traced_type(key)]:
-        if not isinstance(dict.get(container, key), (*SCALARS, *_CONTAINERS)):
-            base_of(container).pop(container, key)
-
-
-def _is_traced_type(key: Any) -> bool:
-    """Whether it is the type of a traced value, or a tuple of types of which one is."""
-    if isinstance(key, tuple):
-        return any(map(_is_traced_type, key))
-    return isinstance(key, type) and issubclass(key, fx.Proxy)
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
@@ -321,37 +270,6 @@ def _set_random_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
-
-
-# --------------------------------------------------------------------------------------------- containers
-
-
-_CONTAINERS = (dict, list, set, collections.deque)
-
-
-def _containers(value: Any) -> list[tuple[Any, Any]]:
-    """The containers in a value that can change without an assignment, each with a shallow copy."""
-    parts = (part if isinstance(part, _CONTAINERS) else attributes_of(part) for part in walk(value))
-    return [(part, plain_copy(part)) for part in parts if part is not None and length_of(part) <= MOST]
-
-
-def _is_as(container: Any, saved: Any) -> bool:
-    if length_of(container) != len(saved):
-        return False
-    now = plain_copy(container)
-    if isinstance(container, dict):
-        return all(map(operator.is_, now, saved)) and all(map(operator.is_, now.values(), saved.values()))
-    return bool(now == saved) if isinstance(now, set) else all(map(operator.is_, now, saved))
-
-
-def _restore(container: Any, saved: Any) -> None:
-    kind = base_of(container)
-    kind.clear(container)
-    if isinstance(container, dict):
-        for key, value in saved.items():  # OrderedDict.update would ask its class
-            kind.__setitem__(container, key, value)
-    else:
-        (kind.extend if kind in (list, collections.deque) else kind.update)(container, saved)
 
 
 def clear_caches_of(tracer: fx.Tracer) -> None:

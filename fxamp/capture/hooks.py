@@ -3,12 +3,13 @@
 import dis
 import logging
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from fxamp.capture.functions_of import codes_of, functions_in, globals_of
+from fxamp.errors import CaptureError, OptionError
 from fxamp.module_hooks import hook_dictionaries, is_traced_hook
 
 log = logging.getLogger("fxamp")
@@ -88,3 +89,31 @@ def hook_writes(root: nn.Module) -> Iterator[HookWrites]:
         if path:
             for hooks in hook_dictionaries(module):
                 yield from (HookWrites(path, hook) for hook in hooks.values() if not is_traced_hook(hook))
+
+
+def check_hook_writes(root: nn.Module, found: Iterable[tuple[Any, str, Any]], title: Callable[[Any, str], str]) -> None:
+    """Raise where forward reads what a hook may write: hooks run at each call, and a graph has read it before.
+
+    Args:
+        found: what forward has read: owner, name, value.
+        title: how a message names it.
+
+    Raises:
+        CaptureError: forward reads what a hook may write.
+        OptionError: a hook sets an attribute of the original model that forward reads.
+    """
+    hooks = list(hook_writes(root))
+    for owner, name, value in found if hooks else ():
+        named = title(owner, name)
+        for hook in hooks:
+            if owner is root and hook.sets(name) and hook.is_bound_to(root):
+                raise OptionError(
+                    f"a hook on {hook.path!r} sets {named} of the model it was made for, and the converted model, "
+                    f"whose forward reads it, is another object. Let the hook write into a container "
+                    f"({named}s['key'] = ...), or register it again on the converted model."
+                )
+            if hook.touch(owner, name, value):
+                raise CaptureError(
+                    f"forward reads {named}, and a hook on {hook.path!r} may write it while forward runs, which a "
+                    "graph that was captured before cannot see. Return the value from the module that makes it."
+                )

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from fxamp.capture.assignments import Assignments
 from fxamp.capture.effects import Effects
 from fxamp.capture.functions_of import beginnings_in, codes_of, functions_in, globals_of, strings_in
-from fxamp.capture.hooks import hook_writes
+from fxamp.capture.hooks import check_hook_writes
 from fxamp.capture.identity import is_asked_whether_none
 from fxamp.capture.kept_items import Item, is_inside, items_set, without
 from fxamp.capture.locations import is_library_file
@@ -34,7 +34,7 @@ from fxamp.capture.places import paths_of, ties_of
 from fxamp.capture.selves import check_agrees
 from fxamp.capture.settings import Settings
 from fxamp.capture.state import LIFTED, NOT_NONE, Cell, read
-from fxamp.errors import CaptureError, FxampError, OptionError
+from fxamp.errors import CaptureError, FxampError
 from fxamp.ir import ENGINE, RUN
 from fxamp.module_hooks import HOOKS, recomputed_weights
 
@@ -132,31 +132,14 @@ class Reads:
         try:
             yield
             self._name_what_is_made()
-            self._check_hooks()
+            found = ((owner, name, value) for (_, name), (owner, value) in self._found.items())
+            check_hook_writes(self._root, found, self._title)
         finally:
             del nn.Module.__getattribute__
             done = self._effects.undo()
         if isinstance(done, FxampError):
             raise done
         self.settings = done
-
-    def _check_hooks(self) -> None:
-        """Raise where forward reads what a hook may write: hooks run at each call, and a graph has read it before."""
-        hooks = list(hook_writes(self._root))
-        for (_, name), (owner, value) in self._found.items() if hooks else ():
-            title = self._title(owner, name)
-            for hook in hooks:
-                if owner is self._root and hook.sets(name) and hook.is_bound_to(self._root):
-                    raise OptionError(
-                        f"a hook on {hook.path!r} sets {title} of the model it was made for, and the converted model, "
-                        f"whose forward reads it, is another object. Let the hook write into a container "
-                        f"({title}s['key'] = ...), or register it again on the converted model."
-                    )
-                if hook.touch(owner, name, value):
-                    raise CaptureError(
-                        f"forward reads {title}, and a hook on {hook.path!r} may write it while forward runs, which a "
-                        "graph that was captured before cannot see. Return the value from the module that makes it."
-                    )
 
     def take_items(self) -> list[tuple[Item, Any]]:
         """Items of what attributes hold that forward has set, and to what; the graph is to set them."""
