@@ -90,3 +90,12 @@ def check_not_empty(inputs: Any, what: str) -> None:
 def extent_of_all(tensors: list[torch.Tensor]) -> Extent:
     extents = [extent_of(tensor) for tensor in tensors]
     return next((found for found in extents if not found.is_finite), extents[0])
+
+
+def joined(extents: Iterable[Extent]) -> Extent:
+    """What a value holds in several runs of its graph; dtype and shape of the first."""
+    first, *others = extents
+    lows = [found.low for found in (first, *others) if found.low is not None]
+    highs = [found.high for found in (first, *others) if found.high is not None]
+    nans, infs = (max(getattr(found, kind) for found in (first, *others)) for kind in ("nans", "infs"))
+    return dataclasses.replace(first, low=min(lows, default=None), high=max(highs, default=None), nans=nans, infs=infs)

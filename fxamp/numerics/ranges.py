@@ -230,7 +230,8 @@ def _measure(call: Call, fp32: Rewriter, criterion: Any, ranges: Ranges, number:
         place = graphs[node.graph].get(node)
         for tensor in floats_in(value) if place is not None else ():
             assert place is not None
-            place = place._replace(module=part.module_path(node))
+            module = part.module_path(node) if part.moved is None else ir.module_path(node)
+            place = place._replace(module=module)
             if place not in known:
                 known[place] = _added(ranges.nodes, node, place)
             known[place].values.add(tensor)

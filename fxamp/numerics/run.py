@@ -28,7 +28,7 @@ from fxamp.numerics.given import copied
 from fxamp.numerics.kept import state_kept
 from fxamp.numerics.modes import usable
 from fxamp.numerics.parts import Look, Turn, Turns
-from fxamp.numerics.runner import Edge, Part, Runner, See, on_leaving, run_part, sizes_of
+from fxamp.numerics.runner import Edge, Part, Runner, See, on_leaving, run_part, served, sizes_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -206,7 +206,9 @@ def run(
 
     def run_graph(variant: Variant, inputs: Any) -> Any:
         chosen = variant if rewritten is None else rewritten(variant)
-        return run_in(see, edge, Part(next(numbers), call.graph_of(variant), chosen, sizes_of(inputs)), inputs)
+        moved = None if call.variant is not None else served(variant, inputs, call.weights)
+        part = Part(next(numbers), call.graph_of(variant), chosen, sizes_of(inputs), moved=moved)
+        return run_in(see, edge, part, inputs)
 
     def run_turn(turn: Turn, variant: Variant, inputs: Any) -> Any:
         return run_in(see, edge, Part(turn.number, turn.graph, variant, sizes_of(inputs), turn), inputs)
@@ -224,7 +226,7 @@ def run(
     base: Any = type(call.model)._fxamp_base  # type: ignore[attr-defined]
     call.dynamo.watch = run_graph
     try:
-        with _parameters_of(call.weights, call.model):
+        with _tensors_of(call.weights, call.model):
             result = call.dynamo(base, call.model, args, kwargs)
     finally:
         call.dynamo.watch = None
@@ -238,18 +240,24 @@ def run(
 
 
 @contextlib.contextmanager
-def _parameters_of(weights: nn.Module, model: nn.Module) -> Iterator[None]:
-    """Let what Dynamo leaves outside of its graphs read the parameters that the graphs read."""
+def _tensors_of(weights: nn.Module, model: nn.Module) -> Iterator[None]:
+    """Let Dynamo, and what it leaves outside of its graphs, find the parameters and buffers of another model."""
     others = dict(weights.named_modules(remove_duplicate=False))
     pairs = [(part, others.get(path, part)) for path, part in model.named_modules()] if weights is not model else []
-    before = [(part, dict(part._parameters)) for part, other in pairs if other is not part]
-    for part, other in pairs:
-        part._parameters.update({name: other._parameters.get(name, own) for name, own in part._parameters.items()})
+    tables = [
+        (getattr(part, table), getattr(other, table))
+        for part, other in pairs
+        if other is not part
+        for table in ("_parameters", "_buffers")
+    ]
+    before = [dict(own) for own, _ in tables]
+    for own, theirs in tables:
+        own.update({name: theirs.get(name, tensor) for name, tensor in own.items()})
     try:
         yield
     finally:
-        for part, own in before:
-            part._parameters.update(own)
+        for (own, _), held in zip(tables, before, strict=True):
+            own.update(held)
 
 
 def _run_in(

@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Part:
         variant: what runs.
         sizes: of the tensors that come in.
         turn: where forward runs as it is written, the call of a module that is a graph.
+        moved: (path of a module, path of the equal one whose weights its graph was given), see `served`.
     """
 
     number: int
@@ -44,6 +45,7 @@ class Part:
     variant: Variant
     sizes: tuple[torch.Size, ...]
     turn: Turn | None = None
+    moved: tuple[str, str] | None = None
 
     @property
     def identity(self) -> Identity:
@@ -61,7 +63,27 @@ class Part:
     def module_path(self, node: fx.Node) -> str:
         """Dotted path of the innermost module whose forward made the node; equal parts of a model share a graph."""
         path = ir.module_path(node)
-        return path if self.turn is None else self.turn.path + path.removeprefix(self.variant.blocks[0])
+        if self.turn is not None:
+            return self.turn.path + path.removeprefix(self.variant.blocks[0])
+        if self.moved is not None and f"{path}.".startswith(f"{self.moved[0]}."):
+            return self.moved[1] + path.removeprefix(self.moved[0])
+        return path
+
+
+def served(variant: Variant, inputs: Sequence[Any], model: nn.Module) -> tuple[str, str] | None:
+    """For whom a graph of Dynamo's runs that was made for an equal module: the paths of both, None for itself."""
+    nodes = (node for node in variant.graph.nodes if node.op == "placeholder")
+    for node, value in zip(nodes, inputs, strict=False):
+        path = node.meta.get(ir.WEIGHT_PATH)
+        if path is None or not isinstance(value, torch.Tensor) or ir.attribute(model, path) is value:
+            continue
+        for name in (name for name, weight in model.named_parameters(remove_duplicate=False) if weight is value):
+            mine, other = str(path).split("."), name.split(".")
+            while mine and other and mine[-1] == other[-1]:
+                mine, other = mine[:-1], other[:-1]
+            if mine and other:
+                return ".".join(mine), ".".join(other)
+    return None
 
 
 See = Callable[[Part, fx.Node, Any], Any]
@@ -111,9 +133,8 @@ class Runner(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.reads_exactly = self.as_float32 or (self.stored_anew and ir.mark(n).precision == "high")
         value = super().run_node(n)
-        if n.op == "placeholder" and ir.WEIGHT_PATH in n.meta:
-            other = ir.attribute(self.model, n.meta[ir.WEIGHT_PATH])
-            value = self._read(other) if isinstance(other, torch.Tensor) else value
+        if n.op == "placeholder" and ir.WEIGHT_PATH in n.meta:  # Dynamo runs one graph for several equal modules
+            value = self._read(value) if isinstance(value, torch.Tensor) else value
         elif self.stored_anew and (stored := self._widened_weight(n)) is not None:
             value = exact_weight(stored)
         if n.op == "output":

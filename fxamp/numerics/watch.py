@@ -18,7 +18,7 @@ from fxamp.numerics.extent import extent_of
 from fxamp.numerics.nan import BadNode
 from fxamp.numerics.replay import Replay
 from fxamp.numerics.run import Call, check_module, floats_in, looking_dynamo
-from fxamp.numerics.runner import Part, Runner, run_part, sizes_of
+from fxamp.numerics.runner import Part, Runner, run_part, served, sizes_of
 from fxamp.numerics.watcher import CallWatcher
 
 KEPT = 64
@@ -232,5 +232,6 @@ def _errors_noted(watch: NanWatch, watcher: CallWatcher) -> Iterator[None]:
 
 def _watched_part(watcher: CallWatcher, engine: Engine, variant: Variant, module: nn.Module, inputs: Any) -> Any:
     graph = next((place for place, known in enumerate(engine.all_variants()) if known is variant), 0)
-    part = Part(len(watcher.flow.parts), graph, variant, sizes_of(inputs))
+    moved = served(variant, inputs, module)
+    part = Part(len(watcher.flow.parts), graph, variant, sizes_of(inputs), moved=moved)
     return run_part(Runner(module, part, watcher.see, watcher.edge), inputs)

@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.model.variant import Variant
-from fxamp.numerics.extent import Extent, check_finite
-from fxamp.numerics.flow import CallFlow
+from fxamp.numerics.extent import Extent, check_finite, joined
+from fxamp.numerics.flow import CallFlow, Flow
 from fxamp.numerics.run import Call, Rewriter, call_of, floats_in, in_float32
 from fxamp.numerics.twin import twins
 from fxamp.numerics.watcher import watch_flow
@@ -130,15 +130,24 @@ def audit_converted(converted: nn.Module, inputs: Any) -> Audit:
 
 
 def _values_of(call: Call, fp32: Rewriter, exact: CallFlow) -> Sequence[tuple[Variant, Mapping[str, Extent]]]:
-    """Each graph that low precision would run, with the values that its fp32 twin had the first time.
+    """Each graph that low precision would run, with the values that its fp32 twin had, in all of its runs.
 
     Where forward runs as it is written, which these are shows in a run of them.
     """
+    found: dict[int, tuple[Variant, list[Flow]]] = {}
     if call.turns is None:
-        flows = {id(flow.variant): flow for flow in reversed(exact.parts)}
-        return [(variant, flows[id(twin)].values) for variant, twin in fp32.made.values() if id(twin) in flows]
-    pairs = twins(exact, watch_flow(call, None))
-    return list({id(low.variant): (low.variant, high.values) for high, low in reversed(pairs)}.values())[::-1]
+        lows = {id(twin): variant for variant, twin in fp32.made.values()}
+        pairs = [(flow, lows[id(flow.variant)]) for flow in exact.parts if id(flow.variant) in lows]
+    else:
+        pairs = [(high, low.variant) for high, low in twins(exact, watch_flow(call, None))]
+    for flow, variant in pairs:
+        found.setdefault(id(variant), (variant, []))[1].append(flow)
+    return [(variant, _joined(flows)) for variant, flows in found.values()]
+
+
+def _joined(flows: Sequence[Flow]) -> dict[str, Extent]:
+    names = dict.fromkeys(name for flow in flows for name in flow.values)
+    return {name: joined(flow.values[name] for flow in flows if name in flow.values) for name in names}
 
 
 def _of_graph(built: Report, number: int, seen: Mapping[str, Extent], powers: Collection[str]) -> Iterator[Finding]:
