@@ -82,7 +82,7 @@ def run_compare(chosen: argparse.Namespace, converted: Any) -> int:
         return OK
     found = find_deny(model, converted, example, chosen.tolerance, loss_fn, chosen.max_runs)
     print(json.dumps(found.as_dict(), indent=2) if chosen.json else found, file=chosen.stdout)
-    return OK if result.output <= chosen.tolerance else LIMIT
+    return OK if found.is_met and not found.nodes else LIMIT
 
 
 def run_audit(chosen: argparse.Namespace) -> int:

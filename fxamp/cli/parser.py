@@ -199,7 +199,10 @@ def _add_compare(commands: Any) -> None:
     parser.add_argument("--loss", metavar="NAME", help="pkg.module:name of loss_fn(output): compare gradients too")
     parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="loss scale; float16 gradients need one")
     parser.add_argument(
-        "--tolerance", type=number(float, 0), metavar="T", help="find the deny entries that bring outputs within it"
+        "--tolerance",
+        type=number(float, 0),
+        metavar="T",
+        help="find the deny entries that bring outputs, and the loss, within it",
     )
     parser.add_argument("--max-runs", type=number(int, 1), default=64, metavar="N", help="bound of that search")
 

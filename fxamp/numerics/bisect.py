@@ -35,7 +35,7 @@ class DenySet:
         runs: how many graphs were run.
         is_minimal: whether taking any single node out would break the tolerance; False where the runs ran out.
         is_smallest: whether no set of fewer nodes keeps the tolerance, provided that a further node in float32 makes no
-            set worse; False where the runs ran out.
+            set worse; False where the runs ran out, or have shown one to be more than twice as far off for it.
         given: the overrides that the model has already.
     """
 
@@ -67,11 +67,11 @@ class DenySet:
             return f"even with every node in float32 the error is {self.error:.2e}, above {self.tolerance:.2e}"
         if not self.nodes:
             return f"an error of {self.error:.2e} <= {self.tolerance:.2e} as it is: nothing needs to be denied"
-        less = "and fewer nodes are not enough"
+        less = "and fewer nodes are not enough (if none in float32 does harm)"
         if not self.is_minimal:
             less = f"maybe without some of them too ({self.runs} runs were too few to tell)"
         elif not self.is_smallest:
-            less = f"larger without any one of them; other nodes may be fewer ({self.runs} runs were too few to tell)"
+            less = f"larger without any one of them; other nodes may be fewer ({self.runs} runs did not tell)"
         return f"an error of {self.error:.2e} <= {self.tolerance:.2e}, {less}: overrides={self.overrides}"
 
 
@@ -111,8 +111,9 @@ def find_deny(
         OptionError: a tolerance or a number of runs that is not positive, a single run, or outputs that are finite in
             neither run.
     """
-    if not _is_positive(tolerance) or not _is_positive(max_runs):
-        raise OptionError(f"tolerance={tolerance!r}, max_runs={max_runs!r}: both must be positive numbers.")
+    if not _is_positive(tolerance) or not _is_positive(max_runs) or not isinstance(max_runs, int):
+        given = f"tolerance={tolerance!r}, max_runs={max_runs!r}"
+        raise OptionError(f"{given}: both must be positive numbers, and the second a whole one.")
     if max_runs < 2:
         raise OptionError("max_runs=1 is too few: the first run denies nothing, and the second everything.")
     check_pair(model, converted)

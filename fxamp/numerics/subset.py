@@ -91,7 +91,8 @@ class SubsetSearch:
         is no larger than the smallest that passes: if it passes itself, it is that, else its outside is one more.
 
         Returns:
-            The set, and whether it is known to be the smallest, provided that no name added makes a set fail.
+            The set, and whether it is known to be the smallest, provided that no name added makes a set fail. Where a
+            set was seen to be much worse than a part of it, single names are tried too, and no more is claimed.
         """
         others = [_without(candidates, [name]) for name in chosen]
         while True:
@@ -100,15 +101,27 @@ class SubsetSearch:
             except TooHard:
                 return chosen, False
             if hit is None:
-                return chosen, True
+                return self._but_one(chosen, candidates)
             if self.is_used_up and frozenset(hit) not in self.known:
                 return chosen, False
             if others and not self.is_used_up:
                 self.passes(others.pop(0))
             elif self.passes(hit):
-                return hit, True
+                return self._but_one(hit, candidates)
             else:
                 self._narrow(_without(candidates, hit), candidates)
+
+    def _but_one(self, chosen: Sequence[str], candidates: Sequence[str]) -> tuple[Sequence[str], bool]:
+        if len(chosen) == 1 or not self._has_harmed():
+            return chosen, True
+        known = ([name] for name in candidates if not self.is_used_up or frozenset([name]) in self.known)
+        single = next(filter(self.passes, known), None)
+        return (chosen, False) if single is None else (single, True)
+
+    def _has_harmed(self) -> bool:
+        """Whether a set that failed has more than twice the error of a part of it."""
+        failed = {known: error for known, error in self.known.items() if error > self.tolerance}
+        return any(failed[one] > 2 * error for one in failed for part, error in self.known.items() if part < one)
 
     def _outsides(self, chosen: Sequence[str], candidates: Sequence[str]) -> list[frozenset[str]]:
         """What sets that failed lack, without what holds another such outside.

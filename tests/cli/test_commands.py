@@ -34,6 +34,13 @@ class Two(Net):
 def loss(output):
     return output.float().mean()
 
+def seeded():
+    torch.manual_seed(0)
+    return Net(), (torch.linspace(-1, 1, 32).reshape(4, 8),)
+
+def chaotic(output):
+    return (output.float() * 1e7).sin().sum()
+
 def batches():
     return [torch.zeros(4, 8), torch.ones(4, 8)]
 
@@ -229,6 +236,10 @@ def test_compare_and_its_search(capsys):
     assert "overrides={" in capsys.readouterr().out
     assert run(*target, "--tolerance", "0.5", "--json", "--loss", "cli_models:loss") == 0
     assert json.loads(capsys.readouterr().out)["nodes"] == []
+    target = ("compare", "cli_models:seeded", "--dtype", "bf16", "--tolerance", "0.05")
+    assert run(*target) == 0
+    assert run(*target, "--loss", "cli_models:chaotic") == 1, "the loss is further off"
+    assert "overrides={" in capsys.readouterr().out
 
 
 def test_profile_measures_saves_and_feeds(capsys, folder):
