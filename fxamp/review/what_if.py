@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import fnmatch
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -63,6 +64,13 @@ def what_if(
     return _tried(Trials(converted, engine), today, _changes(today, engine, moves, log.warning))
 
 
+_WITHIN = (
+    "what_if: {name!r} is, or is inside of, a module that has a graph of its own (boundaries=, or a forward that runs "
+    "as it is written), where equal modules share one: it moves lists there, and no single nodes or modules. Convert "
+    "with overrides={{{name!r}: 'deny'}}, and compare the reports."
+)
+
+
 def _tried(trials: Trials, today: Report, changes: dict[str, Any]) -> Report:
     options = dataclasses.replace(today._options, **changes)
     return build_report(trials.variants(**changes), options, trials.converted, today.runs)
@@ -80,17 +88,27 @@ def _changes(
             name = name.strip() if isinstance(name, str) else name
             if given.setdefault(name, colour) != colour:
                 raise OptionError(f"what_if: {name!r} stands in {given[name]} and in {colour}: give it one of them.")
-            op, keys = _meant(name, lists, today.rows, graphs, say)
+            op, keys = _meant(name, lists, today.rows, graphs, tuple(engine.blocks), say)
             if op is not None:
                 lists = lists.override(**{colour: [op]})
-            overrides.update(dict.fromkeys(keys, colour))
+            overrides.update(dict.fromkeys((_from_block(engine, key) for key in keys), colour))
     return {"lists": lists, "overrides": overrides}
 
 
+def _from_block(engine: Engine, key: str) -> str:
+    """A path of the model as a block that is asked by itself knows it."""
+    paths = [path for path in engine.paths if engine.is_boundary and key.startswith(f"{path}.")]
+    return key.removeprefix(f"{paths[0]}.") if paths else key
+
+
 def _meant(
-    name: Op, lists: OpLists, rows: Sequence[Row], graphs: int, say: Callable[..., None]
+    name: Op, lists: OpLists, rows: Sequence[Row], graphs: int, blocks: Collection[str], say: Callable[..., None]
 ) -> tuple[Op | None, list[str]]:
-    """The op that a name means, or else the keys of `overrides=`, which reach the first `graphs` graphs."""
+    """The op that a name means, or else the keys of `overrides=`, which reach the first `graphs` graphs.
+
+    Args:
+        blocks: paths of the modules that have graphs of their own.
+    """
     if not isinstance(name, str):
         return name, []
     is_op = any(row.op == name for row in rows)
@@ -99,6 +117,8 @@ def _meant(
         say("what_if: %r is taken for the op; a glob ('*%s') names the module or node.", name, name)
     if is_op or (name in lists and not is_part):
         return name, []
+    if any(f"{name}.".startswith(f"{block}.") or fnmatch.fnmatchcase(block, name) for block in blocks):
+        raise OptionError(_WITHIN.format(name=name))
     try:
         kind, found = find_rows(rows, name)
     except OptionError as error:
@@ -107,12 +127,9 @@ def _meant(
         raise OptionError(f"what_if: {error}{more}") from None
     if kind == "op":
         return found[0].op, []
-    within = [row.graph >= graphs for row in found]
+    within = [row.graph >= graphs or row.module in blocks for row in found]
     if all(within) or (any(within) and kind != "node"):
-        raise OptionError(
-            f"what_if: {name!r} is inside of a block that is converted by itself (boundaries=). Ask the block: "
-            "fxamp.what_if(model.get_submodule(path), ...)."
-        )
+        raise OptionError(_WITHIN.format(name=name))
     return None, [name] if kind in ("node", "module") else [row.name for row in found if not row.role]
 
 

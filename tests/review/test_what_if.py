@@ -212,11 +212,28 @@ def test_blocks_that_are_converted_by_themselves_count(level, wider):
     assert [move.launches for move in suggest(today) if wider in move.move] == ([saved] if saved > 0 else [])
 
 
-@pytest.mark.parametrize("name", ["blocks.0.qkv", "blocks.*"])
+@pytest.mark.parametrize("name", ["blocks.0.qkv", "blocks.1.qkv", "blocks.1", "blocks.*", "*.qkv", "Block"])
 def test_a_name_inside_of_a_block_is_refused(name):
     converted = fxamp.convert(Language().eval(), FP16, (tokens(),), boundaries="blocks")
-    with pytest.raises(OptionError, match=r"what_if: 'blocks.* is inside of a block .*Ask the block"):
+    with pytest.raises(
+        OptionError, match=r"what_if: '[\w.*]+' is, or is inside of, a module that has a graph .*overrides="
+    ):
         what_if(converted, deny=[name])
+
+
+def test_a_block_that_is_asked_by_itself_takes_the_paths_that_its_report_shows():
+    converted = fxamp.convert(Language().eval(), FP16, (tokens(),), boundaries="blocks")
+    block = converted.blocks[0]
+    (module,) = {row.module for row in report(block).rows if row.module.endswith(".qkv") and row.op == "linear"}
+    after = what_if(block, deny=[module])
+    assert [row.precision for row in after.rows if row.op == "linear" and row.module == module] == ["high"]
+
+
+def test_what_it_says_of_such_a_name_shows_the_change():
+    options = {"dtype": FP16, "example_inputs": (tokens(),), "boundaries": "blocks"}
+    today = report(fxamp.convert(Language().eval(), **options))
+    after = report(fxamp.convert(Language().eval(), overrides={"blocks.1": "deny"}, **options))
+    assert after.low_precision_nodes < today.low_precision_nodes
 
 
 CHECKED = [
