@@ -237,6 +237,19 @@ def test_what_raises_anyway_is_the_models_own(fresh_dynamo, caplog):
         assert torch.equal(converted(batch(0)), expected.float())
 
 
+def test_explain_says_of_a_module_that_it_is_outside(fresh_dynamo):
+    converted = o1(Looping())
+    for step in range(2):
+        converted(batch(step)).sum().backward()
+    said = fxamp.explain(converted, "layers.0")
+    assert said.startswith("module layers.0 (Linear): no graph holds a node of it.")
+    assert "in a forward that runs as under torch.autocast" in said
+    with pytest.raises(fxamp.OptionError, match="is no node, module"):
+        fxamp.explain(converted, "layers.7")
+    unused = o1(nn.ModuleDict({"a": nn.Linear(4, 4)}))
+    assert "no graph was captured yet" in fxamp.explain(unused, "a")
+
+
 def test_what_dynamo_gives_up_later_is_a_reason(fresh_dynamo, caplog):
     model = Spared()
     converted = o1(model)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from fxamp.errors import OptionError
 from fxamp.lists import OpLists
 from fxamp.review.chain import Rows, by_name, chain_of, readers_of
 from fxamp.review.find import find_rows
@@ -44,8 +45,23 @@ def explain(converted: nn.Module, name: str) -> str:
     engine = require_engine(converted)
     lists: OpLists = engine.options.lists
     outcomes, other = Outcomes(converted, built), run_as(engine, name)
-    text = _explained(built, lists, outcomes, name if other is None else other)
+    try:
+        text = _explained(built, lists, outcomes, name if other is None else other)
+    except OptionError:
+        modules = dict(converted.named_modules(remove_duplicate=False))
+        if name not in modules:
+            raise
+        return _outside(f"module {name} ({type(modules[name]).__name__})", built)
     return text if other is None else f"{name} is run by the graph that was made for {other}:\n\n{text}"
+
+
+def _outside(title: str, built: Report) -> str:
+    """What to say of a module of which no graph holds a node."""
+    if built.is_preview:
+        return f"{title}: no graph was captured yet. Call the model once, or pass example_inputs to fxamp.convert."
+    if not built.outside:
+        return f"{title}: no graph holds a node of it: forward does not call it, or it computes nothing."
+    return "\n  ".join((f"{title}: no graph holds a node of it. What is outside of the graphs:", *built.outside))
 
 
 def _explained(built: Report, lists: OpLists, outcomes: Outcomes, name: str) -> str:
