@@ -233,10 +233,15 @@ def run(
     if next(numbers) == 0:
         raise OptionError(
             f"Dynamo made no graph of this call of {base.__qualname__} (a graph break in a loop, a sparse tensor, "
-            "Dynamo switched off, or a TorchDispatchMode): every op runs as it is written. Convert the submodules it "
-            "consists of."
+            f"Dynamo switched off, or a TorchDispatchMode): every op runs as it is written. {_instead(call.engine)}"
         )
     return result
+
+
+def _instead(engine: Engine) -> str:
+    if engine.boundaries:
+        return "Its blocks have graphs: ask one of them, or have fxamp.watch_nan watch a step."
+    return "Convert the submodules it consists of."
 
 
 @contextlib.contextmanager

@@ -164,6 +164,8 @@ def _watched_by(watch: NanWatch, engine: Engine) -> Iterator[None]:
 
     def parts() -> Iterator[Engine]:
         yield from (engine, *getattr(dynamo, "engines", {}).values())
+        if engine.fallbacks or not engine.all_variants():  # a graph around them has blocks as nodes
+            yield from {id(block): block for block in engine.boundaries.values()}.values()
 
     building = dataclasses.replace(workshop, build=lambda *given, **more: watched(workshop.build(*given, **more)))
     for part in parts():
