@@ -77,7 +77,7 @@ class OpLists(Mapping[str, str]):
         """
         colours: dict[str, Colour] = {}
         for colour, ops in zip(COLOURS, (allow, infer, deny, clear), strict=True):
-            for op in _each(ops):
+            for op in each(ops):
                 name = op_name(op, self, where=f"override({colour}=...): ")
                 if (problem := entered(op, name)) is not None:
                     warn_once(f"override({colour}=...): {problem}")
@@ -150,8 +150,9 @@ class OpLists(Mapping[str, str]):
         return OpLists(rows, self.environment)
 
 
-def _each(ops: Iterable[Op] | Op) -> Iterable[Op]:
-    return (ops,) if isinstance(ops, str) or callable(ops) else ops
+def each(ops: Iterable[Op] | Op) -> Iterable[Op]:
+    """The ops that an argument names, one or several."""
+    return ops if isinstance(ops, Iterable) and not isinstance(ops, str) and not callable(ops) else (ops,)
 
 
 @functools.cache

@@ -27,6 +27,9 @@ def op_name(op: str | Callable[..., Any], listed: Iterable[str], where: str = ""
     Raises:
         OpListError: a name that is neither torch's nor a dotted path or `ns::op`; hints at one of `listed`.
     """
+    if not isinstance(op, str) and (not callable(op) or isinstance(op, torch.nn.Module)):
+        kind = f"a module of class {type(op).__name__}" if isinstance(op, torch.nn.Module) else repr(op)
+        raise OpListError(f"{where}{kind} names no op. Give a name, a function or a class; overrides= take paths.")
     name = _from_string(op) if isinstance(op, str) else _from_object(op)
     if name is None:
         last = re.split(r"[.:]", str(op))[-1]

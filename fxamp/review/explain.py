@@ -49,7 +49,7 @@ def explain(converted: nn.Module, name: str) -> str:
         text = _explained(built, lists, outcomes, name if other is None else other)
     except OptionError:
         modules = dict(converted.named_modules(remove_duplicate=False))
-        if name not in modules:
+        if not name or name not in modules:
             raise
         return _outside(f"module {name} ({type(modules[name]).__name__})", built)
     return text if other is None else f"{name} is run by the graph that was made for {other}:\n\n{text}"

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from fxamp.errors import FxampError, OptionError, nearest
-from fxamp.lists import Op, OpLists
+from fxamp.lists import Op, OpLists, each
+from fxamp.lists.names import op_name
 from fxamp.model.engine import Engine
 from fxamp.passes.costs import LAUNCH_BYTES
 from fxamp.passes.policy import LEVELS
@@ -84,7 +85,9 @@ def _changes(
     graphs = len(engine.all_variants())  # the blocks' graphs stand behind them
     given = dict[Op, str]()
     for colour, names in moves.items():
-        for name in (names,) if isinstance(names, str) or callable(names) else names:
+        for name in each(names):
+            if not isinstance(name, str):
+                op_name(name, lists, where="what_if: ")  # or it is none
             name = name.strip() if isinstance(name, str) else name
             if given.setdefault(name, colour) != colour:
                 raise OptionError(f"what_if: {name!r} stands in {given[name]} and in {colour}: give it one of them.")

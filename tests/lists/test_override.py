@@ -161,3 +161,10 @@ def test_what_a_graph_holds_as_an_op_is_not_warned_about():
         warnings.simplefilter("error")
         LISTS.override(deny=[my_wrapped_gemm, MyLinear, MyFunction, MyFunction.apply, f"{__name__}.my_wrapped_gemm"])
         LISTS.override(deny=["torch.nn.functional.gelu", torch.nn.functional.cross_entropy, "not_loaded.fused"])
+
+
+@pytest.mark.parametrize("bad", [5, None, object(), torch.nn.Linear(2, 2), torch.nn.Sequential()])
+@pytest.mark.parametrize("is_one", [True, False])
+def test_what_names_no_op_is_refused(bad, is_one):
+    with pytest.raises(OpListError, match=r"override\(deny=...\): .* names no op\. Give a name, a function or a class"):
+        OpLists.default().override(deny=bad if is_one else [bad])

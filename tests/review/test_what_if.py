@@ -221,6 +221,14 @@ def test_a_name_inside_of_a_block_is_refused(name):
         what_if(converted, deny=[name])
 
 
+@pytest.mark.parametrize("bad", [5, None, torch.nn.Linear(2, 2)])
+def test_what_is_no_name_is_refused(bad):
+    converted = fxamp.convert(torch.nn.Linear(8, 8), FP16, (torch.ones(2, 8),))
+    for given in (bad, [bad]):
+        with pytest.raises(fxamp.OpListError, match=r"what_if: .* names no op"):
+            what_if(converted, deny=given)
+
+
 def test_a_block_that_is_asked_by_itself_takes_the_paths_that_its_report_shows():
     converted = fxamp.convert(Language().eval(), FP16, (tokens(),), boundaries="blocks")
     block = converted.blocks[0]
