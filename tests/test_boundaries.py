@@ -321,7 +321,7 @@ def test_explain_answers_for_a_block_that_runs_the_graph_of_its_like():
     _, converted = pair()
     converted(X)
     said = fxamp.explain(converted, "blocks.2.mixer.up")
-    assert said.startswith("blocks.2.mixer.up is run by the graph that was made for blocks.0.mixer.up:")
+    assert said.startswith("blocks.2.mixer.up is run by the graph that was made for blocks.0.mixer.up: ")
 
 
 def test_a_graph_of_dynamo_that_holds_for_equal_blocks_is_for_all_of_them():
@@ -331,7 +331,7 @@ def test_a_graph_of_dynamo_that_holds_for_equal_blocks_is_for_all_of_them():
     converted(x)
     report = fxamp.report(converted)
     assert [title.split(":")[0] for title in report.titles] == ["0.0 and 2 like it"] and report.runs == (3,)
-    assert fxamp.explain(converted, "0.2.0").startswith("0.2.0 is run by the graph that was made for 0.0.0:")
+    assert fxamp.explain(converted, "0.2.0").startswith("0.2.0 is run by the graph that was made for 0.0.0: ")
 
 
 def test_blocks_that_differ_have_graphs_of_their_own():

@@ -52,7 +52,10 @@ def explain(converted: nn.Module, name: str) -> str:
         if not name or name not in modules:
             raise
         return _outside(f"module {name} ({type(modules[name]).__name__})", built)
-    return text if other is None else f"{name} is run by the graph that was made for {other}:\n\n{text}"
+    if other is None:
+        return text
+    named = f"{name} is run by the graph that was made for {other}: what is said of it holds for both"
+    return f"{named}, and overrides= name each by its own path.\n\n{text}"
 
 
 def _outside(title: str, built: Report) -> str:

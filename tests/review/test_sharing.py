@@ -106,7 +106,8 @@ def test_explain_answers_for_a_module_that_runs_anothers_graph():
     converted = called()
     assert set(linears(converted)) == {"blocks.0.a", "blocks.1.a"}
     said = fxamp.explain(converted, "blocks.3.a")
-    assert said.startswith("blocks.3.a is run by the graph that was made for blocks.1.a:")
+    assert said.startswith("blocks.3.a is run by the graph that was made for blocks.1.a: what is said of it holds")
+    assert "overrides= name each by its own path" in said
     assert "module blocks.1.a: 1 of 1 node in float16" in said
     assert fxamp.explain(converted, "blocks.1.a").startswith("module blocks.1.a")
     with pytest.raises(fxamp.OptionError, match=r"'blocks\.9' is no node"):
