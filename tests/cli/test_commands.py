@@ -214,7 +214,7 @@ def test_differences_from_other_systems(reference, op, capsys):
             ("inspect", "cli_models:needs"),
             "cli_models:needs is called without arguments, and that does not fit: missing",
         ),
-        (("inspect", "cli_models:broken"), "cli_models.py:38: ZeroDivisionError: division by zero"),
+        (("inspect", "cli_models:broken"), "cli_models.py:45: ZeroDivisionError: division by zero"),
         (("inspect", "half_written.py:Net"), "half_written.py fails at"),
         (("lists", "GELU"), "Did you mean 'gelu'?"),
         (("audit", "cli_models:Net"), "there are no inputs to run cli_models:Net on: give --input SHAPE"),
