@@ -50,13 +50,6 @@ def chosen(converted):
     return type(engine_of(converted).dynamo.chosen)
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def trained(model, **how):
     return trained_by(model, torch.optim.SGD(model.parameters(), 0.1), **how)
 
@@ -173,14 +166,18 @@ class Spared(Looping):
         return h if h.sum().item() > 0 else -h
 
 
-class Refused(Looping):
+class OnlyFloat32:
     """Does not take what torch.autocast makes low, as kernels do not that are for float32 alone."""
 
-    def forward(self, x):
-        h = super().forward(x)
+    def forward(self, *given):
+        h = super().forward(*given)
         if h.dtype != torch.float32:
             raise RuntimeError("only float32 here")
         return h
+
+
+class Refused(OnlyFloat32, Looping):
+    pass
 
 
 def test_what_raises_under_autocast_stays_with_dynamo(fresh_dynamo, caplog):
@@ -193,12 +190,8 @@ def test_what_raises_under_autocast_stays_with_dynamo(fresh_dynamo, caplog):
     assert said == "Refused: left to Dynamo, as it raises under torch.autocast: only float32 here"
 
 
-class RefusedSpared(Spared):
-    def forward(self, x, how="relu"):
-        h = super().forward(x, how)
-        if h.dtype != torch.float32:
-            raise RuntimeError("only float32 here")
-        return h
+class RefusedSpared(OnlyFloat32, Spared):
+    pass
 
 
 def test_it_stays_with_dynamo_whatever_that_gives_up(fresh_dynamo, caplog):

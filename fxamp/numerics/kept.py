@@ -41,3 +41,24 @@ def _random_and_buffers_kept(*models: nn.Module) -> Iterator[None]:
                 if not hold_the_same(value, before):  # by .data: a backward that saved the buffer may still come
                     with torch.no_grad():
                         (value if is_sparse(value) else value.data).copy_(before)  # which a sparse one's .data ignores
+
+
+@contextlib.contextmanager
+def tensors_of(weights: nn.Module, model: nn.Module) -> Iterator[None]:
+    """Let Dynamo, and what it leaves outside of its graphs, find the parameters and buffers of another model."""
+    others = dict(weights.named_modules(remove_duplicate=False))
+    pairs = [(part, others.get(path, part)) for path, part in model.named_modules()] if weights is not model else []
+    tables = [
+        (getattr(part, table), getattr(other, table))
+        for part, other in pairs
+        if other is not part
+        for table in ("_parameters", "_buffers")
+    ]
+    before = [dict(own) for own, _ in tables]
+    for own, theirs in tables:
+        own.update({name: theirs.get(name, tensor) for name, tensor in own.items()})
+    try:
+        yield
+    finally:
+        for (own, _), held in zip(tables, before, strict=True):
+            own.update(held)

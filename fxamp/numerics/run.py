@@ -1,12 +1,11 @@
 """Run a model's graphs node by node, on real values, and look at what flows: nothing of the model is changed."""
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from fxamp.model.views import forward_arguments
 from fxamp.model.written import Written
 from fxamp.numerics.extent import check_not_empty
 from fxamp.numerics.given import copied
-from fxamp.numerics.kept import state_kept
+from fxamp.numerics.kept import state_kept, tensors_of
 from fxamp.numerics.modes import usable
 from fxamp.numerics.parts import Look, Turn, Turns
 from fxamp.numerics.runner import Edge, Part, Runner, See, on_leaving, run_part, served, sizes_of
@@ -226,7 +225,7 @@ def run(
     base: Any = type(call.model)._fxamp_base  # type: ignore[attr-defined]
     call.dynamo.watch = run_graph
     try:
-        with _tensors_of(call.weights, call.model):
+        with tensors_of(call.weights, call.model):
             result = call.dynamo(base, call.model, args, kwargs)
     finally:
         call.dynamo.watch = None
@@ -242,27 +241,6 @@ def _instead(engine: Engine) -> str:
     if engine.boundaries:
         return "Its blocks have graphs: ask one of them, or have fxamp.watch_nan watch a step."
     return "Convert the submodules it consists of."
-
-
-@contextlib.contextmanager
-def _tensors_of(weights: nn.Module, model: nn.Module) -> Iterator[None]:
-    """Let Dynamo, and what it leaves outside of its graphs, find the parameters and buffers of another model."""
-    others = dict(weights.named_modules(remove_duplicate=False))
-    pairs = [(part, others.get(path, part)) for path, part in model.named_modules()] if weights is not model else []
-    tables = [
-        (getattr(part, table), getattr(other, table))
-        for part, other in pairs
-        if other is not part
-        for table in ("_parameters", "_buffers")
-    ]
-    before = [dict(own) for own, _ in tables]
-    for own, theirs in tables:
-        own.update({name: theirs.get(name, tensor) for name, tensor in own.items()})
-    try:
-        yield
-    finally:
-        for (own, _), held in zip(tables, before, strict=True):
-            own.update(held)
 
 
 def _run_in(

@@ -12,12 +12,7 @@ from fxamp.numerics.bisect import find_deny
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Block(nn.Module):

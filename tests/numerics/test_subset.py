@@ -109,11 +109,8 @@ def test_what_is_part_of_a_set_that_failed_is_not_tried():
 
 @given(FAMILIES, st.integers(0, 5))
 def test_a_hitting_set_is_as_small_as_any(sets, most):
-    of_size = lambda size: (set(names) for names in itertools.combinations(NAMES, size))  # noqa: E731
-    sizes = (
-        size for size in range(len(NAMES) + 1) if any(all(names & each for each in sets) for names in of_size(size))
-    )
-    smallest = next(sizes)
+    subsets = (set(names) for size in range(len(NAMES) + 1) for names in itertools.combinations(NAMES, size))
+    smallest = next(len(names) for names in subsets if all(names & each for each in sets))
     names = smallest_hitting_set([frozenset(each) for each in sets], most, NAMES)
     if smallest > most:
         assert names is None

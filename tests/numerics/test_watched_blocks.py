@@ -8,6 +8,8 @@ import fxamp
 
 X = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 
 class Block(nn.Module):
     def __init__(self):
@@ -34,13 +36,6 @@ class Net(nn.Module):
             if float(x.detach().abs().sum()) > 1e9:
                 x = x * 2
         return x
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("is_called_before", [True, False])
