@@ -111,6 +111,18 @@ def test_ranges_are_those_of_all_blocks(pair):
     assert any(finding.pattern == "overflow" for finding in fxamp.audit(model, (X,)).findings)
 
 
+def test_ranges_of_a_block_decide_in_the_graph_that_runs_it(pair):
+    model, _ = pair
+    with torch.no_grad():
+        model.blocks[3].b.mul_(1e6)
+    ranges = fxamp.profile(model, [X], loss, progress=False)
+    converted = fxamp.convert(model, torch.float16, capture="dynamo", ranges=ranges)
+    step(converted)
+    shared = engine_of(converted).dynamo.shared["blocks.3.b"].removesuffix(".b")
+    products = [row for row in fxamp.report(converted).rows if row.op == "matmul" and row.module == shared]
+    assert "ranges" in {row.reason_kind for row in products} and converted(X).isfinite().all()
+
+
 def test_a_search_finds_its_nodes_with_the_right_weights(pair):
     model, converted = pair
     error = fxamp.compare(model, converted, (X,)).output
