@@ -29,7 +29,7 @@ class Assignments:
         self._own = {id(module) for module in before.root.modules()}
         self._is_paused = is_paused
         self._values: dict[tuple[int, str], Any] = {}
-        self._made: list[nn.Module] = []  # in forward
+        self._made: dict[int, nn.Module] = {}  # in forward
         self._outside: dict[int, tuple[nn.Module, Any, str]] = {}  # of the model's tree: module, what it held, name
 
     @contextlib.contextmanager
@@ -44,7 +44,7 @@ class Assignments:
 
         def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             if not self._is_paused():
-                self._made.append(module)
+                self._made[id(module)] = module
             original_init(module, *args, **kwargs)
 
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
@@ -68,7 +68,7 @@ class Assignments:
             )
 
     def _note(self, module: nn.Module, name: str, value: Any) -> None:
-        if id(module) in self._own or any(module is each for each in self._made):
+        if id(module) in self._own or self.is_made(module):
             self._values[id(module), name] = value
         else:
             self._outside.setdefault(id(module), (module, snapshot(module), name))
@@ -77,6 +77,10 @@ class Assignments:
     def are_any(self) -> bool:
         """Whether forward has set an attribute by now."""
         return bool(self._values or self._outside)
+
+    def is_made(self, module: nn.Module) -> bool:
+        """Whether forward has made the module itself, which therefore holds nothing from before."""
+        return id(module) in self._made
 
     def has(self, module: nn.Module, name: str) -> bool:
         """Whether forward has set an attribute, or replaced a buffer, by now."""

@@ -111,7 +111,7 @@ class Reads:
                 raise
             if name == "training" and id(module) not in self._paths and not self._is_paused():
                 self._keep(self._own(module, name), name, value)  # a module outside of the model's tree
-            if name in _TABLES and not self._is_paused():  # forward goes through them
+            if name in _TABLES and not self._is_paused() and not self._assignments.is_made(module):
                 self._listed.setdefault((id(module), name), (self._own(module, name), without(value, tuple(value))))
             if name in _OWN or self._is_paused() or (name in _INHERITED and name not in module.__dict__):
                 return value
@@ -254,8 +254,11 @@ class Reads:
     def _keep_registered(self, module: nn.Module, name: str) -> None:
         """A parameter or buffer, whose shape the graph may hold, or a name that there is not.
 
-        A value of forward's own that stands there (torch.func.functional_call has swapped it in) is the graph's.
+        A value of forward's own that stands there (torch.func.functional_call has swapped it in) is the graph's, and
+        what a module that forward makes (a loss) has registered is from no earlier call.
         """
+        if self._assignments.is_made(module):
+            return
         tables = [kind for kind in (*_TABLES, "_modules") if name in module.__dict__.get(kind, {})]
         for kind in tables[:1]:
             value = module.__dict__[kind][name]

@@ -167,3 +167,30 @@ def test_functions_and_objects_that_are_defaults_are_followed(capture, monkeypat
     close(low(X), 2 * before)
     monkeypatch.setattr(HELD, "gain", 3.0)
     close(low(X), 6 * before)
+
+
+class Weighted(nn.Module):
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", None)
+
+    def forward(self, y):
+        buffers = [buffer for buffer in self.buffers()]
+        return y * self.scale if self.weight is None and not hasattr(self, "late") else y * len(buffers)
+
+
+class MakesALoss(Net):
+    def forward(self, x):
+        y = self.layer(self.inner(x))
+        return Weighted()(y), nn.CrossEntropyLoss()(y, torch.zeros_like(y[:, 0], dtype=torch.int64))
+
+
+def test_a_module_that_forward_makes_registers_nothing_that_a_later_call_lacks(monkeypatch):
+    converted = fxamp.convert(MakesALoss(), torch.bfloat16, capture="symbolic")
+    for _ in range(3):
+        first, _ = converted(X)
+    assert fxamp.report(converted).captures == ("symbolic",)
+    monkeypatch.setattr(Weighted, "scale", 2.0)
+    torch.testing.assert_close(converted(X)[0], 2 * first)
