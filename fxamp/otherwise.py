@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -13,16 +13,13 @@ from torch.utils import _pytree as pytree
 from fxamp.capture.modes import are_modes_active
 from fxamp.dynamo.backend import DynamoForward
 from fxamp.model.hooked import multiplied
-from fxamp.model.used_weights import used_in
+from fxamp.model.used_weights import NEARLY_ALL, share_given
 from fxamp.model.written import Written
 from fxamp.options import Options
 from fxamp.override_keys import around
 from fxamp.words import percent
 
 log = logging.getLogger("fxamp")
-
-_MOST = 0.9
-"""Share of the weights that modules which are graphs must hold, for the forward around them to run as written."""
 
 
 class Otherwise:
@@ -67,6 +64,11 @@ class Otherwise:
         self.by_dynamo.watch = given
 
     @property
+    def is_open(self) -> bool:
+        """Whether no call has told yet whether Dynamo's graphs hold enough."""
+        return self.chosen is None and not self._is_judged and not self._stays
+
+    @property
     def is_for_next_call(self) -> bool:
         """Whether the last call has told of another way, which none has gone yet."""
         return self.chosen is not None and self.chosen is not self._gone
@@ -87,7 +89,7 @@ class Otherwise:
     def _way_for(self, module: nn.Module, tells: bool) -> "DynamoForward | Written":
         if self.chosen is not None:
             return self.chosen
-        is_tried = tells and _share_in_modules(module) >= _MOST and not _needs_a_compiler(module)
+        is_tried = tells and _share_in_modules(module) >= NEARLY_ALL and not _needs_a_compiler(module)
         return self.written if is_tried else self.by_dynamo
 
     def settled(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,10 +131,18 @@ class Otherwise:
 
     def _judge_parts(self, model: nn.Module) -> None:
         share = _share_in_parts(model, self.written.blocks)
-        self.chosen = self.written if share >= _MOST else self.by_dynamo
+        self.chosen = self.written if share >= NEARLY_ALL else self.by_dynamo
         if self.chosen is self.by_dynamo:
             text = "%s: captured by Dynamo from now on, as graphs of its parts hold %s of the weights alone"
             log.info(text, type(model).__qualname__, percent(share))
+
+    def is_too_little(self, share: float | None, model: nn.Module) -> TypeGuard[float]:
+        """Whether Dynamo's graphs hold so little of what a call used that the model is to run as it is written.
+
+        Args:
+            share: None where it used no matrix.
+        """
+        return share is not None and share < NEARLY_ALL and not _needs_a_compiler(model)
 
     def _judge_graphs(self, model: nn.Module, result: Any, given: set[int]) -> None:
         """Leave Dynamo if its graphs hold too little of what the call used.
@@ -141,9 +151,8 @@ class Otherwise:
             given: the weights that its graphs were given, by identity.
         """
         self._is_judged = True
-        sizes = {id(weight): weight.numel() for weight in used_in(model, result)}
-        share = sum(size for weight, size in sizes.items() if weight in given) / max(1, sum(sizes.values()))
-        if sizes and share < _MOST and not _needs_a_compiler(model):
+        share = share_given(model, result, given)
+        if self.is_too_little(share, model):
             self.chosen, self._has_left = self.written, True
             text = "%s: from now on %s, as Dynamo's graphs hold %s of the weights alone"
             log.info(text, type(model).__qualname__, self.written.how(model), percent(share))

@@ -8,6 +8,10 @@ from torch.utils import _pytree as pytree
 
 from fxamp.model.hooked import matrices
 
+NEARLY_ALL = 0.9
+"""Share of the weights that graphs must hold: of modules, for the forward around them to run as it is written, or
+Dynamo's, for it to stay with those."""
+
 
 def used_in(model: nn.Module, result: Any) -> list[nn.Parameter]:
     """The matrices that a call may have used: those that its result has gradients for, and those that get none.
@@ -20,6 +24,16 @@ def used_in(model: nn.Module, result: Any) -> list[nn.Parameter]:
         return weights
     behind = _leaves_behind(found)
     return [weight for weight in weights if not weight.requires_grad or id(weight) in behind]
+
+
+def share_given(model: nn.Module, result: Any, given: set[int]) -> float | None:
+    """Of what a call used the share that graphs were given; None where it used no matrix.
+
+    Args:
+        given: weights by identity.
+    """
+    sizes = {id(weight): weight.numel() for weight in used_in(model, result)}
+    return sum(size for weight, size in sizes.items() if weight in given) / sum(sizes.values()) if sizes else None
 
 
 def _leaves_behind(results: list[torch.Tensor]) -> set[int]:

@@ -19,6 +19,7 @@ from fxamp.inplace import mutated
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.rebuild import REFERENCE, rebuild_variant
 from fxamp.model.unconverted import not_converted
+from fxamp.model.used_weights import share_given
 from fxamp.model.variant import Variant
 from fxamp.model.views import forward_arguments
 from fxamp.model.written import Written
@@ -74,6 +75,7 @@ def takes_derivative(node: fx.Node) -> bool:
 
 
 _looking: "weakref.WeakKeyDictionary[Engine, Any]" = weakref.WeakKeyDictionary()
+_left_out: "weakref.WeakKeyDictionary[Engine, bool]" = weakref.WeakKeyDictionary()
 _looks: "weakref.WeakKeyDictionary[Engine, Look]" = weakref.WeakKeyDictionary()
 
 
@@ -83,8 +85,8 @@ def call_of(converted: nn.Module, inputs: Any, only_fp32: bool = False) -> Call:
     Args:
         converted: a converted model.
         inputs: as `call_arguments` takes them.
-        only_fp32: it is to be run in float32 alone: at O1 Dynamo's graphs hold more of a forward that runs as it is
-            written than the modules that it calls as graphs.
+        only_fp32: it is to be run in float32 alone: at O1 Dynamo's graphs, where they hold nearly all weights, hold
+            more of a forward that runs as it is written than the modules that it calls as graphs.
 
     Raises:
         OptionError: not converted, or the inputs are none of a call or hold no sample.
@@ -97,8 +99,7 @@ def call_of(converted: nn.Module, inputs: Any, only_fp32: bool = False) -> Call:
     check_not_empty((args, kwargs), "the inputs are")
     args, kwargs = forward_arguments(converted, args, kwargs)
     variant = _symbolic(converted, engine, args, kwargs)
-    is_for_dynamo = only_fp32 and engine.options.opt_level == "O1"
-    if variant is None and not is_for_dynamo and _runs_as_written(converted, engine, args, kwargs):
+    if variant is None and _runs_as_written(converted, engine, args, kwargs, only_fp32):
         return Call(converted, engine, args, kwargs, converted, turns=Turns(engine))
     if variant is None:
         return Call(converted, engine, args, kwargs, converted, dynamo=looking_dynamo(engine))
@@ -132,14 +133,34 @@ def _symbolic(converted: nn.Module, engine: Engine, args: tuple[Any, ...], kwarg
         return None
 
 
-def _runs_as_written(converted: nn.Module, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call that no graph holds runs as it is written, with graphs inside."""
+def _runs_as_written(
+    converted: nn.Module, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], only_fp32: bool
+) -> bool:
+    """Whether a call that no graph holds is run as it is written, with graphs inside.
+
+    What Dynamo's graphs would hold is asked where that is open, or where they are to be run instead.
+    """
     way: Any = engine.dynamo
-    if hasattr(way, "settled"):
-        given = copied((args, kwargs))
-        with state_kept(converted), torch.enable_grad():
-            way = way.settled(type(converted)._fxamp_base, converted, *given)  # type: ignore[attr-defined]
-    return isinstance(way, Written)
+    if not hasattr(way, "settled"):
+        return isinstance(way, Written)
+    given = copied((args, kwargs))
+    with state_kept(converted), torch.enable_grad():
+        now = way.settled(type(converted)._fxamp_base, converted, *given)  # type: ignore[attr-defined]
+    if isinstance(now, Written):
+        return not only_fp32 or _is_too_much_for_dynamo(converted, engine, args, kwargs)
+    return way.is_open and _is_too_much_for_dynamo(converted, engine, args, kwargs)
+
+
+def _is_too_much_for_dynamo(
+    converted: nn.Module, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether Dynamo's graphs would hold too little of what such a call uses; the first one tells of all."""
+    if engine not in _left_out:
+        way, given = looking_dynamo(engine), copied((args, kwargs))
+        with state_kept(converted), torch.enable_grad(), way.noting() as read:
+            result = way(type(converted)._fxamp_base, converted, *given)  # type: ignore[attr-defined]
+        _left_out[engine] = engine.dynamo.is_too_little(share_given(converted, result, read), converted)
+    return _left_out[engine]
 
 
 class Rewriter:

@@ -119,18 +119,18 @@ def audit_converted(converted: nn.Module, inputs: Any) -> Audit:
     watched = watch_flow(call, None, fp32, as_float32=True)
     if watched.error is not None:
         raise watched.error
-    values = _values_of(call, fp32, watched)
-    built = build_report([variant for variant, _ in values], call.engine.options, converted)
+    runs = _runs_of(call, fp32, watched)
+    built = build_report([variant for variant, _ in runs], call.engine.options, converted)
     found = [
-        finding
-        for number, (variant, seen) in enumerate(values)
-        for finding in _of_graph(built, number, seen, _powers(variant.graph))
+        dataclasses.replace(finding, module=_module_of(finding, flows))
+        for number, (variant, flows) in enumerate(runs)
+        for finding in _of_graph(built, number, _joined(flows), _powers(variant.graph))
     ]
     return Audit(built.model, tuple(sorted(found, key=lambda finding: _ORDER.index(finding.severity))))
 
 
-def _values_of(call: Call, fp32: Rewriter, exact: CallFlow) -> Sequence[tuple[Variant, Mapping[str, Extent]]]:
-    """Each graph that low precision would run, with the values that its fp32 twin had, in all of its runs.
+def _runs_of(call: Call, fp32: Rewriter, exact: CallFlow) -> Sequence[tuple[Variant, list[Flow]]]:
+    """Each graph that low precision would run, with all runs of its fp32 twin.
 
     Where forward runs as it is written, which these are shows in a run of them.
     """
@@ -142,12 +142,26 @@ def _values_of(call: Call, fp32: Rewriter, exact: CallFlow) -> Sequence[tuple[Va
         pairs = [(high, low.variant) for high, low in twins(exact, watch_flow(call, None))]
     for flow, variant in pairs:
         found.setdefault(id(variant), (variant, []))[1].append(flow)
-    return [(variant, _joined(flows)) for variant, flows in found.values()]
+    return list(found.values())
 
 
 def _joined(flows: Sequence[Flow]) -> dict[str, Extent]:
     names = dict.fromkeys(name for flow in flows for name in flow.values)
     return {name: joined(flow.values[name] for flow in flows if name in flow.values) for name in names}
+
+
+def _module_of(finding: Finding, flows: Sequence[Flow]) -> str:
+    """Where a finding is: of equal modules, which share a graph, the one with the largest numbers."""
+    seen = [flow for flow in flows if finding.node in flow.values]
+    if len(seen) < 2:
+        return finding.module
+    worst = max(seen, key=lambda flow: _size(flow.values[finding.node]))
+    node = next(node for node in worst.variant.graph.nodes if node.name == finding.node)
+    return worst.part.module_path(node)
+
+
+def _size(extent: Extent) -> tuple[int, int, float]:
+    return extent.nans, extent.infs, largest(extent)
 
 
 def _of_graph(built: Report, number: int, seen: Mapping[str, Extent], powers: Collection[str]) -> Iterator[Finding]:
