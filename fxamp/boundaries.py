@@ -5,7 +5,6 @@ converted model of its own, and everything below is the user's. In the graph aro
 `call_module`. Values cross it in float32.
 """
 
-import dataclasses
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -17,10 +16,10 @@ from fxamp.errors import OptionError, nearest
 from fxamp.model.converted import make_sibling
 from fxamp.model.engine import Engine
 from fxamp.model.likeness import likeness
+from fxamp.model.part_options import decisions, options_within
 from fxamp.model.variant import Variant
 from fxamp.model.views import take_state
 from fxamp.options import Options
-from fxamp.override_keys import overrides_within
 from fxamp.references import repointed
 
 BLOCKS = "blocks"
@@ -61,8 +60,6 @@ def check_boundaries(model: nn.Module, boundaries: Any, options: Options) -> tup
         raise OptionError(f"boundaries={boundaries!r} is not allowed. Give module classes, paths, globs or 'blocks'.")
     if options.opt_level != "O1":
         raise OptionError(f"boundaries= goes with opt_level='O1' only, not with {options.opt_level!r}.")
-    if options.plan is not None or options.ranges is not None:
-        raise OptionError("boundaries= does not go with plan= or ranges=: those were made for one graph.")
     modules = dict(model.named_modules(remove_duplicate=False))
     found = {id(modules[path]) for each in asked for path in _paths(model, each)}
     paths = [path for path, module in modules.items() if id(module) in found]
@@ -177,10 +174,10 @@ def _converted(
     build: Callable[[Options], Engine],
     modules: Collection[str],
 ) -> nn.Module:
-    overrides = overrides_within(block, path, outer.options.overrides, modules)
-    key = (*likeness(block), tuple(sorted(overrides.items())))
+    options = options_within(block, path, outer.options, modules)
+    key = (*likeness(block), decisions(options))
     if key not in shared:
-        shared[key] = build(dataclasses.replace(outer.options, overrides=overrides))
+        shared[key] = build(options)
         shared[key].is_boundary = True
     shared[key].paths += (path,)
     outer.boundaries[path] = shared[key]

@@ -14,7 +14,7 @@ from fxamp.capture.inputs import check_call_fits, normalise_example
 from fxamp.dtypes import dtype_name
 from fxamp.dynamo.backend import DynamoForward
 from fxamp.dynamo.preview import trace_on_fakes
-from fxamp.errors import CaptureError, OptionError
+from fxamp.errors import CaptureError
 from fxamp.lists import OpLists
 from fxamp.lists.environment import disabled_by
 from fxamp.lowering import lowered_by_graph, lowered_by_layers
@@ -45,6 +45,7 @@ from fxamp.passes.overrides import check_overrides, unmatched_overrides
 from fxamp.pipeline import build_variant, keep_weights, rewrite
 from fxamp.review.announce import announce
 from fxamp.review.plan import as_plan
+from fxamp.review.unheld import decided_in_vain
 
 log = logging.getLogger("fxamp")
 
@@ -91,8 +92,9 @@ def convert(
         overrides: module path, glob or node name -> "allow" | "infer" | "deny" | "clear".
         pad_to: K and N of low-precision GEMMs are padded to multiples of it; 0 or None: not at all.
         pad: "auto": where it pays, by the sizes of the example inputs; "always": wherever it is safe.
-        plan: a saved plan (path, or fxamp.review.plan.Plan): each node runs as it did; a warning says what no longer
-            matches, and where opt_level or level is another. One of another low dtype is refused.
+        plan: a saved plan (path, or fxamp.review.plan.Plan): each node runs as it did, in graphs of parts of the model,
+            too; a warning says what no longer matches, and where opt_level or level is another. One of another low
+            dtype is refused.
         ranges: what fxamp.profile measured: nodes whose values low precision would not hold run in float32.
         boundaries: module classes, paths, globs, or "blocks" (repeated blocks): each such submodule is converted by
             itself and stays a module that is called: FSDP2 per block, checkpointing and hooks go on working, and
@@ -163,10 +165,6 @@ def convert_as(
         check_overrides(graphs, options.overrides, modules, is_partial=first is None)  # Dynamo may have stopped early
     if opt_level in ("O2", "O3"):
         if first is None:
-            if options.plan is not None or options.ranges is not None:
-                raise OptionError(
-                    f"opt_level={opt_level!r} with plan= or ranges=, which are for one graph: give example_inputs."
-                )
             paths = lowered_by_layers(sibling, options)
             log.info(_BY_LAYERS, type(model).__qualname__, dtype_name(options.low), len(paths))
         else:
@@ -206,7 +204,8 @@ def tell(converted: nn.Module) -> None:
     if engine is not None and variants and not any(variant.is_preview for variant in variants):
         modules = [path for path, _ in converted.named_modules()]
         unmatched = unmatched_overrides([variant.graph for variant in variants], engine.options.overrides, modules)
-    announce(converted, [f"of the graphs so far: {said}" for said in unmatched.values()])
+    vain = decided_in_vain(engine) if engine is not None else []
+    announce(converted, [*(f"of the graphs so far: {said}" for said in unmatched.values()), *vain])
 
 
 def _convert_blocks(

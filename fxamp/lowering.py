@@ -3,7 +3,6 @@
 At O2 teachers (`fxamp.teachers`) stay in float32.
 """
 
-import dataclasses
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -13,12 +12,14 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.capture.inputs import CallSpec, flatten_call
+from fxamp.errors import only_trying
 from fxamp.model.hooked import MUCH, multiplied, share_in
 from fxamp.model.likeness import likeness
+from fxamp.model.part_options import decisions, options_within
 from fxamp.model.views import device_of, plain_tree
 from fxamp.module_hooks import has_hooks
 from fxamp.options import Options
-from fxamp.override_keys import around, override_of, overrides_within
+from fxamp.override_keys import around, override_of
 from fxamp.pipeline import build_variant
 from fxamp.sparse import is_sparse
 from fxamp.teachers import weights_of_teachers
@@ -100,10 +101,9 @@ class _Layers:
         """The names of those parameters."""
         if not any(weight.dim() > 1 for weight in layer._parameters.values() if weight is not None):
             return frozenset()
-        overrides = overrides_within(layer, path, self.options.overrides, self.modules)
-        key = (*likeness(layer), tuple(overrides.items()))
+        options = options_within(layer, path, self.options, self.modules)
+        key = (*likeness(layer), decisions(options))
         if key not in self.known:
-            options = dataclasses.replace(self.options, overrides=overrides)
             trials = (_found_alone(layer, options, call) for call in _assumed_calls(layer))
             self.known[key] = next((found for found in trials if found), frozenset())
         return self.known[key]
@@ -120,7 +120,8 @@ def _assumed_calls(layer: nn.Module) -> Iterator[tuple[CallSpec | None, list[Any
 
 def _found_alone(layer: nn.Module, options: Options, call: tuple[CallSpec | None, list[Any] | None]) -> frozenset[str]:
     try:
-        return frozenset(_read_low(build_variant(plain_tree(layer), *call, options).graph))
+        with only_trying():
+            return frozenset(_read_low(build_variant(plain_tree(layer), *call, options).graph))
     except Exception as error:  # what is assumed may not fit the layer
         log.debug("%s stays in float32, no assumed call fits it: %s", type(layer).__qualname__, error)
         return frozenset()

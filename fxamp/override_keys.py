@@ -1,4 +1,4 @@
-"""Which of the user's overrides holds for a module or a node, and what they are for a part of a model by itself."""
+"""Paths of modules; which of the user's overrides holds for one, and what they are for a part of a model by itself."""
 
 import fnmatch
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,6 +12,21 @@ def around(path: str) -> Iterator[str]:
     """ "a.b.c" -> "a", "a.b", "a.b.c"."""
     yield from (path[:place] for place, letter in enumerate(path) if letter == ".")
     yield path
+
+
+def is_within(path: str, outer: str) -> bool:
+    """Whether a module is another one, or inside of it; all are inside of the model ("")."""
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def within(path: str, outer: str) -> str:
+    """The path that a module has inside of another one."""
+    return path.removeprefix(outer).lstrip(".")
+
+
+def inside(outer: str, path: str) -> str:
+    """The path of a module that stands at `path` in another one."""
+    return f"{outer}.{path}".strip(".")
 
 
 def override_of(paths: Sequence[str], name: str, overrides: Mapping[str, Colour]) -> str | None:

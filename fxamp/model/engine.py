@@ -192,13 +192,9 @@ class Engine:
         Before any call was captured it is convert()'s preview that failed, which says nothing of the calls to come.
 
         Raises:
-            CaptureError: the reason, where the user asked for symbolic capture, or at O2 and O3 for a plan or ranges,
-                which are for one graph.
+            CaptureError: the reason, where the user asked for symbolic capture.
         """
-        options = self.options
-        is_o1 = options.opt_level == "O1"
-        is_for_one_graph = not is_o1 and not (options.plan is None and options.ranges is None)
-        if options.capture == "symbolic" or is_for_one_graph:
+        if self.options.capture == "symbolic":
             raise reason
         text, name = str(reason), type(module).__qualname__
         if self.fingerprint is None:

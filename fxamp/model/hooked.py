@@ -61,14 +61,13 @@ def why_as_written(variant: Variant, model: nn.Module, options: Any, way: Any) -
     """Why a forward runs as written though there is a graph: it leaves much of the weights in float32, for modules with
     hooks; "" where the graph runs.
 
-    Not at O3, where modules with hooks run low, nor for a plan or ranges, which are for one graph.
+    Not at O3, where modules with hooks run low.
 
     Args:
         way: what calls that no graph holds run through.
     """
-    is_for_one_graph = options.plan is not None or options.ranges is not None
     paths = hooked(variant, model)
-    if not hasattr(way, "prefer_written") or is_for_one_graph or options.opt_level == "O3" or not paths:
+    if not hasattr(way, "prefer_written") or options.opt_level == "O3" or not paths:
         return ""
     share = share_in(multiplied(model), paths)
     held = f"modules with hooks hold {percent(share)} of the weights ({listed(paths, NAMED)})"

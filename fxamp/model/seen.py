@@ -18,10 +18,11 @@ from fxamp.ir import Colour
 from fxamp.model.blocks import mark_block
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.likeness import kind, likeness
+from fxamp.model.part_options import decisions, is_decided, options_within
 from fxamp.model.view_class import may_be_viewed, new_view, part_of
 from fxamp.model.views import device_of
 from fxamp.model.wide_copies import take_back_writes, wide_copy
-from fxamp.override_keys import around, override_of, overrides_within
+from fxamp.override_keys import around, override_of
 from fxamp.runtime.masters import is_stored_low
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # those whose weights may have more than one dimension
@@ -140,13 +141,16 @@ class Family:
         if id(child) not in self._seen:
             is_taken = self.written.takes_products and isinstance(child, _PRODUCTS)
             is_layer = not is_taken and _is_for_autocast(child)
-            is_itself = _is_other(child) or (is_layer and self._colour_of(path) is None)
+            is_itself = _is_other(child) or (is_layer and not self._is_spoken_of(path))
             self._seen[id(child)] = child if is_itself else self._new_view(child, path)
         return self._seen[id(child)]
 
     def _new_view(self, child: nn.Module, path: str) -> nn.Module:
         is_called = type(child).forward is not nn.Module.forward
         return self.view(child, path, self._engine_of(child, path) if is_called else None)
+
+    def _is_spoken_of(self, path: str) -> bool:
+        return self._colour_of(path) is not None or is_decided(path, self.written.options)
 
     def _colour_of(self, path: str) -> Colour | None:
         """What overrides say of a module as a whole."""
@@ -156,13 +160,14 @@ class Family:
 
     def _engine_of(self, module: nn.Module, path: str) -> Engine:
         written, root = self.written, self.engine
-        overrides = overrides_within(module, path, written.options.overrides, self._paths)
+        options = options_within(module, path, written.options, self._paths)
         if _is_for_autocast(module):
-            overrides = {key: colour for key, colour in overrides.items() if key == "*"}
-        key = (*likeness(module), tuple(overrides.items()))
+            whole = {key: colour for key, colour in options.overrides.items() if key == "*"}
+            options = dataclasses.replace(options, overrides=whole)
+        key = (*likeness(module), decisions(options))
         engine: Engine | None = written.engines.get(key)
         if engine is None:
-            own = dataclasses.replace(written.options, overrides=overrides, output_dtype=None, is_part=True)
+            own = dataclasses.replace(options, output_dtype=None, is_part=True)
             inside = type(written)(own, written.rewrite)
             inside.kin = written.kin
             engine = Engine(own, root.workshop, inside, root.is_frozen)

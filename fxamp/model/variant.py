@@ -35,6 +35,12 @@ class NumberCheck(Protocol):
     def holds(self, module: nn.Module, inputs: list[Any]) -> bool: ...
 
 
+def where_of(blocks: tuple[str, ...]) -> str:
+    """Equal blocks of a model in words, "" for none."""
+    others = len(blocks) - 1
+    return f"{blocks[0]} and {others} like it" if others > 0 else "".join(blocks)
+
+
 _numbers = itertools.count()
 
 
@@ -90,8 +96,7 @@ class Variant:
     @property
     def where(self) -> str:
         """The blocks it is for, in words, "" for the model itself."""
-        others = len(self.blocks) - 1
-        return f"{self.blocks[0]} and {others} like it" if others > 0 else "".join(self.blocks)
+        return where_of(self.blocks)
 
     @property
     def graph(self) -> fx.Graph:

@@ -14,6 +14,7 @@ from fxamp.ir import Reason
 from fxamp.numerics.places import Place, places_in
 from fxamp.numerics.ranges import Ranges
 from fxamp.numerics.ranges_file import load_ranges
+from fxamp.override_keys import inside, is_within
 from fxamp.value_types import tensors_in
 from fxamp.words import listed
 
@@ -75,10 +76,14 @@ def misfit_of(ranges: Ranges, graph: fx.Graph, low: torch.dtype, is_preview: boo
     new = [node for node in here if node not in found and not (is_preview and ir.module_path(node) in modules)]
     if not new:
         return ""
-    lost = sorted(ranges.nodes.keys() - {found[node] for node in here if node in found}, key=[*ranges.nodes].index)
+    parts = [str(node.target) for node in graph.nodes if node.meta.get("boundary")]  # with graphs of their own
+    theirs = {name for name, node in ranges.nodes.items() if any(is_within(node.module, path) for path in parts)}
+    known = theirs | {found[node] for node in here if node in found}
+    lost = [name for name in ranges.nodes if name not in known]
     unfit = ranges.deny(low)
     denied = [name for name in lost if name in unfit]
-    names = [f"{node.name} of {module}" if (module := ir.module_path(node)) else node.name for node in new]
+    paths = [inside(ranges.path, ir.module_path(node)) for node in new]
+    names = [f"{node.name} of {path}" if path else node.name for node, path in zip(new, paths, strict=True)]
     return (
         f"the ranges do not fit this model: {len(new)} of {len(here)} nodes were not measured "
         f"({listed(names, _NAMED)}), and {len(lost)} of the {len(ranges.nodes)} that were measured have no place among "
@@ -117,5 +122,7 @@ def _by_stem(placed: Iterable[tuple[Place, _T]]) -> dict[tuple[str, str], list[_
 
 
 def _is_measured(node: fx.Node) -> bool:
-    """Whether `profile` looks at what a node computes: float32 values."""
-    return any(found.dtype == torch.float32 for found in tensors_in(ir.mark(node).type))
+    """Whether `profile` looks at what a node computes: float32 values, but of parts with graphs of their own, and of
+    what nothing has to widen in its float32 run."""
+    is_other = ir.PROMOTED in node.meta or node.meta.get("boundary")
+    return not is_other and any(found.dtype == torch.float32 for found in tensors_in(ir.mark(node).type))

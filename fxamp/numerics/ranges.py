@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from fxamp.numerics.places import Place, places_in, stem_of
 from fxamp.numerics.progress import watched
 from fxamp.numerics.run import Call, Rewriter, call_of, floats_in, gradients_of, in_float32, loss_of, run
 from fxamp.numerics.runner import Part
+from fxamp.override_keys import inside, is_within, within
 from fxamp.runtime.scale_rule import choose_scale
 from fxamp.sparse import held
 from fxamp.whole import checked_path, write_whole
@@ -73,12 +74,28 @@ class Ranges:
         batches: how many were seen.
         low: the dtype that shares are told for.
         weight_gradients: of the loss with respect to the parameters, and to inputs that want gradients.
+        path: of the part of the model that they are of, "" for the model.
     """
 
     nodes: dict[str, NodeRange]
     batches: int
     low: torch.dtype
     weight_gradients: Histogram = dataclasses.field(default_factory=Histogram)
+    path: str = ""
+
+    def within(self, path: str) -> "Ranges":
+        """Those of one part of the model, as ranges of that part by itself."""
+        found = {
+            name: dataclasses.replace(node, module=within(node.module, path))
+            for name, node in self.nodes.items()
+            if is_within(node.module, path)
+        }
+        return dataclasses.replace(self, nodes=found, path=inside(self.path, path))
+
+    def content(self, low: torch.dtype) -> Hashable:
+        """Equal for ranges by which the same nodes run in float32."""
+        unfit = self.deny(low)
+        return frozenset((node.place, name in unfit) for name, node in self.nodes.items())
 
     @property
     def gradients(self) -> Histogram:

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +25,8 @@ from torch import fx
 from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError, warn, warn_once
 from fxamp.ir import Reason
+from fxamp.model.variant import where_of
+from fxamp.override_keys import inside, is_within, within
 from fxamp.review.match import Item, Place, fit, is_widening, match, place_of, place_of_key
 from fxamp.review.plan_file import line_of, read_plan, text_of
 from fxamp.review.rows import Row, rows_of
@@ -52,6 +54,9 @@ class Plan:
         graphs: title -> key of a node -> "low" | "high".
         casts: activation casts it had, for CI.
         places: title -> key of a node -> where it stands; empty in plans of format 1.
+        blocks: title -> paths of the equal modules that the graph is for, in the first of which its nodes stand; none
+            for one of the model as a whole.
+        path: of the part of the model that it is for, "" for the model.
     """
 
     model: str
@@ -62,6 +67,44 @@ class Plan:
     weight_casts: int
     graphs: Mapping[str, Mapping[str, str]]
     places: Mapping[str, Mapping[str, Place]] = dataclasses.field(default_factory=dict)
+    blocks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    path: str = ""
+
+    @property
+    def content(self) -> Hashable:
+        """Equal for plans that decide alike."""
+        return tuple((title, tuple(nodes.items())) for title, nodes in self.graphs.items())
+
+    def within(self, path: str) -> "Plan":
+        """What it says of one part of the model, as a plan of that part by itself."""
+        found = [(title, *moved) for title in self.graphs if (moved := self._moved(title, path)) is not None]
+        titles = list(_unique(f"{where_of(roots)}: {call}" if roots else call for _, call, roots, _ in found))
+        graphs, places = {}, {}
+        for new, (title, _, _, keys) in zip(titles, found, strict=True):
+            known = self.places.get(title, {})
+            graphs[new] = {keys[key]: self.graphs[title][key] for key in keys}
+            places[new] = {keys[key]: known[key].moved_to(keys[key]) for key in keys if key in known}
+        blocks = {new: roots for new, (_, _, roots, _) in zip(titles, found, strict=True) if roots}
+        return dataclasses.replace(self, graphs=graphs, places=places, blocks=blocks, path=inside(self.path, path))
+
+    def _moved(self, title: str, path: str) -> tuple[str, tuple[str, ...], dict[str, str]] | None:
+        """A graph as the part at `path` by itself has it: the title of its calls, the blocks that it is then for, and
+        the keys of those of its nodes that are in the part -> their keys there. None where none is."""
+        roots = self.blocks.get(title, ("",))
+        first, call = roots[0], title.removeprefix(f"{where_of(self.blocks.get(title, ()))}: ")
+        around = next((root for root in roots if is_within(path, root)), None)
+        inner = tuple(within(root, path) for root in roots if around is None and is_within(root, path))
+        if around is None and not inner:
+            return None
+        start = inside(first, within(path, around)) if around is not None else first
+        own = (key for key in self.graphs[title] if is_within(_module_of(key), start))
+        keys = {key: _key_at(inner[0] if inner else "", key, start) for key in own}
+        return (call, inner, keys) if keys else None
+
+    def keys_in(self, modules: Collection[str]) -> list[str]:
+        """The keys of the nodes that stand in the forwards of these modules themselves."""
+        keys = (key for nodes in self.graphs.values() for key in nodes)
+        return [key for key in dict.fromkeys(keys) if _module_of(key) in modules]
 
     def for_graph(self, graph: fx.Graph, title: str = "") -> tuple[dict[str, str], list[str]]:
         """Node name -> precision for a captured graph, and what no longer matches, in sentences.
@@ -75,8 +118,10 @@ class Plan:
         found, unclear, chosen = self._nearest_graph(new, title)
         wanted = self.graphs.get(chosen, {})
         sure = {name: wanted[key] for name, key in found.items()}
-        floats = {row.name for row in rows if "float32" in row.dtype and not is_widening(row)}
-        return sure, [*self._lost(wanted, found, unclear), *_added(keys, found, floats)]
+        parts = {node.name: str(node.target) for node in graph.nodes if node.meta.get("boundary")}
+        floats = {row.name for row in rows if "float32" in row.dtype and not is_widening(row)} - parts.keys()
+        here = [key for key in wanted if not any(is_within(_module_of(key), path) for path in parts.values())]
+        return sure, [*self._lost(here, found, unclear), *self._added(keys, found, floats)]
 
     def _nearest_graph(self, new: list[Item], title: str) -> tuple[dict[str, str], dict[str, int], str]:
         """The match with the graph of that title, or of several such, or of none, the one that fits best."""
@@ -90,16 +135,31 @@ class Plan:
         nodes = self.graphs[title].items()
         return [Item("old", key, places.get(key) or place_of_key(key), decided) for key, decided in nodes]
 
-    def _lost(self, wanted: Mapping[str, str], found: Mapping[str, str], unclear: Mapping[str, int]) -> Iterator[str]:
+    def _lost(self, wanted: Iterable[str], found: Mapping[str, str], unclear: Mapping[str, int]) -> Iterator[str]:
         for key in wanted:
             if key in unclear:
-                yield f"{key} of the plan may be any of {plural(unclear[key], 'node')} of the model"
+                yield f"{self._named(key)} of the plan may be any of {plural(unclear[key], 'node')} of the model"
             elif key not in found.values() and place_of_key(key).op not in _MADE:
-                yield f"{key} is in the plan and not in the model"
+                yield f"{self._named(key)} is in the plan and not in the model"
+
+    def _added(self, keys: Mapping[str, str], found: Mapping[str, str], floats: Collection[str]) -> Iterator[str]:
+        for name, key in keys.items():
+            if name in floats - found.keys():
+                yield f"{self._named(key)} is in the model and not in the plan"
+
+    def _named(self, key: str) -> str:
+        """A key as the whole model has it."""
+        return _key_at(self.path, key)
 
 
-def _added(keys: Mapping[str, str], found: Mapping[str, str], floats: Collection[str]) -> list[str]:
-    return [f"{key} is in the model and not in the plan" for name, key in keys.items() if name in floats - found.keys()]
+def _module_of(key: str) -> str:
+    return key.partition(":")[0]
+
+
+def _key_at(path: str, key: str, start: str = "") -> str:
+    """The key of a node of a part, whose modules' paths begin with `start`, where the part stands at `path`."""
+    module, _, rest = key.partition(":")
+    return f"{inside(path, within(module, start))}:{rest}"
 
 
 def base_title(title: str) -> str:
@@ -164,7 +224,8 @@ def plan_of(built: "Report") -> Plan:
     options = built._options
     graphs: dict[str, dict[str, str]] = {}
     places: dict[str, dict[str, Place]] = {}
-    for number, title in enumerate(_unique(built.titles)):
+    titles = list(_unique(built.titles))
+    for number, title in enumerate(titles):
         rows = {row.name: row for row in built.rows if row.graph == number}
         keys = {name: key for name, key in keys_of([*rows.values()]).items() if rows[name].precision != "none"}
         graphs[title] = {key: rows[name].precision for name, key in keys.items()}
@@ -178,6 +239,7 @@ def plan_of(built: "Report") -> Plan:
         weight_casts=built.weight_casts,
         graphs=graphs,
         places=places,
+        blocks={title: paths for title, paths in zip(titles, built.blocks, strict=True) if paths},
     )
 
 
@@ -227,7 +289,8 @@ def plan_text(plan: Plan) -> str:
         for title, nodes in plan.graphs.items()
     }
     fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    return text_of({name: value for name, value in fields.items() if name not in ("graphs", "places")}, graphs)
+    left = ("graphs", "places", "path", *(() if plan.blocks else ("blocks",)))
+    return text_of({name: value for name, value in fields.items() if name not in left}, graphs)
 
 
 def load_plan(path: "str | os.PathLike[str]") -> Plan:
@@ -236,8 +299,8 @@ def load_plan(path: "str | os.PathLike[str]") -> Plan:
     Raises:
         OptionError: it is not there, or not a plan.
     """
-    fields, graphs, places = read_plan(path)
-    return Plan(**fields, graphs=graphs, places=places)
+    fields, graphs, places, blocks = read_plan(path)
+    return Plan(**fields, graphs=graphs, places=places, blocks=blocks)
 
 
 def mismatch_text(plan: Plan, found: Sequence[str]) -> str:

@@ -25,9 +25,11 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "weight_casts": (lambda value: type(value) is int and value >= 0, "a number of 0 or more"),
     "graphs": (lambda value: isinstance(value, dict), "a table of graphs by title"),
 }
+_OF_PARTS = "blocks"  # in plans of models whose parts have graphs of their own
 
 Graphs = dict[str, dict[str, str]]
 Places = dict[str, dict[str, Place]]
+Blocks = dict[str, tuple[str, ...]]
 
 
 def line_of(decided: str, place: Place | None) -> str:
@@ -40,8 +42,8 @@ def text_of(fields: Mapping[str, Any], graphs: Mapping[str, Mapping[str, str]]) 
     return json.dumps({"fxamp_plan": FORMAT, **fields, "graphs": graphs}, indent=1) + "\n"
 
 
-def read_plan(path: "str | os.PathLike[str]") -> tuple[dict[str, Any], Graphs, Places]:
-    """The fields of a plan but its graphs, the graphs, and where their nodes stand.
+def read_plan(path: "str | os.PathLike[str]") -> tuple[dict[str, Any], Graphs, Places, Blocks]:
+    """The fields of a plan but its graphs, the graphs, where their nodes stand, and which modules they are for.
 
     Raises:
         OptionError: it is not there, or not a plan; names the file, and the key that is wrong.
@@ -63,7 +65,8 @@ def read_plan(path: "str | os.PathLike[str]") -> tuple[dict[str, Any], Graphs, P
         raise OptionError(f"the plan {str(path)!r} lacks {', '.join(missing)}.")
     _check_fields(read, path)
     graphs, places = _graphs_of(read["graphs"], path)
-    return {name: read[name] for name in (*_CHOICES, *_KINDS) if name != "graphs"}, graphs, places
+    fields = {name: read[name] for name in (*_CHOICES, *_KINDS) if name != "graphs"}
+    return fields, graphs, places, _blocks_of(read.get(_OF_PARTS, {}), graphs, path)
 
 
 def _wrong(path: "str | os.PathLike[str]", problem: str) -> OptionError:
@@ -103,3 +106,14 @@ def _graphs_of(read: Mapping[str, Any], path: "str | os.PathLike[str]") -> tuple
                 text, reads, shape = parts
                 places[title][key] = place_of_key(key)._replace(text=text, reads=reads, shape=shape)
     return graphs, places
+
+
+def _blocks_of(read: Any, graphs: Graphs, path: "str | os.PathLike[str]") -> Blocks:
+    if not isinstance(read, dict):
+        raise _wrong(path, f"{_OF_PARTS} is {_shown(read)}, not a table of modules by graph")
+    for title, paths in read.items():
+        if title not in graphs:
+            raise _wrong(path, f"{_OF_PARTS}: there is no graph {title!r}.{nearest(title, graphs)}")
+        if not (isinstance(paths, list) and paths and all(isinstance(each, str) and each for each in paths)):
+            raise _wrong(path, f"{_OF_PARTS}: {title} is {_shown(paths)}, not a list of modules")
+    return {title: tuple(paths) for title, paths in read.items()}

@@ -81,7 +81,8 @@ class Report:
         regions: connected float32 parts, largest first.
         gemms: matrix products whose sizes are known.
         padded: GEMM dimensions that were padded.
-        captures: how each graph was captured; `titles`: what calls it is for; `runs`: how often a forward runs it.
+        captures: how each graph was captured; `titles`: what calls it is for; `runs`: how often a forward runs it;
+            `blocks`: paths of the equal modules that it is for, none where it is for the model as a whole.
         outside: what runs as the user wrote it, and why.
         environment: active variables and their effect.
         advice: what would make the model faster, in sentences.
@@ -108,6 +109,7 @@ class Report:
     captures: tuple[str, ...]
     titles: tuple[str, ...]
     runs: tuple[int, ...]
+    blocks: tuple[tuple[str, ...], ...]
     outside: tuple[str, ...]
     environment: tuple[Variable, ...]
     advice: tuple[str, ...]
@@ -283,6 +285,7 @@ def build_report(
         captures=tuple(variant.captured.method for variant in variants),
         titles=tuple(map(graph_title, variants)),
         runs=runs,
+        blocks=tuple(variant.blocks for variant in variants),
         outside=tuple(outside),
         environment=tuple(_variables(options.lists.environment, rows)),
         advice=(low,) if (low := low_already(model)) else tuple(advice_of(rows, gemms, regions, low_nodes, options)),

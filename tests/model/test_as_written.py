@@ -791,21 +791,6 @@ def test_a_model_of_which_no_graph_is_made_says_so():
     assert not report.is_preview and not report.advice and "(table)" in report.outside[0]
 
 
-def test_plans_and_ranges_are_for_one_graph(tmp_path):
-    torch.manual_seed(0)
-    plain = Block()
-    fxamp.report(converted_o2(copy.deepcopy(plain), example_inputs=(batch(0),))).save_plan(tmp_path / "plan.json")
-
-    class Default(Block):
-        def forward(self, x=None):
-            return super().forward(x)
-
-    with pytest.raises(fxamp.OptionError, match=r"with plan= or ranges=.*example_inputs"):
-        converted_o2(Default(), plan=tmp_path / "plan.json")
-    with pytest.raises(fxamp.CaptureError, match="traced value"):
-        converted_o2(Choosing(), plan=tmp_path / "plan.json", example_inputs=(batch(0),))
-
-
 def test_a_watch_for_nan_sees_into_parts_old_and_new_and_leaves_them_afterwards():
     torch.manual_seed(0)
     converted = converted_o2(Choosing(), torch.float16)

@@ -113,14 +113,15 @@ def test_a_graph_that_was_asked_for_runs_them_whole(options):
     assert not engine_of(converted).blocks and len(engine_of(converted).all_variants()) == 1
 
 
-def test_a_plan_is_for_one_graph(tmp_path):
-    model = net()
-    model.body.register_forward_hook(lambda module, given, out: None)
-    made = fxamp.convert(model, LOW, capture="symbolic", example_inputs=(batch(0),))
-    fxamp.report(made).save_plan(tmp_path / "plan.json")
-    converted = fxamp.convert(model, LOW, plan=tmp_path / "plan.json")
-    gradients(converted, batch(0))
-    assert not engine_of(converted).blocks and len(engine_of(converted).all_variants()) == 1
+def test_a_plan_decides_in_what_is_behind_hooks(tmp_path):
+    found = []
+    for given in ({"overrides": {"body.1.up": "deny"}}, {"plan": tmp_path / "plan.json"}):
+        converted = converted_with(["body"], **given)
+        gradients(converted, batch(0))
+        fxamp.report(converted).save_plan(tmp_path / "plan.json")
+        found.append((low_modules(converted), converted(batch(1))))
+    assert "body.1.up" not in found[1][0] and found[1][0] == found[0][0]
+    assert torch.equal(found[1][1], found[0][1])
 
 
 def test_what_a_hook_gives_counts():

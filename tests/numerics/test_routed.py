@@ -75,7 +75,10 @@ def test_audit_finds_what_overflows_in_an_expert(routed):
         routed.experts[1][0].weight.mul_(1e6)
     audit = fxamp.audit(routed, batch(0, ROWS))
     errors = [finding.module for finding in audit.findings if finding.severity == "error"]
-    assert errors == ["experts.1.0", "head"]  # whose graph is that of experts.0, too; the head is given what is inf then
+    assert errors == [
+        "experts.1.0",
+        "head",
+    ]  # whose graph is that of experts.0, too; the head is given what is inf then
 
 
 def test_what_dynamo_holds_is_still_measured_op_by_op(fresh_dynamo):
