@@ -323,6 +323,7 @@ class Engine:
             self.workshop.keep_weights(variant, module)
         if self.is_boundary:
             mark_block(variant, self.paths)
+            variant.note_call(module)
         if variant.weights is not None:
             variant.weights.note(module)
         self.changes.note(variant)

@@ -186,9 +186,20 @@ class Variant:
     def _state(self, module: nn.Module) -> StateCheck:
         check = self.checks.get(module)
         if check is None:
-            flags = (flag_cell(path, flag) for path, flag in self.captured.training)
-            check = self.checks[module] = StateCheck(module, (*flags, *self.captured.state))
+            check = self.checks[module] = self._new_check(module)
         return check
+
+    def _new_check(self, module: nn.Module) -> StateCheck:
+        flags = (flag_cell(path, flag) for path, flag in self.captured.training)
+        return StateCheck(module, (*flags, *self.captured.state))
+
+    def note_call(self, module: nn.Module) -> None:
+        """Note that it was made for a call of a module."""
+        self._state(module)
+
+    def has_run(self, module: nn.Module) -> bool:
+        """Whether it was made for a call of a module, or fitted the types of one."""
+        return module in self.checks
 
     def forget(self, module: nn.Module) -> None:
         """Ask again from the start: the model's parts are other objects than they were."""
@@ -200,7 +211,7 @@ class Variant:
 
     def changed_state(self, module: nn.Module) -> list[Cell]:
         """What holds something else than when the graph was made."""
-        return self._state(module).changed()
+        return (self.checks.get(module) or self._new_check(module)).changed()
 
 
 def _value_at(module: nn.Module, path: str, name: str) -> Any:

@@ -25,7 +25,7 @@ def runs_of(engine: Engine, model: nn.Module) -> tuple[int, ...]:
     1. Each of the model's own graphs is for one kind of call, and runs once in it.
     2. A block's graph runs as often as such a call has blocks that take it; where there are several kinds of call, as
        often as in the one that calls it most.
-    3. Around blocks that no graph can hold each block is taken to be called once.
+    3. Around blocks that no graph can hold each block is taken to be called once, by a graph that has run for it.
     """
     found: Counter[int] = Counter()
     own = engine.all_variants()
@@ -74,6 +74,8 @@ def _taken(
         with contextlib.suppress(CaptureError):
             key, inputs = call_key(args, kwargs)
             known = engine.variants.get(key, known)
+    elif has_run := [variant for variant in known if variant.has_run(block)]:
+        known = has_run
     return [variant for variant in known if _fits(variant, block, inputs)] or known or _of_block(engine, path)
 
 

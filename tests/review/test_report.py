@@ -256,6 +256,34 @@ def test_blocks_inside_of_blocks_and_graphs_for_training_and_evaluation():
     assert sorted(report(model).runs) == [1, 1, 2, 2, 4]
 
 
+class Shapes(torch.nn.Module):
+    """Equal layers that are given other shapes: they share an engine, and each graph is for some of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        h = self.a(x)
+        if h.sum().item() > 1e30:
+            return h
+        return self.c(self.b(h[None]).relu())[0]
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+def test_equal_layers_count_in_the_graphs_that_run_for_them(opt_level):
+    model = fxamp.convert(Shapes(), FP16, opt_level=opt_level)
+    for _ in range(3):
+        model(X).sum().backward()
+    for _ in range(2):  # asking for a report is no call
+        built = report(model)
+        assert built.runs == (1, 2)
+        assert built.low_precision_nodes == sum(
+            row.runs for row in built.rows if row.precision == "low" and is_node(row)
+        )
+        assert sum(row.runs for row in built.rows if row.op == "linear") == 3
+
+
 def test_around_blocks_that_no_graph_can_hold_each_is_called_once():
     class Branches(Nested):
         def forward(self, x):
