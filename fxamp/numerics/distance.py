@@ -36,9 +36,10 @@ def introduced(error: float, before: float) -> float:
 
 
 def largest_difference(exact: torch.Tensor, mixed: torch.Tensor) -> float:
-    """Largest absolute difference."""
+    """Largest absolute difference of what is finite in `exact`; inf where only that is."""
     one, other = _pair(exact, mixed)
-    difference = (one - other).abs().nan_to_num(nan=0.0)
+    is_finite = torch.isfinite(one)
+    difference = (one - other)[is_finite].abs().nan_to_num(nan=math.inf, posinf=math.inf)
     return float(difference.max()) if difference.numel() else 0.0
 
 

@@ -41,6 +41,9 @@ class Origin:
 def origin_of(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
     """The first bad node of what reaches the outputs, or else of the gradients that reach a parameter or an input.
 
+    Before those comes what low precision made infinite in the forward and a clamp of fxamp's own made finite: the
+    gradients are of numbers that are wrong by then.
+
     Of several graphs the first has the forward's, and the last, whose backward is first, the backward's.
 
     Args:
@@ -62,6 +65,8 @@ def origin_of(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
         found = next(
             (origin for flow in backwards if (origin := _gradient_origin(flow, led.of(flow))) is not None), None
         )
+        if found is not None:
+            found = next((origin for flow in call.parts if (origin := _clamped_origin(flow)) is not None), found)
     if found is not None and found.phase == "input" and all(extent.is_finite for extent in call.inputs):
         return dataclasses.replace(found, phase="between graphs")
     return found
@@ -177,6 +182,12 @@ def _behind_a_clamp(flow: Flow, given: fx.Node) -> list[fx.Node]:
         if _is_bad(flow, given):
             return [] if _is_expected(flow, given) else [given]
     return []
+
+
+def _clamped_origin(flow: Flow) -> Origin | None:
+    """The first node that low precision alone made infinite, of what a cast or clamp of fxamp's own made finite."""
+    good = [node for node in flow.variant.graph.nodes if node.name in flow.values and not _is_bad(flow, node)]
+    return _first_new(flow, _reached(flow, [bad for node in good for bad in _behind_a_clamp(flow, node)]))
 
 
 def _is_expected(flow: Flow, node: fx.Node) -> bool:

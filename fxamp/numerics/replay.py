@@ -143,8 +143,8 @@ class Replay:
 
     def _described(self, origin: Origin) -> BadNode | None:
         """None where it does not happen again: what another run would say is then no answer."""
-        is_made_backwards = origin.phase in _BACKWARD  # else the gradients are those of outputs gone wrong
-        loss_fn = self._hand_back if self.gradients and is_made_backwards else None
+        are_finite = all(extent.is_finite for extent in self.outputs)  # else the gradients are those of what went wrong
+        loss_fn = self._hand_back if self.gradients and (are_finite or origin.phase in _BACKWARD) else None
         with self._as_it_was():
             if first_bad(watch_flow(self.call, loss_fn)) is None:
                 return None

@@ -39,7 +39,11 @@ class Underflow:
         what = "the gradients it passes back" if self.phase == "backward" else "its values"
         place = f" at {self.source}" if self.source else ""
         text = f"underflow: {name} (`{self.op}`, {self.precision}){place}: {self.lost:.0%} of {what} are 0 here only"
-        return f"{text}; a larger loss scale keeps them (fxamp.LossScaler)" if self.phase == "backward" else text
+        if self.phase != "backward":
+            return text
+        if self.op == "clamp" and self.precision == "cast":  # fxamp's own
+            return f"{text}; what it is given is beyond the low dtype, and is clamped: deny the op that reads it"
+        return f"{text}; a larger loss scale keeps them (fxamp.LossScaler)"
 
 
 def underflows(exact: CallFlow, mixed: CallFlow) -> tuple[Underflow, ...]:

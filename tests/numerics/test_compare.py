@@ -12,7 +12,7 @@ import fxamp
 from fxamp.errors import OptionError
 from fxamp.numerics.bisect import find_deny
 from fxamp.numerics.compare import compare
-from fxamp.numerics.distance import error_of
+from fxamp.numerics.distance import error_of, largest_difference
 from fxamp.numerics.recording import record
 from fxamp.numerics.run import call_of
 
@@ -615,3 +615,39 @@ def test_at_O3_norms_that_are_stored_low_are_tried_in_float32(make):
     converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, opt_level="O3")
     found = fxamp.find_deny(model, converted, (x,), tolerance=1e-9)
     assert not found.is_met and found.error < fxamp.compare(model, converted, (x,)).output
+
+
+@pytest.mark.parametrize(
+    "one, other, expected",
+    [
+        ([1.0, 2.0], [1.5, 2.0], 0.5),
+        ([1.0, 2.0], [math.inf, 2.0], math.inf),
+        ([1.0, 2.0], [math.nan, 2.5], math.inf),
+        ([math.inf, 2.0], [math.inf, 2.5], 0.5),
+        ([math.nan, 2.0], [3.0, 2.5], 0.5),
+        ([math.nan], [math.nan], 0.0),
+        ([], [], 0.0),
+    ],
+)
+def test_the_largest_difference_is_infinite_where_low_precision_alone_is(one, other, expected):
+    assert largest_difference(torch.tensor(one), torch.tensor(other, dtype=torch.float16)) == expected
+
+
+def test_gradients_that_a_clamp_takes_are_not_said_to_want_a_larger_scale():
+    class Clamped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.b(self.a(x) * 1e6) * 1e-6
+
+    model, x = Clamped(), torch.randn(32, 16)
+    converted = fxamp.convert(copy.deepcopy(model), torch.float16, (x,))
+    found = fxamp.compare(model, converted, (x,), lambda y: y.float().square().mean(), scale=2.0**30)
+    (lost,) = found.underflows
+    assert (lost.op, lost.precision, lost.phase) == ("clamp", "cast", "backward")
+    assert "is clamped: deny the op that reads it" in str(lost) and "larger loss scale" not in str(lost)
+    denied = fxamp.convert(copy.deepcopy(model), torch.float16, (x,), overrides={"b": "deny"})
+    assert not fxamp.compare(model, denied, (x,), lambda y: y.float().square().mean(), scale=2.0**30).underflows

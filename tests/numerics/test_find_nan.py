@@ -570,3 +570,23 @@ def test_what_mends_it_is_offered_with_the_overrides_that_the_model_has():
     found = find_nan(today, (X,))
     assert found is not None and found.overrides["mul_1"] == "deny" and len(found.overrides) > 1
     assert find_nan(fxamp.convert(model, FP16, (X,), pad_to=0, overrides=found.overrides), (X,)) is None
+
+
+def test_what_overflows_before_a_clamp_of_fxamps_own_is_named_before_the_gradients_that_follow():
+    """In low precision the product is infinite, and so is the quotient; the cast in front of `b` clamps that."""
+
+    def hidden(m, x):
+        return m.b(m.a(x) * 300 * 300 / 9e4)
+
+    converted = fxamp.convert(Net(hidden), FP16, (X,))
+    assert fxamp.report(converted).casts_to_low, "or there is no clamp"
+
+    def loss(output):
+        return output.float().square().mean()
+
+    with pytest.raises(FloatingPointError) as raised, watch_nan(converted):
+        loss(converted(X)).backward()
+    for found in (find_nan(converted, (X,)), find_nan(converted, (X,), loss)):
+        assert (found.name, found.phase, found.overrides) == ("mul_1", "forward", {"mul_1": "deny"})
+    assert str(raised.value).startswith("mul_1 (`mul`, infer, low): its output is the first that is not finite")
+    assert "overrides={'mul_1': 'deny'}) makes this forward finite" in str(raised.value)
