@@ -174,20 +174,29 @@ def suggest(built: Report) -> list[Suggestion]:
     model = built._model
     if model is None:
         return []
-    found = [_saved(built, after, move, why_not) for move, after, why_not in _tries(built, model)]
-    enough = [move for move in found if move.launches > 0 or move.nbytes > WORTH * traffic(built)]
-    return sorted((move for move in enough if move.worth > 0), key=lambda suggestion: -suggestion.worth)
+    return sorted(_worthwhile(built, model), key=lambda suggestion: -suggestion.worth)
 
 
-def _tries(built: Report, model: nn.Module) -> Iterator[tuple[str, Report, str]]:
-    """(move in words, the report it gives, reason today) of every move that can be made."""
+def _worthwhile(built: Report, model: nn.Module) -> Iterator[Suggestion]:
+    """The moves that save something. An op of the deny list that saves nothing on the infer list may on the allow
+    list."""
     engine, options = require_engine(model), built._options
     trials = Trials(model, engine)
-    for move, colour, name, why_not in list(_moves(built))[:MAX_MOVES]:
-        with contextlib.suppress(FxampError):
-            yield move, _tried(trials, built, _changes(built, engine, {colour: [name]})), why_not
+
+    def tried(move: str, changes: dict[str, Any], why_not: str) -> Suggestion | None:
+        found = _saved(built, _tried(trials, built, changes), move, why_not)
+        is_enough = found.launches > 0 or found.nbytes > WORTH * traffic(built)
+        return found if is_enough and found.worth > 0 else None
+
+    for ways, name, why_not in list(_moves(built))[:MAX_MOVES]:
+        for move, colour in ways:
+            with contextlib.suppress(FxampError):
+                if (found := tried(move, _changes(built, engine, {colour: [name]}), why_not)) is not None:
+                    yield found
+                    break
     for wider in LEVELS[LEVELS.index(options.level) + 1 :][:1]:
-        yield f"convert(level={wider!r})", _tried(trials, built, {"level": wider}), f"level {options.level!r}"
+        if (found := tried(f"convert(level={wider!r})", {"level": wider}, f"level {options.level!r}")) is not None:
+            yield found
 
 
 def _saved(built: Report, after: Report, move: str, why_not: str) -> Suggestion:
@@ -201,8 +210,9 @@ def traffic(built: Report) -> int:
     return computed + (built.cast_bytes or 0) // 2 + (built.weight_cast_bytes or 0) // 2
 
 
-def _moves(built: Report) -> Iterator[tuple[str, str, str, str]]:
-    """(in words, colour, name, reason today) of the causes of float32 regions, largest first, each once."""
+def _moves(built: Report) -> Iterator[tuple[list[tuple[str, str]], str, str]]:
+    """([(in words, colour), ...], name, reason today) of the causes of float32 regions, largest first, each once; of
+    several colours the first that saves something is meant."""
     seen: set[str] = set()
     ops = {row.op for row in built.rows}
     rows = {(row.graph, row.name): row for row in built.rows}
@@ -212,9 +222,9 @@ def _moves(built: Report) -> Iterator[tuple[str, str, str, str]]:
             if row.reason_kind not in _MOVABLE or row.op == "output":
                 continue
             by_list = row.reason_kind in ("list", "unlisted")
-            move = ("infer", row.op) if by_list else ("allow", row.name)
-            if move[1] not in seen:
-                seen.add(move[1])
+            moved, colours = (row.op, ("infer", "allow")) if by_list else (row.name, ("allow",))
+            if moved not in seen:
+                seen.add(moved)
                 is_taken_for_op = not by_list and row.name in ops
                 of_op = " (the op, wherever it stands)" if is_taken_for_op else ""
-                yield f"{move[0]}=[{move[1]!r}]{of_op}", *move, row.reason
+                yield [(f"{colour}=[{moved!r}]{of_op}", colour) for colour in colours], moved, row.reason

@@ -257,17 +257,28 @@ CHECKED = [
 def test_suggestions_are_those_of_a_capture_for_each(make, inputs, options, is_training):
     converted = fxamp.convert(make().train(is_training), FP16, (inputs(),), **options)
     converted(inputs())
-    today, expected = report(converted), []
-    for move, colour, name, why_not in list(_moves(today))[:MAX_MOVES]:
-        expected.append(_saved(today, what_if(converted, **{colour: [name]}), move, why_not))
-    found = suggest(today)
-    worth = [move for move in expected if move.launches > 0 or move.nbytes > WORTH * traffic(today)]
-    assert {str(move) for move in found if "level=" not in move.move} == {str(move) for move in worth if move.worth > 0}
+    today, expected = report(converted), set()
+    for ways, name, why_not in list(_moves(today))[:MAX_MOVES]:
+        tried = [_saved(today, what_if(converted, **{colour: [name]}), move, why_not) for move, colour in ways]
+        worth = [each for each in tried if each.launches > 0 or each.nbytes > WORTH * traffic(today)]
+        expected |= {str(each) for each in [each for each in worth if each.worth > 0][:1]}
+    assert {str(move) for move in suggest(today) if "level=" not in move.move} == expected
+
+
+@pytest.mark.parametrize("op", ["exp", "log1p"])
+def test_an_op_between_others_that_stay_in_float32_is_for_the_allow_list(op):
+    """On the infer list it would follow its neighbour of the deny list, and save nothing."""
+    converted = fxamp.convert(Two(lambda m, x: m.b(torch.log1p(m.a(x).exp()))), FP16, (X,))
+    today = report(converted)
+    assert today.casts - what_if(converted, infer=[op]).casts == 0
+    (found,) = (each for each in today.suggest() if repr(op) in each.move)
+    assert found.move == f"allow=[{op!r}]" and found.casts == today.casts - what_if(converted, allow=[op]).casts > 0
+    assert f"`{op}` is on the deny list" in found.why_not
 
 
 def test_a_model_is_captured_once_for_all_suggestions(language):
     today = report(language)
-    tries = len(list(_moves(today))) + 1
+    tries = sum(len(ways) for ways, *_ in _moves(today)) + 1
     assert tries > 5
     suggest(today)  # imports
     capturing = lines(lambda: what_if(language, infer="softmax"))
