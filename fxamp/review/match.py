@@ -9,7 +9,10 @@ nodes is none of them: a decision is rather lost, and said to be, than given to 
 """
 
 import bisect
+import difflib
 import linecache
+import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -139,16 +142,72 @@ def _by_module(items: Sequence[Item]) -> dict[str, list[Item]]:
 
 
 def _modules(before: Mapping[str, list[Item]], after: Mapping[str, list[Item]]) -> list[tuple[str, str]]:
-    """Pairs of the same module: of one path, or renamed where the nodes and the neighbours tell so."""
-    pairs = [(path, path) for path in before if path in after]
-    for old, new in list(_gaps(list(before), list(after), pairs)):
-        if [_outline(before[path]) for path in old] == [_outline(after[path]) for path in new]:
-            pairs += zip(old, new, strict=True)
+    """Pairs of the same module: of one path, with an op at least in common, or moved and renamed (the numbers of a
+    Sequential's children, where one was put in) where the nodes and the neighbours tell so.
+
+    Where these differ, in what stands between other paths, there is none.
+    """
+    outlines = (
+        {path: _outline(items) for path, items in before.items()},
+        {path: _outline(items) for path, items in after.items()},
+    )
+    places = list(before), list(after)
+    titles = ([(_title(path), outline) for path, outline in side.items()] for side in outlines)
+    moved = _aligned(*titles) if all(map(_are_in_order, places)) else ()
+    origin = {places[1][other]: places[0][one] for one, other in moved}
+    pairs = [
+        (path, path)
+        for path in before
+        if path in after and _ops(before[path]) & _ops(after[path]) and origin.get(path, path) == path
+    ]
+    size = -1
+    while size != len(pairs):
+        size = len(pairs)
+        for old, new in list(_gaps(*places, pairs)):
+            aligned = _aligned([outlines[0][path] for path in old], [outlines[1][path] for path in new])
+            pairs += [(old[one], new[other]) for one, other in aligned]
     return pairs
 
 
-def _outline(items: Sequence[Item]) -> list[tuple[str, str]]:
-    return [(item.place.op, item.place.shape) for item in items]
+def _title(path: str) -> str:
+    """A module's path without the numbers in it."""
+    return re.sub(r"\d+", "#", path)
+
+
+def _are_in_order(paths: Sequence[str]) -> bool:
+    """Whether modules whose paths differ in numbers alone are called in the order of these."""
+    last: dict[str, list[int]] = {}
+    for path in paths:
+        numbers = [int(number) for number in re.findall(r"\d+", path)]
+        if numbers < last.get(_title(path), []):
+            return False
+        last[_title(path)] = numbers
+    return True
+
+
+def _ops(items: Sequence[Item]) -> set[str]:
+    return {item.place.op for item in items}
+
+
+def _aligned(old: Sequence[Hashable], new: Sequence[Hashable]) -> set[tuple[int, int]]:
+    """Places of what is there as often, and in the same order, on both sides, where it is so from either end: else
+    there is more than one way to align them."""
+    counts = Counter(old), Counter(new)
+    mine, theirs = (
+        [place for place, one in enumerate(side) if counts[0][one] == counts[1][one]] for side in (old, new)
+    )
+    ones, others = [old[place] for place in mine], [new[place] for place in theirs]
+    backwards = {(len(ones) - 1 - one, len(others) - 1 - other) for one, other in _equal(ones[::-1], others[::-1])}
+    return {(mine[one], theirs[other]) for one, other in backwards & set(_equal(ones, others))}
+
+
+def _equal(old: Sequence[Hashable], new: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
+    for one, other, size in difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
+        yield from zip(range(one, one + size), range(other, other + size), strict=True)
+
+
+def _outline(items: Sequence[Item]) -> tuple[tuple[str, str], ...]:
+    return tuple((item.place.op, item.place.shape) for item in items)
 
 
 def _match_module(old: Sequence[Item], new: Sequence[Item]) -> tuple[list[tuple[Item, Item]], dict[Item, int]]:

@@ -163,6 +163,51 @@ def test_a_renamed_module_keeps_its_decisions(tmp_path):
     assert rows == {"core.a": "low", "core.b": "high", "head": "low"}
 
 
+A, B, C = nn.Linear, nn.Softmax, nn.Tanh
+
+
+def stack(kinds):
+    made = {A: lambda: nn.Linear(8, 8), B: lambda: nn.Softmax(-1), C: nn.Tanh}
+    return nn.Sequential(*(made[kind]() for kind in kinds))
+
+
+@pytest.mark.parametrize(
+    "old, denied, new, found",
+    [
+        ([A, C, A, B, A], "2", [A, C, C, A, B, A], "3"),  # one was put in before it
+        ([A, C, A, B, A], "4", [A, C, C, A, B, A], "5"),
+        ([A, B, C, A], "3", [A, B, A], "2"),  # one was taken out
+        ([A, B, A], "0", [C, C, A, B, A], "2"),
+        ([A, B, A], "2", [A, B, A, C], "2"),
+        ([A, C], "0", [B, A, A, C], None),  # which of both it was is not told
+        ([A, A, C], "1", [A, A, C], "1"),
+    ],
+)
+def test_a_module_put_into_a_sequential_does_not_shift_the_decisions(old, denied, new, found, tmp_path):
+    plan = report(converted(stack(old), overrides={denied: "deny"})).save_plan(tmp_path / "plan.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = report(converted(stack(new), plan=plan))
+    assert [row.module for row in again.rows if row.op == "linear" and row.precision == "high"] == [found] * bool(found)
+
+
+def test_layers_that_are_called_in_another_order_keep_their_decisions(tmp_path):
+    class Ordered(nn.Module):
+        def __init__(self, order):
+            super().__init__()
+            self.layers, self.order = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), order
+
+        def forward(self, x):
+            for number in self.order:
+                x = self.layers[number](x)
+            return x
+
+    plan = report(converted(Ordered((0, 1, 2)), overrides={"layers.0": "deny"})).save_plan(tmp_path / "plan.json")
+    for order in [(1, 0, 2), (2, 1, 0), (1, 2, 0)]:
+        rows = report(converted(Ordered(order), plan=plan)).rows
+        assert [row.module for row in rows if row.op == "linear" and row.precision == "high"] == ["layers.0"]
+
+
 def test_other_sizes_are_the_same_nodes(tmp_path):
     plan = report(converted(Plain(), overrides={"tanh": "deny"})).save_plan(tmp_path / "plan.json")
     with warnings.catch_warnings():
