@@ -50,6 +50,7 @@ FROM_CALLER = "fxamp_from_caller"
 WRITTEN_OUT = "fxamp_written_out"
 # Set on the nodes of a block that is converted by itself: the block's path in the model.
 BLOCK_PATH = "fxamp_block_path"
+BLOCK_CLASS = "fxamp_block_class"
 # Set on what Dynamo makes of an autograd.Function around one op of a library: a `Kernel`.
 KERNEL = "fxamp_kernel"
 # Set by a capture on a function under torch.vmap: an `OpInside` for each op inside.

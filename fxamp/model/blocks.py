@@ -5,15 +5,17 @@ from typing import Any
 
 from torch import nn
 
-from fxamp.ir import BLOCK_PATH
+from fxamp.ir import BLOCK_CLASS, BLOCK_PATH
 from fxamp.model.variant import Variant
 
 
 def mark_block(variant: Variant, paths: tuple[str, ...]) -> None:
     """Note on a graph, and on its nodes, which blocks of the model it is for."""
     variant.blocks = paths
+    kind = type(variant.captured.root)
+    name = getattr(kind, "_fxamp_base", kind).__name__
     for node in variant.graph.nodes:
-        node.meta[BLOCK_PATH] = paths[0]
+        node.meta[BLOCK_PATH], node.meta[BLOCK_CLASS] = paths[0], name
 
 
 def mark_blocks(module: nn.Module, blocks: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from fxamp.errors import OptionError
 from fxamp.lists import OpLists
 from fxamp.review.chain import Rows, by_name, chain_of, readers_of
-from fxamp.review.find import find_rows
+from fxamp.review.find import find_rows, forward_at
 from fxamp.review.outcomes import Outcomes
 from fxamp.review.remedies import Remedy, gives_no_float, remedies_for
 from fxamp.review.report import Report, report, require_engine
@@ -47,11 +47,15 @@ def explain(converted: nn.Module, name: str) -> str:
     outcomes, other = Outcomes(converted, built), run_as(engine, name)
     try:
         text = _explained(built, lists, outcomes, name if other is None else other)
-    except OptionError:
+    except OptionError as error:
         modules = dict(converted.named_modules(remove_duplicate=False))
-        if not name or name not in modules:
+        if name and name in modules:
+            return _outside(f"module {name} ({type(modules[name]).__name__})", built)
+        if isinstance(name, str) and (place := forward_at(converted, name)) is not None:
+            return _outside(f"source line {name}, in {place}", built)
+        if not built.outside:
             raise
-        return _outside(f"module {name} ({type(modules[name]).__name__})", built)
+        raise OptionError(f"{error} What is outside of the graphs: {' '.join(built.outside)}") from error
     if other is None:
         return text
     named = f"{name} is run by the graph that was made for {other}: what is said of it holds for both"
@@ -59,7 +63,7 @@ def explain(converted: nn.Module, name: str) -> str:
 
 
 def _outside(title: str, built: Report) -> str:
-    """What to say of a module of which no graph holds a node."""
+    """What to say of a module or a line of which no graph holds a node."""
     if built.is_preview:
         return f"{title}: no graph was captured yet. Call the model once, or pass example_inputs to fxamp.convert."
     if not built.outside:

@@ -2,9 +2,13 @@
 
 import contextlib
 import fnmatch
+import types
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
+from torch import nn
+
+from fxamp.capture.functions_of import codes_of
 from fxamp.errors import OpListError, OptionError, nearest
 from fxamp.lists.names import op_name
 from fxamp.review.rows import Row
@@ -40,6 +44,19 @@ def find_rows(rows: Sequence[Row], name: str) -> tuple[str, list[Row]]:
     raise OptionError(_unknown(rows, name))
 
 
+def forward_at(model: nn.Module, name: str) -> str | None:
+    """The forward in which a source line stands, in words, None where it is no line of one."""
+    for path, module in model.named_modules():
+        kind = getattr(type(module), "_fxamp_base", type(module))
+        code: types.CodeType | None = getattr(kind.forward, "__code__", None)
+        if code is None:
+            continue
+        lines = {line for each in codes_of(code) for _, _, line in each.co_lines() if line}
+        if any(_is_at(f"{code.co_filename}:{line}", name) for line in range(min(lines), max(lines) + 1)):
+            return f"the forward of {path or 'the model'} ({kind.__name__})"
+    return None
+
+
 def in_module(row: Row, path: str) -> bool:
     """Whether the row stands in the module at `path` (a glob matches too), or below it."""
     if any(letter in path for letter in "*?["):
@@ -49,10 +66,15 @@ def in_module(row: Row, path: str) -> bool:
 
 
 def _at_line(row: Row, name: str) -> bool:
+    return bool(row.source) and _is_at(row.source, name)
+
+
+def _is_at(source: str, name: str) -> bool:
+    """Whether "/path/model.py:42" is what "model.py:42" means."""
     file, colon, number = name.rpartition(":")
-    if not colon or not number.isdigit() or not row.source:
+    if not colon or not number.isdigit():
         return False
-    path, _, line = row.source.rpartition(":")
+    path, _, line = source.rpartition(":")
     tail = PurePath(file).parts
     return line == number and PurePath(path).parts[-len(tail) :] == tail
 

@@ -124,10 +124,10 @@ def _is_estimate(node: fx.Node) -> bool:
 
 
 def _innermost(node: fx.Node) -> tuple[str, str]:
-    """Path and class name of the innermost module in whose forward the node stands; "" for the root's."""
+    """Path and class name of the innermost module in whose forward the node stands; "" for the model's own."""
     stack = node.meta.get("nn_module_stack")
     entry = list(stack.values())[-1] if stack else ("", None)
     if not isinstance(entry, tuple):
         return "", ""
-    owner = entry[1]
+    owner = node.meta.get(ir.BLOCK_CLASS, "") if entry[1] is None else entry[1]
     return ir.module_path(node), owner if isinstance(owner, str) else getattr(owner, "__name__", "")

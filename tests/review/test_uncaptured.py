@@ -8,7 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxamp
+from fxamp.errors import OptionError
 from fxamp.review.uncaptured import _why
+from tests.choosing import Choosing, batch
 
 X = torch.linspace(-1, 1, 16).reshape(2, 8)
 
@@ -321,3 +323,21 @@ def test_weights_of_a_converted_model_inside_a_module_with_hooks_are_not_left_ou
     inner.register_forward_hook(lambda module, args, output: output * 2)
     fxamp.convert(nn.Sequential(inner), dtype=torch.bfloat16)(X)
     assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_line_and_an_op_of_a_forward_that_runs_as_written_are_explained():
+    converted = fxamp.convert(Choosing(), torch.float16)
+    for _ in range(3):
+        converted(batch(0)).sum().backward()
+    code = Choosing.forward.__code__
+    for line in range(code.co_firstlineno, code.co_firstlineno + 3):
+        text = fxamp.explain(converted, f"choosing.py:{line}")
+        assert text.startswith(
+            f"source line choosing.py:{line}, in the forward of the model (Choosing): no graph holds"
+        )
+        assert "runs as under torch.autocast" in text
+    with pytest.raises(OptionError, match=r"'sum' is no node.* What is outside of the graphs: .*torch.autocast"):
+        fxamp.explain(converted, "sum")
+    with pytest.raises(OptionError, match=r"'choosing.py:1' is no node"):
+        fxamp.explain(converted, "choosing.py:1")
+    assert "in module stem (Block)" in fxamp.explain(converted, "add")
