@@ -26,7 +26,7 @@ class Policy:
         overrides: module path, glob or node name -> colour.
         protected: parts of paths that the model keeps in fp32, see fxamp.passes.overrides.names_kept.
         output_mode: how the graph's outputs are read.
-        everything_low: O3: no rule but the lists' deny is kept.
+        everything_low: O3: no rule is kept but that numbers in the code which low precision cannot hold stay float32.
         device: type of the device the model runs on; some kernels are missing on the CPU.
     """
 

@@ -29,7 +29,7 @@ from fxamp.dtypes import LOW_DTYPES, dtype_name, is_inexact
 from fxamp.fakes import UNKNOWN
 from fxamp.ir import Colour, Reason
 from fxamp.lists import TRAITS
-from fxamp.passes.literals import Fit
+from fxamp.passes.literals import Fit, is_beyond_range
 from fxamp.passes.overrides import override_for, override_inside, protected_part
 from fxamp.passes.pin import follow_pin
 from fxamp.passes.policy import Policy
@@ -149,7 +149,7 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
         ruling.fix(node, "high", "user region", text)
         spread_taint(ruling, node)
     elif ruling.policy.everything_low and colour != "unlisted":
-        ruling.fix(node, "low", "level", "opt_level O3 runs everything low")
+        _fix_at_o3(ruling, node)
     elif _gathers_trained_rows(node):
         _fix_rows(ruling, node)
     elif colour == "allow":
@@ -167,6 +167,13 @@ def _fix_by_colour(ruling: Ruling, node: fx.Node) -> None:
         fix_destroyed_values(ruling, node)
         if node not in ruling.fixed and adds_gradients_low(node) and not ruling.is_spoken_of(node):
             _fix_resampling(ruling, node)
+
+
+def _fix_at_o3(ruling: Ruling, node: fx.Node) -> None:
+    if is_beyond_range(node, ruling.policy.low):
+        fix_destroyed_values(ruling, node)  # torch raises for such a number, or makes it infinite
+    else:
+        ruling.fix(node, "low", "level", "opt_level O3 runs everything low")
 
 
 _SUM_OF_ONES = {torch.float16: "2048 in float16", torch.bfloat16: "256 in bfloat16"}

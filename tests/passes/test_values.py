@@ -426,3 +426,26 @@ def test_a_difference_of_weights_is_not_made_of_rounded_ones(low):
     torch.nn.init.zeros_(model.layer.bias)
     converted = fxamp.convert(copy.deepcopy(model), low)
     assert (converted(x) - model(x)).norm() < 0.02 * model(x).norm()
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("number", [-1e9, 1e5, float("-inf"), -1e4])
+def test_at_o3_a_number_that_the_low_dtype_cannot_hold_keeps_its_op_in_float32(low, number):
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a = torch.nn.Linear(8, 8)
+
+        def forward(self, x, mask):
+            return self.a(x).masked_fill(mask, number).clamp(max=10.0).softmax(-1)
+
+    x, mask = torch.linspace(-1, 1, 32).reshape(4, 8), torch.eye(4, 8, dtype=torch.bool)
+    model = Masked()
+    expected = model(x, mask)
+    converted = fxamp.convert(model, low, (x, mask), opt_level="O3")
+    torch.testing.assert_close(converted(x, mask), expected, rtol=0, atol=0.02)
+    is_beyond = low == torch.float16 and number in (-1e9, 1e5)
+    (row,) = (row for row in fxamp.report(converted).rows if row.op == "masked_fill")
+    assert row.precision == ("high" if is_beyond else "low")
+    assert row.reason_kind == ("literal" if is_beyond else "level")
