@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fxamp.capture.modes import are_modes_active
 from fxamp.dynamo.backend import DynamoForward
-from fxamp.model.hooked import multiplied
+from fxamp.model.hooked import matrices, multiplied
 from fxamp.model.used_weights import NEARLY_ALL, share_given
 from fxamp.model.written import Written
 from fxamp.options import Options
@@ -32,6 +32,7 @@ class Otherwise:
     3. What Dynamo leaves outside of its graphs runs in float32. Where that is more than a little, or becomes so as it
        gives up one thing after another, the model runs as it is written after all, as torch.autocast would run it;
        unless that raises where Dynamo does not.
+    4. Calls without gradients go the way of those with; before there are any, as written where Dynamo makes no graph.
 
     Args:
         options: what convert() was asked for.
@@ -42,6 +43,7 @@ class Otherwise:
         self.by_dynamo = DynamoForward(options, rewrite)
         self.written = Written(options, rewrite)
         self.chosen: DynamoForward | Written | None = None
+        self.without_gradients: DynamoForward | Written | None = None  # while none is chosen
         self._gone: DynamoForward | Written | None = None  # by the last call
         self._is_judged = False  # by what Dynamo's graphs hold
         self._has_left = False  # Dynamo, and has come through no call since
@@ -52,7 +54,9 @@ class Otherwise:
 
     def __getattr__(self, name: str) -> Any:
         """All that is asked of either: its graphs, and how it runs."""
-        return getattr(self.__dict__["chosen"] or self.__dict__["by_dynamo"], name)
+        own = self.__dict__
+        way = own["chosen"] or (None if own["by_dynamo"].trains else own["without_gradients"])
+        return getattr(way or own["by_dynamo"], name)
 
     @property
     def watch(self) -> Any:
@@ -71,7 +75,8 @@ class Otherwise:
     @property
     def is_for_next_call(self) -> bool:
         """Whether the last call has told of another way, which none has gone yet."""
-        return self.chosen is not None and self.chosen is not self._gone
+        way = self.chosen or (None if torch.is_grad_enabled() else self.without_gradients)
+        return way is not None and way is not self._gone
 
     def stay_outside(self, name: str) -> None:
         """Let a Dynamo that traces the model from outside break its graph here."""
@@ -84,22 +89,25 @@ class Otherwise:
 
     def how(self, module: nn.Module) -> str:
         """How calls run, in a sentence about the model."""
-        return self._way_for(module, _tells(())).how(module)
+        return self._way_for(module, torch.is_grad_enabled() and _tells(())).how(module)
 
     def _way_for(self, module: nn.Module, tells: bool) -> "DynamoForward | Written":
         if self.chosen is not None:
             return self.chosen
+        if self.without_gradients is not None and not torch.is_grad_enabled():
+            return self.without_gradients
         is_tried = tells and _share_in_modules(module) >= NEARLY_ALL and not _needs_a_compiler(module)
         return self.written if is_tried else self.by_dynamo
 
     def settled(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The way that calls take from now on; where none has told, this one is made for it."""
-        if self._way_for(module, _tells((args, kwargs))) is self.written and self.chosen is None:
+        tells = torch.is_grad_enabled() and _tells((args, kwargs))
+        if self._way_for(module, tells) is self.written and self.chosen is None:
             self(base, module, args, kwargs)
         return self.chosen or self.by_dynamo
 
     def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tells = _tells((args, kwargs))
+        tells = torch.is_grad_enabled() and _tells((args, kwargs))
         way = self._gone = self._way_for(module, tells)
         if way is self.by_dynamo:
             return self._through_dynamo(base, module, args, kwargs, tells)
@@ -111,11 +119,17 @@ class Otherwise:
         return result
 
     def _through_dynamo(self, base: Any, module: nn.Module, args: Any, kwargs: Any, tells: bool) -> Any:
-        if not tells or self._stays or (self._is_judged and not self.by_dynamo.given_up):
+        is_known = self._is_judged and not self.by_dynamo.given_up
+        asks = tells and not is_known
+        asks_without = not torch.is_grad_enabled() and self.without_gradients is None and _tells((args, kwargs))
+        if self._stays or not (asks or asks_without):
             return self.by_dynamo(base, module, args, kwargs)
         with self.by_dynamo.noting() as given:
             result = self.by_dynamo(base, module, args, kwargs)
-        self._judge_graphs(module, result, given)
+        if asks:
+            self._judge_graphs(module, result, given)
+        else:
+            self._judge_without_gradients(module, given)
         return result
 
     def _away_from_dynamo(self, base: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -123,7 +137,7 @@ class Otherwise:
             result = self.written(base, module, args, kwargs)
         except RuntimeError as error:
             result = self.by_dynamo(base, module, args, kwargs)  # or the error is the model's own
-            self.chosen = self._gone = self.by_dynamo
+            self.chosen = self.without_gradients = self._gone = self.by_dynamo
             self._stays = True
             log.warning("%s: left to Dynamo, as it raises under torch.autocast: %s", type(module).__qualname__, error)
         self._has_left = False
@@ -157,10 +171,20 @@ class Otherwise:
             text = "%s: from now on %s, as Dynamo's graphs hold %s of the weights alone"
             log.info(text, type(model).__qualname__, self.written.how(model), percent(share))
 
+    def _judge_without_gradients(self, model: nn.Module, given: set[int]) -> None:
+        """Leave Dynamo for such calls if none of its graphs was given a weight; how much the call used is not known."""
+        weights = {id(weight) for _, weight in matrices(model)}
+        is_left = bool(weights) and weights.isdisjoint(given) and not _needs_a_compiler(model)
+        self.without_gradients = self.written if is_left else self.by_dynamo
+        if is_left:
+            self._has_left = True
+            text = "%s: without gradients from now on %s, as Dynamo makes no graph of it"
+            log.info(text, type(model).__qualname__, self.written.how(model))
+
 
 def _tells(given: Any) -> bool:
-    """Whether a call tells how the next ones are to run: one of training, on real tensors, that nothing looks at."""
-    is_plain = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not are_modes_active()
+    """Whether a call tells how the next ones are to run: one on real tensors, that nothing looks at."""
+    is_plain = not torch.compiler.is_compiling() and not are_modes_active()
     is_transformed = torch._C._functorch.maybe_current_level() is not None
     are_fake = any(isinstance(value, FakeTensor) for value in pytree.tree_leaves(given))
     return is_plain and not is_transformed and not are_fake

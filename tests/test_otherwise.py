@@ -230,6 +230,67 @@ def test_what_raises_anyway_is_the_models_own(fresh_dynamo, caplog):
         assert torch.equal(converted(batch(0)), expected.float())
 
 
+def without_gradients(model, x, autocast=None):
+    with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
+        return model(x)
+
+
+@pytest.mark.parametrize("dtype", LOWS)
+def test_evaluation_of_which_dynamo_makes_no_graph_runs_as_autocast_runs_it(dtype, fresh_dynamo, caplog):
+    torch.manual_seed(0)
+    model = Looping()
+    plain, low = copy.deepcopy(model), copy.deepcopy(model)
+    with caplog.at_level(logging.INFO, "fxamp"):
+        converted = o1(model, dtype)
+        assert torch.equal(without_gradients(converted, batch(0)), plain(batch(0)))
+        for step in range(3):
+            found = without_gradients(converted, batch(step))
+            assert torch.equal(found, without_gradients(low, batch(step), dtype).float())
+            assert not torch.equal(found, plain(batch(step)))
+    (said,) = (text for text in caplog.messages if "makes no graph" in text)
+    assert said.startswith("Looping: without gradients from now on runs as under torch.autocast")
+    assert "without gradients forward runs as under torch.autocast" in fxamp.report(converted).outside[0]
+    assert torch.equal(converted(batch(0)), plain(batch(0)))  # what calls with gradients do they tell themselves
+    assert chosen(converted) is Written
+    assert torch.equal(trained(converted), trained(low, autocast=dtype))
+
+
+def test_evaluation_that_dynamo_holds_stays_there(fresh_dynamo):
+    converted = o1(Spared())
+    for step in range(3):
+        without_gradients(converted, batch(step))
+    assert set(fxamp.report(converted).captures) == {"dynamo"}
+
+
+class LoopsInEvaluation(Looping):
+    def forward(self, x):
+        return Spared.forward(self, x) if self.training else super().forward(x)
+
+
+def test_training_and_evaluation_go_ways_of_their_own(fresh_dynamo):
+    torch.manual_seed(0)
+    model = LoopsInEvaluation()
+    low, converted = copy.deepcopy(model), o1(model)
+    for step in range(3):
+        for is_training in (True, False):
+            for each in (low, converted):
+                each.train(is_training)
+            found = without_gradients(converted.eval(), batch(step))
+            if step:
+                assert torch.equal(found, without_gradients(low.eval(), batch(step), torch.bfloat16).float())
+            converted.train()(batch(step)).sum().backward()
+    assert chosen(converted) is not Written
+    assert set(fxamp.report(converted).captures) == {"dynamo"}
+
+
+def test_evaluation_that_raises_under_autocast_stays_with_dynamo(fresh_dynamo, caplog):
+    model = Refused()
+    converted = o1(model)
+    for _ in range(4):
+        assert torch.equal(without_gradients(converted, batch(0)), model(batch(0)))
+    assert sum("it raises under torch.autocast" in text for text in caplog.messages) == 1
+
+
 def test_explain_says_of_a_module_that_it_is_outside(fresh_dynamo):
     converted = o1(Looping())
     for step in range(2):
