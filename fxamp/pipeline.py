@@ -144,12 +144,11 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
 def pins_of(captured: Captured, options: Options) -> tuple[Decide, ...]:
     """What decides about single nodes before the rules do; a plan, which was reviewed, is stronger than ranges."""
     found: list[Decide] = []
-    title = call_title(captured)
+    title, is_preview = call_title(captured), captured.example is None
     if options.ranges is not None:
-        is_preview = captured.example is None
         found.append(lambda graph: ranges_pins(options.ranges, graph, options.low, is_preview))
     if options.plan is not None:
-        found.append(lambda graph: plan_pins(options.plan, graph, title))
+        found.append(lambda graph: plan_pins(options.plan, graph, title, is_preview))
     return tuple(found)
 
 

@@ -106,10 +106,11 @@ class Plan:
         keys = (key for nodes in self.graphs.values() for key in nodes)
         return [key for key in dict.fromkeys(keys) if _module_of(key) in modules]
 
-    def for_graph(self, graph: fx.Graph, title: str = "") -> tuple[dict[str, str], list[str]]:
+    def for_graph(self, graph: fx.Graph, title: str = "", is_preview: bool = False) -> tuple[dict[str, str], list[str]]:
         """Node name -> precision for a captured graph, and what no longer matches, in sentences.
 
-        The plan's graph of the same title is taken, or else the one with the most nodes in common.
+        1. The plan's graph of the same title is taken, or else the one with the most nodes in common.
+        2. A preview's types are assumed, and the ops inside of a module may be others: there whole modules count.
         """
         rows = list(rows_of(graph))
         keys = keys_of(rows)
@@ -121,6 +122,10 @@ class Plan:
         parts = {node.name: str(node.target) for node in graph.nodes if node.meta.get("boundary")}
         floats = {row.name for row in rows if "float32" in row.dtype and not is_widening(row)} - parts.keys()
         here = [key for key in wanted if not any(is_within(_module_of(key), path) for path in parts.values())]
+        if is_preview:
+            both = {_module_of(key) for key in here} & {_module_of(key) for key in keys.values()}
+            here = [key for key in here if _module_of(key) not in both]
+            floats = {name for name in floats & keys.keys() if _module_of(keys[name]) not in both}
         return sure, [*self._lost(here, found, unclear), *self._added(keys, found, floats)]
 
     def _nearest_graph(self, new: list[Item], title: str) -> tuple[dict[str, str], dict[str, int], str]:
@@ -208,9 +213,11 @@ def _compare_options(plan: Plan, given: Mapping[str, str]) -> None:
         warn(f"{text}. Give {was}, or save a plan at {now}.")
 
 
-def plan_pins(plan: Plan, graph: fx.Graph, title: str) -> dict[str, tuple[Literal["low", "high"], Reason]]:
+def plan_pins(
+    plan: Plan, graph: fx.Graph, title: str, is_preview: bool = False
+) -> dict[str, tuple[Literal["low", "high"], Reason]]:
     """What a plan decides about a typed graph, with one warning on what no longer matches."""
-    precisions, mismatches = plan.for_graph(graph, title)
+    precisions, mismatches = plan.for_graph(graph, title, is_preview)
     if mismatches:
         warn_once(mismatch_text(plan, mismatches))
     return {

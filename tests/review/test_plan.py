@@ -237,3 +237,24 @@ def test_something_else_is_refused():
         fxamp.convert(Two(lambda m, x: m.a(x)), FP16, (X,), plan=3)
     with pytest.raises(OptionError, match="ranges is a int"):
         fxamp.convert(Two(lambda m, x: m.a(x)), FP16, (X,), ranges=3)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_preview_whose_types_are_assumed_gives_no_false_alarm(is_training, tmp_path):
+    """Which ops attention is made of, a call tells; its modules are those of the plan."""
+
+    def encoder():
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(is_training)
+
+    first, x = fxamp.convert(encoder(), FP16), torch.randn(2, 6, 16)
+    first(x)
+    plan = report(first).save_plan(tmp_path / "plan.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = fxamp.convert(encoder(), FP16, plan=plan)
+        again(x)
+    assert precisions(again) == precisions(first)
+    other = torch.nn.Sequential(encoder(), torch.nn.Linear(16, 3))
+    with pytest.warns(UserWarning, match="is in the plan and not in the model"):
+        fxamp.convert(other, FP16, plan=plan)
