@@ -39,7 +39,8 @@ def node_of(origin: Origin) -> fx.Node:
 
 
 def mending(call: Call, watched: CallFlow, origin: Origin, loss_fn: Loss | None) -> tuple[str, ...]:
-    """The smallest of a growing series of sets around the node whose denial makes the run finite.
+    """The smallest of a growing series of sets around the node whose denial makes the run finite, without what it does
+    not need.
 
     Where none mends a value, and the denial of everything does, a small set of that is found by bisection, in
     `MAX_RUNS`: behind a value that overflows the next may, and its gradient. (A gradient alone has the loss scale.)
@@ -51,7 +52,7 @@ def mending(call: Call, watched: CallFlow, origin: Origin, loss_fn: Loss | None)
     is_value = origin.phase in ("forward", "parameter")
     for nodes in _rings(node_of(origin), graphs, backward=not is_value):
         if sets.passes(denied := named(nodes)):
-            return denied
+            return tuple(sets.reduced(denied)[0])
     if not is_value:
         return ()
     everything = named(_all_from(call, node_of(origin), watched))

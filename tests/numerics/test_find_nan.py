@@ -590,3 +590,30 @@ def test_what_overflows_before_a_clamp_of_fxamps_own_is_named_before_the_gradien
         assert (found.name, found.phase, found.overrides) == ("mul_1", "forward", {"mul_1": "deny"})
     assert str(raised.value).startswith("mul_1 (`mul`, infer, low): its output is the first that is not finite")
     assert "overrides={'mul_1': 'deny'}) makes this forward finite" in str(raised.value)
+
+
+def test_the_denials_that_mend_a_gradient_are_all_needed():
+    torch.manual_seed(0)
+
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            h = self.b(self.a(x) * 3e4)
+            return h - h.max()
+
+    def loss(output):
+        return output.float().square().mean()
+
+    model, x = Large(), torch.randn(8, 16)
+    found = find_nan(fxamp.convert(copy.deepcopy(model), FP16, (x,)), (x,), loss)
+    assert found.phase == "backward" and len(found.overrides) > 1
+
+    def is_mended(overrides):
+        return find_nan(fxamp.convert(copy.deepcopy(model), FP16, (x,), overrides=overrides), (x,), loss) is None
+
+    assert is_mended(found.overrides)
+    for name in found.overrides:
+        assert not is_mended({other: "deny" for other in found.overrides if other != name})
