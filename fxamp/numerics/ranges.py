@@ -28,9 +28,13 @@ from fxamp.override_keys import inside, is_within, within
 from fxamp.runtime.scale_rule import choose_scale
 from fxamp.sparse import held
 from fxamp.whole import checked_path, write_whole
+from fxamp.words import listed
 
 FLUSH_LIMIT = 0.01
 """Share of a node's non-zero values that may round to zero before the node is suggested for float32."""
+
+_NAMED = 5
+"""Nodes that are named below the table."""
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -330,7 +334,18 @@ def ranges_table(ranges: Ranges) -> str:
         tail += f"; loss scale {scale:g}: gradients lost {lost:.2%} without it, {kept:.2%} with it"
         largest = ranges.gradients.largest, ranges.weight_gradients.largest
         tail += "; largest gradient of an activation {:.3g}, of a weight {:.3g}".format(*largest)
-    return tabulate(rows, headers=headers, disable_numparse=True) + "\n" + tail
+    return "\n".join(filter(None, (tabulate(rows, headers=headers, disable_numparse=True), tail, _not_finite(ranges))))
+
+
+def _not_finite(ranges: Ranges) -> str:
+    """The nodes that have NaNs or infinities in float32, which no precision is the reason of; those with NaNs first."""
+    bad = [node for node in ranges.nodes.values() if node.values.nan or node.values.infinite]
+    texts = [
+        f"{node.name} ({' and '.join(f'{count} {word}' for count, word in counts if count)})"
+        for node in sorted(bad, key=lambda node: not node.values.nan)
+        if (counts := ((node.values.nan, "nan"), (node.values.infinite, "inf")))
+    ]
+    return f"not finite in float32 already: {listed(texts, _NAMED)}" if texts else ""
 
 
 def _gradient_cells(gradients: Histogram) -> tuple[str, ...]:

@@ -470,3 +470,19 @@ def test_what_was_measured_in_one_graph_holds_in_another(measured):
             assert (converted(x, mask) - expected).norm() < expected.norm() * 2**-8
     denied = [row.op for row in report(converted).rows if "overflows float16" in row.reason]
     assert denied == ["mul", "add", "div"] * 2  # of what is large, and of what reads it
+
+
+def test_what_is_not_finite_in_float32_is_told_below_the_table():
+    class Bad(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(1, 1)
+
+        def forward(self, x):
+            return x.log(), x * 1e30 * 1e30, x.masked_fill(x < 2, -math.inf).softmax(-1)
+
+    text = str(fxamp.profile(Bad(), [torch.tensor([[-1.0, 1.0, 2.0]])], progress=False))
+    assert text.splitlines()[-1] == "not finite in float32 already: log (1 nan), mul_1 (3 inf), masked_fill (2 inf)"
+    fine = str(fxamp.profile(Bad(), [torch.tensor([[2.0, 3.0, 4.0]]) * 1e-30], progress=False))
+    assert "masked_fill (3 inf)" in fine.splitlines()[-1]
+    assert "not finite" not in str(fxamp.profile(nn.Linear(3, 3), [torch.ones(2, 3)], progress=False))
