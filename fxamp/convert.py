@@ -14,10 +14,10 @@ from fxamp.capture.inputs import check_call_fits, normalise_example
 from fxamp.dtypes import dtype_name
 from fxamp.dynamo.backend import DynamoForward
 from fxamp.dynamo.preview import trace_on_fakes
-from fxamp.errors import CaptureError
+from fxamp.errors import CaptureError, warn_once
 from fxamp.lists import OpLists
 from fxamp.lists.environment import disabled_by
-from fxamp.lowering import lowered_by_graph, lowered_by_layers
+from fxamp.lowering import lowered_as_planned, lowered_by_graph, lowered_by_layers
 from fxamp.model.block_calls import calls_of_blocks
 from fxamp.model.blocks import mark_blocks
 from fxamp.model.converted import make_sibling
@@ -45,6 +45,7 @@ from fxamp.passes.overrides import check_overrides, unmatched_overrides
 from fxamp.pipeline import build_variant, keep_weights, rewrite
 from fxamp.review.announce import announce
 from fxamp.review.plan import as_plan
+from fxamp.review.uncaptured import is_given_up
 from fxamp.review.unheld import decided_in_vain
 
 log = logging.getLogger("fxamp")
@@ -164,11 +165,12 @@ def convert_as(
         modules = [path for path, _ in model.named_modules()] if first is None else ()
         check_overrides(graphs, options.overrides, modules, is_partial=first is None)  # Dynamo may have stopped early
     if opt_level in ("O2", "O3"):
+        found = (
+            lowered_by_layers(sibling, options) if first is None else lowered_by_graph(first.graph, sibling, options)
+        )
+        paths = lowered_as_planned(found, sibling, options)
         if first is None:
-            paths = lowered_by_layers(sibling, options)
             log.info(_BY_LAYERS, type(model).__qualname__, dtype_name(options.low), len(paths))
-        else:
-            paths = lowered_by_graph(first.graph, sibling, options)
         lowered = lower_parameters(sibling, paths, options.low, opt_level == "O2", options.pad_to or 1)
         handles = speak_float32(sibling, model)
         try:
@@ -197,14 +199,19 @@ def _forward_example(model: nn.Module, example: tuple[Any, Any]) -> tuple[Any, A
 
 
 def tell(converted: nn.Module) -> None:
-    """Announce new graphs, and the overrides that match none of them now that all are known."""
+    """Announce new graphs, what a plan or ranges say of other nodes, and the overrides that match none of them now that
+    all are known."""
     engine = engine_of(converted)
     variants = engine.graphs() if engine is not None else []
+    for variant in variants:
+        if not (variant.is_preview and (variant.captured.method == "dynamo" or is_given_up(variant, converted))):
+            for misfit in variant.captured.misfits:
+                warn_once(misfit)
     unmatched: Mapping[str, str] = {}
     if engine is not None and variants and not any(variant.is_preview for variant in variants):
         modules = [path for path, _ in converted.named_modules()]
         unmatched = unmatched_overrides([variant.graph for variant in variants], engine.options.overrides, modules)
-    vain = decided_in_vain(engine) if engine is not None else []
+    vain = decided_in_vain(engine, converted) if engine is not None else []
     announce(converted, [*(f"of the graphs so far: {said}" for said in unmatched.values()), *vain])
 
 

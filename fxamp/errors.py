@@ -1,7 +1,6 @@
 """Every error the package raises, an FxampError that is also the builtin a Python user expects; and its warnings."""
 
 import contextlib
-import contextvars
 import difflib
 import os
 import sys
@@ -15,7 +14,6 @@ _FOLDERS = (os.path.join(os.path.dirname(file), "") for file in (__file__, torch
 _INSIDE = (*_FOLDERS, contextlib.__file__)  # the last for the decorators of both
 _warned: set[str] = set()
 _noting = threading.local()
-_trying = contextvars.ContextVar("trying", default=False)
 
 
 class FxampError(Exception):
@@ -94,19 +92,9 @@ def warn(text: str) -> None:
     warnings.warn(text, FxampWarning, stacklevel=level)
 
 
-@contextlib.contextmanager
-def only_trying() -> Iterator[None]:
-    """While something is tried on assumed inputs, what `warn_once` would say of it is no news."""
-    token = _trying.set(True)
-    try:
-        yield
-    finally:
-        _trying.reset(token)
-
-
 def warn_once(text: str) -> None:
     """Warn, unless this process has already said so: a model has several graphs, and the first one is a preview."""
-    if text not in _warned and not _trying.get():
+    if text not in _warned:
         _warned.add(text)
         warn(text)
 

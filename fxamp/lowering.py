@@ -12,7 +12,6 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.capture.inputs import CallSpec, flatten_call
-from fxamp.errors import only_trying
 from fxamp.model.hooked import MUCH, multiplied, share_in
 from fxamp.model.likeness import likeness
 from fxamp.model.part_options import decisions, options_within
@@ -35,11 +34,11 @@ _OF_TEACHERS = (
 def lowered_by_graph(graph: fx.Graph, model: nn.Module, options: Options) -> list[str]:
     """O2: the parameters that the graph only reads low; O3: every float32 parameter and buffer.
 
-    At O3 those of a module that runs high as a whole (a batch norm whose override says so) stay: nothing casts them.
-    So do sparse ones, which are read in float32.
+    At O3 those of a module that runs high as a whole (a batch norm whose override says so) stay, or of one whose
+    precision a preview does not know: nothing casts them. So do sparse ones, which are read in float32.
     """
     if options.opt_level == "O3":
-        whole = [node for node in graph.nodes if node.op == "call_module" and ir.mark(node).precision == "high"]
+        whole = [node for node in graph.nodes if node.op == "call_module" and ir.mark(node).precision != "low"]
         return _all_but(model, [str(node.target) for node in whole])
     low = [name for name in _read_low(graph) if isinstance(ir.attribute(model, name), nn.Parameter)]
     return _without_teachers(model, low, options)
@@ -69,6 +68,23 @@ def lowered_by_layers(model: nn.Module, options: Options) -> list[str]:
         low |= {f"{path}.{name}".lstrip("."): id(own[name]) for name in own if name in read}
         others |= {id(weight) for name, weight in own.items() if name not in read}
     return _without_teachers(model, [path for path, weight in low.items() if weight not in others], options)
+
+
+def lowered_as_planned(found: list[str], model: nn.Module, options: Options) -> list[str]:
+    """The parameters that a plan of the same opt_level stores low; those it does not know, and those that an override
+    speaks of, as `found` has them."""
+    plan = options.plan
+    if plan is None or plan.opt_level != options.opt_level:
+        return found
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    low = {id(ir.attribute(model, path)) for path in found}
+    chosen = []
+    for path, tensor in tensors.items():
+        is_spoken_of = override_of(list(around(path.rpartition(".")[0])), "", options.overrides) is not None
+        planned = None if is_spoken_of or tensor.dtype != torch.float32 else plan.parameters.get(path)
+        if id(tensor) in low if planned is None else planned == "low":
+            chosen.append(path)
+    return chosen
 
 
 def _run_whole(model: nn.Module, options: Options) -> list[str]:
@@ -120,8 +136,7 @@ def _assumed_calls(layer: nn.Module) -> Iterator[tuple[CallSpec | None, list[Any
 
 def _found_alone(layer: nn.Module, options: Options, call: tuple[CallSpec | None, list[Any] | None]) -> frozenset[str]:
     try:
-        with only_trying():
-            return frozenset(_read_low(build_variant(plain_tree(layer), *call, options).graph))
+        return frozenset(_read_low(build_variant(plain_tree(layer), *call, options).graph))
     except Exception as error:  # what is assumed may not fit the layer
         log.debug("%s stays in float32, no assumed call fits it: %s", type(layer).__qualname__, error)
         return frozenset()

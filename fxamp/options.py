@@ -248,7 +248,9 @@ _ARGUMENTS = {"low": "dtype"}
 
 def _same(field: str, one: Options, other: Options) -> bool:
     mine, theirs = getattr(one, field), getattr(other, field)
-    return mine is theirs or (field != "ranges" and bool(mine == theirs))
+    if field == "ranges" and mine is not None and theirs is not None:
+        return bool(mine.content(one.low) == theirs.content(one.low))
+    return mine is theirs or bool(mine == theirs)
 
 
 def _shown(options: Options, field: str) -> str:

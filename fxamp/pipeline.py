@@ -19,7 +19,7 @@ from fxamp.model.variant import Variant
 from fxamp.model.views import device_of
 from fxamp.module_hooks import has_hooks
 from fxamp.number_fits import NumberFits
-from fxamp.numerics.pins import ranges_pins
+from fxamp.numerics.pins import misfits_of, ranges_pins
 from fxamp.options import Options, check_stored, check_whole
 from fxamp.passes.absorb import Absorb
 from fxamp.passes.base import Pass, run_passes
@@ -36,7 +36,7 @@ from fxamp.passes.outputs import ConnectOutputs
 from fxamp.passes.overrides import names_kept
 from fxamp.passes.pack import PackWeights
 from fxamp.passes.pad import PadGemms
-from fxamp.passes.pin import Decide, PinNodes
+from fxamp.passes.pin import Decide, Pin, PinNodes
 from fxamp.passes.policy import Policy
 from fxamp.passes.settle_writes import SettleWrites
 from fxamp.passes.shared_casts import SplitGradients
@@ -142,14 +142,23 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
 
 
 def pins_of(captured: Captured, options: Options) -> tuple[Decide, ...]:
-    """What decides about single nodes before the rules do; a plan, which was reviewed, is stronger than ranges."""
-    found: list[Decide] = []
-    title, is_preview = call_title(captured), captured.example is None
-    if options.ranges is not None:
-        found.append(lambda graph: ranges_pins(options.ranges, graph, options.low, is_preview))
-    if options.plan is not None:
-        found.append(lambda graph: plan_pins(options.plan, graph, title, is_preview))
-    return tuple(found)
+    """What decides about single nodes before the rules do; a plan, which was reviewed, is stronger than ranges.
+
+    What they say of other nodes than there are is noted. At O3 a plan of another opt_level decides nothing.
+    """
+    plan, ranges, is_preview = options.plan, options.ranges, captured.example is None
+
+    def by_ranges(graph: fx.Graph) -> Mapping[str, Pin]:
+        captured.misfits.extend(misfits_of(ranges, graph, options.low, is_preview))
+        return ranges_pins(ranges, graph, options.low, is_shared=captured.method == "dynamo")
+
+    def by_plan(graph: fx.Graph) -> Mapping[str, Pin]:
+        pins, misfits = plan_pins(plan, graph, call_title(captured), is_preview)
+        captured.misfits.extend(misfits)
+        return pins
+
+    is_planned = plan is not None and (options.opt_level != "O3" or plan.opt_level == "O3")
+    return (*((by_ranges,) if ranges is not None else ()), *((by_plan,) if is_planned else ()))
 
 
 def _padding(captured: Captured, fakes: Fakes | None, options: Options) -> tuple[Pass, ...]:

@@ -53,6 +53,7 @@ class Captured:
         had_gradients: whether gradients were on when it was captured.
         output_form: how the graph's flat outputs become what forward returns; None: they are that already.
         settings: what forward sets in a first call alone; `state` is as it is after that call.
+        misfits: what a plan or ranges say otherwise, in sentences that are told where the graph is kept.
     """
 
     root: nn.Module
@@ -74,6 +75,7 @@ class Captured:
     grad_mode: bool | None = None
     had_gradients: bool = dataclasses.field(default_factory=torch.is_grad_enabled)
     settings: Settings | None = None
+    misfits: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def build(self) -> Callable[[nn.Module, Any], Any] | None:

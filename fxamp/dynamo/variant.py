@@ -125,7 +125,7 @@ def _copy_of(captured: Captured) -> Captured:
         node.meta.get("val") if isinstance(value, torch.Tensor) else value
         for node, value in zip(inputs, example, strict=False)
     ]
-    return dataclasses.replace(captured, graph=copy.deepcopy(captured.graph), example=fakes)
+    return dataclasses.replace(captured, graph=copy.deepcopy(captured.graph), example=fakes, misfits=[])
 
 
 def _name_from_root(captured: Captured, model: nn.Module) -> None:

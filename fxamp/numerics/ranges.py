@@ -1,6 +1,7 @@
 """What real data makes of a model's values: exponents of every activation and its gradient, in an fp32 run."""
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -46,6 +47,7 @@ class NodeRange:
     Attributes:
         name: the node's; "linear (2)" where another graph of the model has a different `linear`.
         text: of its line, as it was when it was measured; `number`: see `Place`.
+        served: path of the equal module for which Dynamo made the graph that ran it, "" where it has its own.
         values: of its output; `gradients`: of the loss with respect to it.
     """
 
@@ -55,6 +57,7 @@ class NodeRange:
     source: str
     text: str = ""
     number: int = 0
+    served: str = ""
     values: Histogram = dataclasses.field(default_factory=Histogram)
     gradients: Histogram = dataclasses.field(default_factory=Histogram)
 
@@ -65,7 +68,8 @@ class NodeRange:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
-        plain = {field: getattr(self, field) for field in ("name", "op", "module", "source", "text", "number")}
+        names = ("name", "op", "module", "source", "text", "number", "served")
+        plain = {field: getattr(self, field) for field in names}
         return {**plain, "values": self.values.as_dict(), "gradients": self.gradients.as_dict()}
 
 
@@ -90,11 +94,30 @@ class Ranges:
     def within(self, path: str) -> "Ranges":
         """Those of one part of the model, as ranges of that part by itself."""
         found = {
-            name: dataclasses.replace(node, module=within(node.module, path))
+            name: dataclasses.replace(node, module=within(node.module, path), served="")
             for name, node in self.nodes.items()
             if is_within(node.module, path)
         }
         return dataclasses.replace(self, nodes=found, path=inside(self.path, path))
+
+    def shared_with(self, name: str) -> list[str]:
+        """The name, and those of what was measured at its place in each equal module that shared a graph with its."""
+        place = self.nodes[name].place
+        others = self._shared.get(place.module, ())
+        return [name, *(other for path in others if (other := self._by_place.get(place._replace(module=path))))]
+
+    @functools.cached_property
+    def _by_place(self) -> dict[Place, str]:
+        return {node.place: name for name, node in self.nodes.items()}
+
+    @functools.cached_property
+    def _shared(self) -> dict[str, tuple[str, ...]]:
+        """Path of a module -> those of the other modules that shared a graph with it."""
+        groups: dict[str, dict[str, None]] = {}
+        for node in self.nodes.values():
+            if node.served:
+                groups.setdefault(node.served, {node.served: None})[node.module] = None
+        return {path: tuple(each for each in group if each != path) for group in groups.values() for path in group}
 
     def content(self, low: torch.dtype) -> Hashable:
         """Equal for ranges by which the same nodes run in float32."""
@@ -251,10 +274,11 @@ def _measure(call: Call, fp32: Rewriter, criterion: Any, ranges: Ranges, number:
         place = graphs[node.graph].get(node)
         for tensor in floats_in(value) if place is not None else ():
             assert place is not None
-            module = part.module_path(node) if part.moved is None else ir.module_path(node)
+            module, made_for = part.module_path(node), ir.module_path(node)
             place = place._replace(module=module)
             if place not in known:
                 known[place] = _added(ranges.nodes, node, place)
+                known[place].served = made_for if part.moved is not None and made_for != module else ""
             known[place].values.add(tensor)
             if tensor.requires_grad and criterion is not None:
                 _watch_gradient(tensor, known[place].gradients)

@@ -107,7 +107,8 @@ def _node(entry: _Place, counts: Counter[tuple[str, str, str]]) -> NodeRange:
     """
     name, op, module, source = (entry.text(key) for key in ("name", "op", "module", "source"))
     text = entry.text("text") if "text" in entry.given else text_of(source)
-    found = NodeRange(name, op, module, source, text)
+    served = entry.text("served") if "served" in entry.given else ""
+    found = NodeRange(name, op, module, source, text, served=served)
     shared = found.place[:3]
     found.number = entry.count("number") if "number" in entry.given else counts[shared]
     counts[shared] += 1

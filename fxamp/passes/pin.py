@@ -16,7 +16,7 @@ Decide = Callable[[fx.Graph], Mapping[str, Pin]]
 
 PINNED = "pinned"
 # What stays stronger than a pin: facts about types, and what the user wrote in the code or the arguments.
-_STRONGER = frozenset(("type", "override", "user cast", "user operand", "conversion", "input", "parameter", "level"))
+_STRONGER = frozenset(("type", "override", "user cast", "user operand", "conversion", "input", "parameter"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,10 +34,6 @@ class Place(NamedTuple):
     reads: str
     shape: str
 
-    def moved_to(self, key: str) -> "Place":
-        """The same in another module, which the key of a node there names."""
-        return self._replace(module=key.partition(":")[0])
-
 
 class Item(NamedTuple):
     """A node on one side: its name there, where it stands, and (in a plan) what was decided."""

@@ -13,23 +13,23 @@ reads and its shape: by them it is found again where nodes were put in before it
 import dataclasses
 import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxamp.dtypes import dtype_name
-from fxamp.errors import OptionError, warn, warn_once
+from fxamp.errors import OptionError, warn
 from fxamp.ir import Reason
-from fxamp.model.variant import where_of
-from fxamp.override_keys import inside, is_within, within
+from fxamp.override_keys import is_within
 from fxamp.review.match import Item, Place, fit, is_widening, match, place_of, place_of_key
 from fxamp.review.plan_file import line_of, read_plan, text_of
+from fxamp.review.plan_parts import as_whole, base_title, expanded, key_at, module_of, plan_within, unique
 from fxamp.review.rows import Row, rows_of
+from fxamp.runtime.masters import is_stored_low
 from fxamp.whole import checked_path, write_whole
 from fxamp.words import listed, plural
 
@@ -57,6 +57,7 @@ class Plan:
         blocks: title -> paths of the equal modules that the graph is for, in the first of which its nodes stand; none
             for one of the model as a whole.
         path: of the part of the model that it is for, "" for the model.
+        parameters: at O2 and O3, path of each float parameter and buffer -> "low" | "high", as it is stored.
     """
 
     model: str
@@ -69,6 +70,7 @@ class Plan:
     places: Mapping[str, Mapping[str, Place]] = dataclasses.field(default_factory=dict)
     blocks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     path: str = ""
+    parameters: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def content(self) -> Hashable:
@@ -77,55 +79,44 @@ class Plan:
 
     def within(self, path: str) -> "Plan":
         """What it says of one part of the model, as a plan of that part by itself."""
-        found = [(title, *moved) for title in self.graphs if (moved := self._moved(title, path)) is not None]
-        titles = list(_unique(f"{where_of(roots)}: {call}" if roots else call for _, call, roots, _ in found))
-        graphs, places = {}, {}
-        for new, (title, _, _, keys) in zip(titles, found, strict=True):
-            known = self.places.get(title, {})
-            graphs[new] = {keys[key]: self.graphs[title][key] for key in keys}
-            places[new] = {keys[key]: known[key].moved_to(keys[key]) for key in keys if key in known}
-        blocks = {new: roots for new, (_, _, roots, _) in zip(titles, found, strict=True) if roots}
-        return dataclasses.replace(self, graphs=graphs, places=places, blocks=blocks, path=inside(self.path, path))
+        return plan_within(self, path)
 
-    def _moved(self, title: str, path: str) -> tuple[str, tuple[str, ...], dict[str, str]] | None:
-        """A graph as the part at `path` by itself has it: the title of its calls, the blocks that it is then for, and
-        the keys of those of its nodes that are in the part -> their keys there. None where none is."""
-        roots = self.blocks.get(title, ("",))
-        first, call = roots[0], title.removeprefix(f"{where_of(self.blocks.get(title, ()))}: ")
-        around = next((root for root in roots if is_within(path, root)), None)
-        inner = tuple(within(root, path) for root in roots if around is None and is_within(root, path))
-        if around is None and not inner:
-            return None
-        start = inside(first, within(path, around)) if around is not None else first
-        own = (key for key in self.graphs[title] if is_within(_module_of(key), start))
-        keys = {key: _key_at(inner[0] if inner else "", key, start) for key in own}
-        return (call, inner, keys) if keys else None
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The paths of the modules in which nodes stand."""
+        graphs = expanded(self).graphs.values()
+        return tuple(path for path in dict.fromkeys(module_of(key) for nodes in graphs for key in nodes) if path)
 
     def keys_in(self, modules: Collection[str]) -> list[str]:
         """The keys of the nodes that stand in the forwards of these modules themselves."""
         keys = (key for nodes in self.graphs.values() for key in nodes)
-        return [key for key in dict.fromkeys(keys) if _module_of(key) in modules]
+        return [key for key in dict.fromkeys(keys) if module_of(key) in modules]
 
     def for_graph(self, graph: fx.Graph, title: str = "", is_preview: bool = False) -> tuple[dict[str, str], list[str]]:
         """Node name -> precision for a captured graph, and what no longer matches, in sentences.
 
-        1. The plan's graph of the same title is taken, or else the one with the most nodes in common.
+        1. The plan's graph of the same title is taken, or else the one with the most nodes in common. Where several
+           have the same nodes, and decide otherwise about some (a model whose weights, or numbers, one did not fit),
+           these are left to the rules, which know such conditions.
         2. A preview's types are assumed, and the ops inside of a module may be others: there whole modules count.
         """
+        parts = {node.name: str(node.target) for node in graph.nodes if node.meta.get("boundary")}
+        if self.blocks and not parts:
+            return as_whole(self).for_graph(graph, title, is_preview)
         rows = list(rows_of(graph))
         keys = keys_of(rows)
         by_name = {row.name: row for row in rows}
         new = [Item("new", name, place_of(by_name[name], by_name)) for name in keys]
         found, unclear, chosen = self._nearest_graph(new, title)
         wanted = self.graphs.get(chosen, {})
-        sure = {name: wanted[key] for name, key in found.items()}
-        parts = {node.name: str(node.target) for node in graph.nodes if node.meta.get("boundary")}
+        alike = [nodes for nodes in self.graphs.values() if nodes.keys() == wanted.keys()]
+        sure = {name: wanted[key] for name, key in found.items() if all(nodes[key] == wanted[key] for nodes in alike)}
         floats = {row.name for row in rows if "float32" in row.dtype and not is_widening(row)} - parts.keys()
-        here = [key for key in wanted if not any(is_within(_module_of(key), path) for path in parts.values())]
+        here = [key for key in wanted if not any(is_within(module_of(key), path) for path in parts.values())]
         if is_preview:
-            both = {_module_of(key) for key in here} & {_module_of(key) for key in keys.values()}
-            here = [key for key in here if _module_of(key) not in both]
-            floats = {name for name in floats & keys.keys() if _module_of(keys[name]) not in both}
+            both = {module_of(key) for key in here} & {module_of(key) for key in keys.values()}
+            here = [key for key in here if module_of(key) not in both]
+            floats = {name for name in floats & keys.keys() if module_of(keys[name]) not in both}
         return sure, [*self._lost(here, found, unclear), *self._added(keys, found, floats)]
 
     def _nearest_graph(self, new: list[Item], title: str) -> tuple[dict[str, str], dict[str, int], str]:
@@ -154,22 +145,7 @@ class Plan:
 
     def _named(self, key: str) -> str:
         """A key as the whole model has it."""
-        return _key_at(self.path, key)
-
-
-def _module_of(key: str) -> str:
-    return key.partition(":")[0]
-
-
-def _key_at(path: str, key: str, start: str = "") -> str:
-    """The key of a node of a part, whose modules' paths begin with `start`, where the part stands at `path`."""
-    module, _, rest = key.partition(":")
-    return f"{inside(path, within(module, start))}:{rest}"
-
-
-def base_title(title: str) -> str:
-    """The title without its number."""
-    return re.sub(r" \(\d+\)$", "", title)
+        return key_at(self.path, key)
 
 
 def as_plan(given: Any, dtype: torch.dtype, opt_level: str, level: str) -> Plan | None:
@@ -215,15 +191,14 @@ def _compare_options(plan: Plan, given: Mapping[str, str]) -> None:
 
 def plan_pins(
     plan: Plan, graph: fx.Graph, title: str, is_preview: bool = False
-) -> dict[str, tuple[Literal["low", "high"], Reason]]:
-    """What a plan decides about a typed graph, with one warning on what no longer matches."""
+) -> tuple[dict[str, tuple[Literal["low", "high"], Reason]], list[str]]:
+    """What a plan decides about a typed graph, and what no longer matches, in one sentence if anything."""
     precisions, mismatches = plan.for_graph(graph, title, is_preview)
-    if mismatches:
-        warn_once(mismatch_text(plan, mismatches))
-    return {
-        name: ("low" if precision == "low" else "high", Reason("plan", f"the plan of {plan.model} says so"))
-        for name, precision in precisions.items()
+    reason = Reason("plan", f"the plan of {plan.model} says so")
+    pins: dict[str, tuple[Literal["low", "high"], Reason]] = {
+        name: ("low" if precision == "low" else "high", reason) for name, precision in precisions.items()
     }
+    return pins, [mismatch_text(plan, mismatches)] if mismatches else []
 
 
 def plan_of(built: "Report") -> Plan:
@@ -231,7 +206,7 @@ def plan_of(built: "Report") -> Plan:
     options = built._options
     graphs: dict[str, dict[str, str]] = {}
     places: dict[str, dict[str, Place]] = {}
-    titles = list(_unique(built.titles))
+    titles = list(unique(built.titles))
     for number, title in enumerate(titles):
         rows = {row.name: row for row in built.rows if row.graph == number}
         keys = {name: key for name, key in keys_of([*rows.values()]).items() if rows[name].precision != "none"}
@@ -247,15 +222,14 @@ def plan_of(built: "Report") -> Plan:
         graphs=graphs,
         places=places,
         blocks={title: paths for title, paths in zip(titles, built.blocks, strict=True) if paths},
+        parameters=_stored(built._model) if options.opt_level in ("O2", "O3") and built._model is not None else {},
     )
 
 
-def _unique(titles: Iterable[str]) -> Iterator[str]:
-    """The titles, numbered where several graphs have the same: "dynamo, forward()", "dynamo, forward() (2)"."""
-    seen: Counter[str] = Counter()
-    for title in (title.removesuffix(", preview") for title in titles):
-        seen[title] += 1
-        yield title if seen[title] == 1 else f"{title} ({seen[title]})"
+def _stored(model: nn.Module) -> dict[str, str]:
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    return {name: "low" if is_stored_low(tensor) else "high" for name, tensor in floats.items()}
 
 
 def keys_of(rows: Sequence[Row]) -> dict[str, str]:
@@ -280,12 +254,14 @@ def save_plan(built: "Report", path: str | Path) -> Path:
     It holds the low dtype, which a conversion by it must have, and opt_level and level, on which that one is warned.
 
     Raises:
-        OptionError: it cannot be written.
+        OptionError: it cannot be written, or there is no graph.
     """
     found = checked_path(path, "the plan cannot be written")
     if built.left:
         log.warning("%s: there is no plan to save, %s is not written", built.left, path)
         return found
+    if not built.captures:
+        raise OptionError(f"no graph of {built.model} is there yet, so there is no plan to save. Call the model first.")
     return write_whole(found, plan_text(plan_of(built)), "the plan")
 
 
@@ -296,7 +272,7 @@ def plan_text(plan: Plan) -> str:
         for title, nodes in plan.graphs.items()
     }
     fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    left = ("graphs", "places", "path", *(() if plan.blocks else ("blocks",)))
+    left = ("graphs", "places", "path", *(name for name in ("blocks", "parameters") if not fields[name]))
     return text_of({name: value for name, value in fields.items() if name not in left}, graphs)
 
 
@@ -306,8 +282,7 @@ def load_plan(path: "str | os.PathLike[str]") -> Plan:
     Raises:
         OptionError: it is not there, or not a plan.
     """
-    fields, graphs, places, blocks = read_plan(path)
-    return Plan(**fields, graphs=graphs, places=places, blocks=blocks)
+    return Plan(**read_plan(path))
 
 
 def mismatch_text(plan: Plan, found: Sequence[str]) -> str:

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from fxamp.review.match import Item, fit, match
-from fxamp.review.plan import Plan, base_title
+from fxamp.review.plan import Plan
+from fxamp.review.plan_parts import base_title, expanded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,11 @@ class Change:
 
 
 def diff_plans(old: Plan, new: Plan) -> list[Change]:
-    """Every node on which two plans differ, in order; a node that moved, or whose module was renamed, is the same."""
+    """Every node on which two plans differ, in order; a node that moved, or whose module was renamed, is the same.
+
+    Of equal modules that share a graph each is looked at by itself.
+    """
+    old, new = expanded(old), expanded(new)
     return [change for title, was in _pairs(old, new) for change in _changes(old, new, title, was)]
 
 

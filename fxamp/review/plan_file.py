@@ -26,6 +26,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "graphs": (lambda value: isinstance(value, dict), "a table of graphs by title"),
 }
 _OF_PARTS = "blocks"  # in plans of models whose parts have graphs of their own
+_STORED = "parameters"  # in plans of O2 and O3
 
 Graphs = dict[str, dict[str, str]]
 Places = dict[str, dict[str, Place]]
@@ -42,8 +43,8 @@ def text_of(fields: Mapping[str, Any], graphs: Mapping[str, Mapping[str, str]]) 
     return json.dumps({"fxamp_plan": FORMAT, **fields, "graphs": graphs}, indent=1) + "\n"
 
 
-def read_plan(path: "str | os.PathLike[str]") -> tuple[dict[str, Any], Graphs, Places, Blocks]:
-    """The fields of a plan but its graphs, the graphs, where their nodes stand, and which modules they are for.
+def read_plan(path: "str | os.PathLike[str]") -> dict[str, Any]:
+    """The fields of a plan, with `places`: where the nodes of its graphs stand.
 
     Raises:
         OptionError: it is not there, or not a plan; names the file, and the key that is wrong.
@@ -66,7 +67,8 @@ def read_plan(path: "str | os.PathLike[str]") -> tuple[dict[str, Any], Graphs, P
     _check_fields(read, path)
     graphs, places = _graphs_of(read["graphs"], path)
     fields = {name: read[name] for name in (*_CHOICES, *_KINDS) if name != "graphs"}
-    return fields, graphs, places, _blocks_of(read.get(_OF_PARTS, {}), graphs, path)
+    blocks, parameters = _blocks_of(read.get(_OF_PARTS, {}), graphs, path), _parameters_of(read.get(_STORED, {}), path)
+    return {**fields, "graphs": graphs, "places": places, _OF_PARTS: blocks, _STORED: parameters}
 
 
 def _wrong(path: "str | os.PathLike[str]", problem: str) -> OptionError:
@@ -117,3 +119,12 @@ def _blocks_of(read: Any, graphs: Graphs, path: "str | os.PathLike[str]") -> Blo
         if not (isinstance(paths, list) and paths and all(isinstance(each, str) and each for each in paths)):
             raise _wrong(path, f"{_OF_PARTS}: {title} is {_shown(paths)}, not a list of modules")
     return {title: tuple(paths) for title, paths in read.items()}
+
+
+def _parameters_of(read: Any, path: "str | os.PathLike[str]") -> dict[str, str]:
+    if not isinstance(read, dict):
+        raise _wrong(path, f"{_STORED} is {_shown(read)}, not a table of precisions by parameter")
+    for name, stored in read.items():
+        if stored not in ("low", "high"):
+            raise _wrong(path, f"{_STORED}: {name} is {_shown(stored)}. Allowed: low, high")
+    return read

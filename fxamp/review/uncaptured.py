@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from fxamp import ir
-from fxamp.model.engine import Engine
+from fxamp.model.engine import Engine, engine_of
 from fxamp.model.hooked import hooked, matrices, share_in, why_as_written
 from fxamp.model.variant import Variant
 from fxamp.words import listed, percent
@@ -87,7 +87,7 @@ def kept_whole(engine: Engine, model: nn.Module) -> tuple[float, str]:
     Not at O3, where they run low, nor of a preview that is given up for them at the first call.
     """
     variants = engine.all_variants() if engine.options.opt_level != "O3" else []
-    variants = [each for each in variants if not (each.is_preview and _is_given_up(each, engine, model))]
+    variants = [each for each in variants if not (each.is_preview and is_given_up(each, model))]
     paths = {path: None for variant in variants for path in hooked(variant, model) if path not in engine.blocks}
     if not paths:  # torch.jit.trace would note what is read of the model here
         return 0.0, ""
@@ -100,8 +100,11 @@ def kept_whole(engine: Engine, model: nn.Module) -> tuple[float, str]:
     )
 
 
-def _is_given_up(preview: Variant, engine: Engine, model: nn.Module) -> bool:
-    return engine.options.capture == "auto" and bool(why_as_written(preview, model, engine.options, engine.dynamo))
+def is_given_up(preview: Variant, model: nn.Module) -> bool:
+    """Whether the first call will run as it is written, for the hooks of modules, whatever a preview shows."""
+    engine = engine_of(model)
+    is_auto = engine is not None and engine.options.capture == "auto"
+    return is_auto and bool(why_as_written(preview, model, engine.options, engine.dynamo))  # type: ignore[union-attr]
 
 
 def holds_other_calls(engine: Engine) -> bool:

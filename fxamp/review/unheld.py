@@ -1,6 +1,8 @@
 """What a plan or ranges say of nodes that no graph holds, because forward runs as it is written around its parts."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator
+
+from torch import nn
 
 from fxamp.dtypes import dtype_name
 from fxamp.model.engine import Engine
@@ -10,15 +12,37 @@ from fxamp.words import listed, plural
 _NAMED = 5
 
 
-def decided_in_vain(engine: Engine) -> list[str]:
+def decided_in_vain(engine: Engine, model: nn.Module) -> list[str]:
     """Sentences for who converted the model by them; none where a graph holds its own forward.
 
-    What ran at all is known of the forwards around graphs alone: of the model, and of modules in which there are some.
+    1. What ran at all is known of the forwards around graphs alone: of the model, and of modules in which there are
+       some.
+    2. A part has what is said of itself: of modules that are gone it knows nothing.
     """
     parts = [path for variant in engine.graphs() for path in variant.blocks]
-    if not getattr(engine.dynamo, "runs", "") or not parts or not all(each.blocks for each in engine.graphs()):
+    if not parts:
         return []
-    return list(_told(engine, {"", *(above for path in parts for above in around(path) if above != path)}))
+    found = list(_gone(engine, dict(model.named_modules(remove_duplicate=False))))
+    if getattr(engine.dynamo, "runs", "") and all(each.blocks for each in engine.graphs()):
+        found += _told(engine, {"", *(above for path in parts for above in around(path) if above != path)})
+    return found
+
+
+def _gone(engine: Engine, modules: Container[str]) -> Iterator[str]:
+    plan, ranges, low = engine.options.plan, engine.options.ranges, engine.options.low
+    lost = [] if plan is None else [path for path in plan.modules if path not in modules]
+    if lost:
+        yield (
+            f"the plan of {plan.model} speaks of modules that this model has not ({listed(lost, _NAMED)}). What has "
+            "taken their place is decided as without a plan; save it again when that is right."
+        )
+    unfit = [] if ranges is None else [ranges.nodes[name] for name in ranges.deny(low)]
+    denied = [f"{node.name} of {node.module}" for node in unfit if node.module not in modules]
+    if denied:
+        yield (
+            f"by the ranges {dtype_name(low)} does not hold {listed(denied, _NAMED)}, and this model has no such "
+            "modules: measure it again (fxamp.profile)."
+        )
 
 
 def _told(engine: Engine, modules: Collection[str]) -> Iterator[str]:
@@ -30,7 +54,7 @@ def _told(engine: Engine, modules: Collection[str]) -> Iterator[str]:
             f"the plan of {plan.model} speaks of {plural(len(planned), 'node')} that no graph holds "
             f"({listed(planned, _NAMED)}): {how}. Save it again from this model as it runs."
         )
-    unfit = [] if ranges is None else [each for each in map(ranges.nodes.get, ranges.deny(low)) if each is not None]
+    unfit = [] if ranges is None else [ranges.nodes[name] for name in ranges.deny(low)]
     measured = [f"{node.name} at {node.source.rpartition('/')[2]}" for node in unfit if node.module in modules]
     if measured:
         yield (

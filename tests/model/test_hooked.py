@@ -251,3 +251,16 @@ def test_a_preview_does_not_warn_of_what_the_first_call_does_otherwise(opt_level
     gradients(converted, batch(0))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert low_modules(converted)
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["example", "none"])
+def test_at_o3_modules_that_hooks_keep_whole_are_stored_as_they_run(is_given):
+    """A preview does not know in which precision the second one is."""
+    model = net()
+    for block in (model.stem, model.body, model.head):
+        block.register_forward_hook(lambda module, given, out: None)
+    example = (batch(0),) if is_given else None
+    converted = fxamp.convert(model, LOW, example_inputs=example, opt_level="O3")
+    gradients(converted, batch(0))
+    stored = {name.partition(".")[0]: parameter.dtype for name, parameter in converted.named_parameters()}
+    assert stored["norm"] == LOW and stored["stem"] == stored["body"] == stored["head"] == torch.float32

@@ -9,6 +9,7 @@ from torch import nn
 import fxamp
 from fxamp.model.engine import engine_of
 from fxamp.numerics.bisect import find_deny
+from fxamp.numerics.ranges_file import load_ranges
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
 
@@ -111,11 +112,14 @@ def test_ranges_are_those_of_all_blocks(pair):
     assert any(finding.pattern == "overflow" for finding in fxamp.audit(model, (X,)).findings)
 
 
-def test_ranges_of_a_block_decide_in_the_graph_that_runs_it(pair):
+def test_ranges_of_a_block_decide_in_the_graph_that_runs_it(pair, tmp_path):
     model, _ = pair
     with torch.no_grad():
         model.blocks[3].b.mul_(1e6)
-    ranges = fxamp.profile(model, [X], loss, progress=False)
+    found = fxamp.profile(model, [X], loss, progress=False)
+    assert {found.nodes[name].module for name in found.deny()} == {"blocks.3"}  # whosever graph ran it
+    found.save(tmp_path / "ranges.json")
+    ranges = load_ranges(tmp_path / "ranges.json")
     converted = fxamp.convert(model, torch.float16, capture="dynamo", ranges=ranges)
     step(converted)
     shared = engine_of(converted).dynamo.shared["blocks.3.b"].removesuffix(".b")

@@ -230,3 +230,194 @@ def test_a_plan_whose_parts_were_edited_wrongly(blocks, said, tmp_path):
     with pytest.raises(OptionError, match="Mend it, or save the plan again") as raised:
         load_plan(path)
     assert said in str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------- graphs of one title
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.scale, self.b = nn.Linear(16, 16), nn.Parameter(torch.ones(16)), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x) * self.scale) * 1e-6)
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+        with torch.no_grad():
+            self.blocks[1].scale.fill_(1e6)  # which float16 does not hold: this block has a graph of its own
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def gradients(model, *args):
+    model.zero_grad()
+    out = model(X, *args)
+    squared(out).backward()
+    return [out.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def assert_equal(one, other, *args):
+    for mine, theirs in zip(gradients(one, *args), gradients(other, *args), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_blocks_whose_weights_decide_replay_as_they_were(silent, tmp_path):
+    options = {"example_inputs": (X,), "boundaries": "blocks"}
+    first = trained(fxamp.convert(Stack(), FP16, **options))
+    assert len(fxamp.report(first).titles) == 3
+    plan = fxamp.report(first).save_plan(tmp_path / "plan.json")
+    again = trained(fxamp.convert(Stack(), FP16, plan=plan, **options))
+    assert_equal(again, first)
+
+
+def test_graphs_that_a_number_tells_apart_replay_as_they_were(silent, tmp_path):
+    class Multiplied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x, factor):
+            return self.b((self.a(x) * factor).tanh())
+
+    first = fxamp.convert(Multiplied(), FP16)
+    for factor in (1.0, 1e6):
+        gradients(first, factor)
+    plan = fxamp.report(first).save_plan(tmp_path / "plan.json")
+    again = fxamp.convert(Multiplied(), FP16, plan=plan)
+    for factor in (1.0, 1e6):
+        assert_equal(again, first, factor)
+        assert again(X, factor).isfinite().all()
+
+
+# --------------------------------------------------------------------------------------------------- what is stored
+
+
+class Unsqueezed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear, self.gru = nn.Conv1d(1, 2, 3, padding=1), nn.Linear(16, 16), nn.GRU(16, 8, 1)
+
+    def forward(self, x):
+        h = self.conv(x[:, None]).sum(1)
+        h = self.linear(self.linear(h).relu())
+        return torch.cat([self.gru(h[None])[0][0], h[:, :8]], -1)
+
+
+@pytest.mark.parametrize("denied", ["experts.1.conv", "experts.1.linear", "experts.1.gru", "experts.1"])
+def test_at_o2_a_plan_stores_what_it_was_saved_from(denied, silent, tmp_path):
+    def made(**options):
+        model = Experts(number=2)
+        torch.manual_seed(1)
+        model.experts = nn.ModuleList(Unsqueezed() for _ in range(2))
+        return trained(fxamp.convert(model, FP16, opt_level="O2", **options))
+
+    first = made(overrides={denied: "deny"})
+    plan = fxamp.report(first).save_plan(tmp_path / "plan.json")
+    again = made(plan=plan)
+    stored = {name: parameter.dtype for name, parameter in first.named_parameters()}
+    assert {name: parameter.dtype for name, parameter in again.named_parameters()} == stored
+    assert {stored[name] for name in stored if name.startswith(f"{denied}.") and "weight" in name} == {torch.float32}
+    assert_equal(again, first)
+    allowed = made(plan=plan, overrides={denied: "allow"})  # which is stronger than a plan
+    low = [name for name, parameter in allowed.named_parameters() if parameter.dtype == FP16]
+    assert f"{denied}.weight" in low or "experts.1.linear.weight" in low
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("is_given", [True, False], ids=["example", "none"])
+def test_a_plan_replays_behind_hooks(opt_level, is_given, silent, tmp_path):
+    def made(**options):
+        model = Net()
+        for block in model.blocks:
+            block.register_forward_hook(lambda module, given, out: None)
+        options |= {"example_inputs": (X,)} if is_given else {}
+        return trained(fxamp.convert(model, FP16, opt_level=opt_level, **options))
+
+    first = made(overrides={"blocks.2": "deny", "a": "deny"})
+    plan = fxamp.report(first).save_plan(tmp_path / "plan.json")
+    again = made(plan=plan)
+    assert_equal(again, first)
+
+
+def test_ranges_decide_behind_hooks(silent):
+    model = Stack()
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, given, out: None)
+    with torch.no_grad():
+        model.blocks[1].scale.fill_(3e5)
+        model.blocks[1].a.weight.mul_(1e3)
+    ranges = fxamp.profile(copy.deepcopy(model), [X], squared, progress=False)
+    converted = trained(fxamp.convert(model, FP16, ranges=ranges))
+    assert kinds(converted, "mul")["blocks.1"] == "ranges"
+
+
+def test_at_o3_a_plan_and_ranges_decide(silent, tmp_path):
+    first = fxamp.convert(Net(), FP16, (X,), opt_level="O3", overrides={"blocks.1": "deny"})
+    plan = fxamp.report(first).save_plan(tmp_path / "plan.json")
+    again = fxamp.convert(Net(), FP16, (X,), opt_level="O3", plan=plan)
+    assert decided(again) == decided(first) and torch.equal(again(X), first(X))
+    model = Net()
+    with torch.no_grad():
+        model.blocks[1].up.weight.mul_(1e6)
+    ranges = fxamp.profile(copy.deepcopy(model), [X], squared, progress=False)
+    assert kinds(fxamp.convert(model, FP16, (X,), opt_level="O3", ranges=ranges))["blocks.1.up"] == "ranges"
+
+
+def test_a_plan_of_blocks_decides_in_one_graph(silent, tmp_path):
+    first = trained(fxamp.convert(Net(), FP16, (X,), boundaries="blocks", overrides={"blocks.1.up": "deny"}))
+    plan = fxamp.report(first).save_plan(tmp_path / "plan.json")
+    again = decided(trained(fxamp.convert(Net(), FP16, (X,), plan=plan)), "linear")
+    assert [module for (module, _), precision in again.items() if precision == "high"] == ["blocks.1.up"]
+
+
+# ---------------------------------------------------------------------------------------------- what does not fit
+
+
+def test_modules_that_are_gone_are_told(fresh_dynamo, tmp_path, caplog):
+    first = trained(fxamp.convert(Experts(number=4), FP16, overrides={"experts.3.0": "deny"}))
+    plan = fxamp.report(first).save_plan(tmp_path / "plan.json")
+    model = Experts(number=4)
+    with torch.no_grad():
+        model.experts[3][0].weight.mul_(1e6)
+    ranges = fxamp.profile(model, [X], squared, progress=False)
+    with caplog.at_level(logging.WARNING, "fxamp"):
+        trained(fxamp.convert(Experts(number=3), FP16, plan=plan))
+        trained(fxamp.convert(Experts(number=3), FP16, ranges=ranges))
+    said = [record.getMessage() for record in caplog.records]
+    assert any("the plan of Experts speaks of modules that this model has not (experts.3.0" in text for text in said)
+    assert any("by the ranges float16 does not hold" in text and "of experts.3.0" in text for text in said)
+
+
+def test_a_plan_of_nothing_is_refused(fresh_dynamo, tmp_path):
+    with pytest.raises(OptionError, match="no graph of Experts is there yet"):
+        fxamp.report(fxamp.convert(Experts(), FP16)).save_plan(tmp_path / "plan.json")
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_the_same_ranges_read_from_a_file_are_no_other_option(tmp_path):
+    ranges = fxamp.profile(Net(), [X], squared, progress=False)
+    ranges.save(tmp_path / "ranges.json")
+    converted = fxamp.convert(Net(), FP16, (X,), opt_level="O2", ranges=ranges)
+    assert fxamp.convert(converted, FP16, opt_level="O2", ranges=tmp_path / "ranges.json") is converted
+
+
+def test_a_diff_looks_at_equal_modules_by_themselves(fresh_dynamo, tmp_path, capsys):
+    paths = []
+    for denied in (("1", "2"), ("1", "3")):
+        overrides = {f"experts.{number}.0": "deny" for number in denied}
+        converted = trained(fxamp.convert(Experts(), FP16, overrides=overrides))
+        paths.append(str(fxamp.report(converted).save_plan(tmp_path / f"{denied[1]}.json")))
+    assert main(["diff", *paths]) == 1
+    said = capsys.readouterr().out
+    assert "experts.2.0:linear#0: float32 -> low" in said and "experts.3.0:linear#0: low -> float32" in said
+    assert "experts.1.0" not in said and "experts.0.0" not in said
