@@ -95,9 +95,9 @@ class Plan:
     def for_graph(self, graph: fx.Graph, title: str = "", is_preview: bool = False) -> tuple[dict[str, str], list[str]]:
         """Node name -> precision for a captured graph, and what no longer matches, in sentences.
 
-        1. The plan's graph of the same title is taken, or else the one with the most nodes in common. Where several
-           have the same nodes, and decide otherwise about some (a model whose weights, or numbers, one did not fit),
-           these are left to the rules, which know such conditions.
+        1. The plan's graph of the same title is taken, or else the one with the most nodes in common. Where several of
+           that title have the same nodes, and decide otherwise about some (weights, or numbers, did not fit one of
+           them), these are left to the rules, which know such conditions.
         2. A preview's types are assumed, and the ops inside of a module may be others: there whole modules count.
         """
         parts = {node.name: str(node.target) for node in graph.nodes if node.meta.get("boundary")}
@@ -109,8 +109,8 @@ class Plan:
         new = [Item("new", name, place_of(by_name[name], by_name)) for name in keys]
         found, unclear, chosen = self._nearest_graph(new, title)
         wanted = self.graphs.get(chosen, {})
-        alike = [nodes for nodes in self.graphs.values() if nodes.keys() == wanted.keys()]
-        sure = {name: wanted[key] for name, key in found.items() if all(nodes[key] == wanted[key] for nodes in alike)}
+        open_ones = self._open_in(chosen)
+        sure = {name: wanted[key] for name, key in found.items() if key not in open_ones}
         floats = {row.name for row in rows if "float32" in row.dtype and not is_widening(row)} - parts.keys()
         here = [key for key in wanted if not any(is_within(module_of(key), path) for path in parts.values())]
         if is_preview:
@@ -124,6 +124,17 @@ class Plan:
         titles = [known for known in self.graphs if base_title(known) == title] or list(self.graphs)
         tried = [(*match(self.items(known), new), known) for known in titles]
         return max(tried, key=lambda trial: fit(self.items(trial[2]), new, trial[0]), default=({}, {}, ""))
+
+    def _open_in(self, title: str) -> set[str]:
+        """The nodes about which graphs of one title, which have the same nodes, decide otherwise."""
+        wanted = self.graphs.get(title, {})
+        same = [nodes for known, nodes in self.graphs.items() if base_title(known) == base_title(title)]
+        others = [nodes for nodes in same if nodes.keys() == wanted.keys()]
+        found = {key for key in wanted if any(nodes[key] != wanted[key] for nodes in others)}
+        if found:
+            named = listed([self._named(key) for key in wanted if key in found], _NAMED)
+            log.info("%s: of the plan's graphs of one title each decides otherwise, so that the rules do", named)
+        return found
 
     def items(self, title: str) -> list[Item]:
         """The nodes of one graph."""

@@ -421,3 +421,26 @@ def test_a_diff_looks_at_equal_modules_by_themselves(fresh_dynamo, tmp_path, cap
     said = capsys.readouterr().out
     assert "experts.2.0:linear#0: float32 -> low" in said and "experts.3.0:linear#0: low -> float32" in said
     assert "experts.1.0" not in said and "experts.0.0" not in said
+
+
+def test_a_graph_of_another_title_leaves_nothing_open(tmp_path):
+    """What was edited in the plan of training is not held against that of evaluation."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.0), nn.Linear(16, 3))
+    converted = fxamp.convert(model, FP16, (X,))
+    converted(X)
+    converted.eval()(X)
+    path = fxamp.report(converted).save_plan(tmp_path / "plan.json")
+    read = json.loads(path.read_text())
+    training = next(title for title in read["graphs"] if title.endswith("training"))
+    assert len(read["graphs"]) == 2
+    read["graphs"][training]["2:linear#0"] = "high"
+    path.write_text(json.dumps(read))
+    again = fxamp.convert(copy.deepcopy(model), FP16, (X,), plan=path).train()
+    again(X)
+    again.eval()(X)
+    report = fxamp.report(again)
+    found = {
+        report.titles[row.graph].rpartition(", ")[2]: row.precision for row in report.rows if row.module == "2"
+        and row.op == "linear"
+    }  # fmt: skip
+    assert found == {"training": "high", "evaluation": "low"}
