@@ -162,8 +162,11 @@ def convert_as(
     sibling = make_sibling(model, engine)
     first = _first_graph(sibling, engine, example)
     if graphs := [variant.graph for variant in engine.all_variants()]:
-        modules = [path for path, _ in model.named_modules()] if first is None else ()
-        check_overrides(graphs, options.overrides, modules, is_partial=first is None)  # Dynamo may have stopped early
+        is_partial = first is None or (
+            first.is_preview and is_given_up(first, sibling)
+        )  # Dynamo may have stopped early
+        modules = [path for path, _ in model.named_modules()] if is_partial else ()
+        check_overrides(graphs, options.overrides, modules, is_partial=is_partial)
     if opt_level in ("O2", "O3"):
         found = (
             lowered_by_layers(sibling, options) if first is None else lowered_by_graph(first.graph, sibling, options)

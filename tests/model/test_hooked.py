@@ -264,3 +264,16 @@ def test_at_o3_modules_that_hooks_keep_whole_are_stored_as_they_run(is_given):
     gradients(converted, batch(0))
     stored = {name.partition(".")[0]: parameter.dtype for name, parameter in converted.named_parameters()}
     assert stored["norm"] == LOW and stored["stem"] == stored["body"] == stored["head"] == torch.float32
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("is_given", [True, False], ids=["example", "none"])
+def test_an_override_inside_of_a_module_with_hooks_holds_in_its_graph(is_given, opt_level):
+    model = net()
+    model.body.register_forward_hook(lambda module, given, out: None)
+    options = {"overrides": {"body.1.up": "deny"}, "opt_level": opt_level}
+    converted = fxamp.convert(model, LOW, example_inputs=(batch(0),) if is_given else None, **options)
+    gradients(converted, batch(0))
+    assert "body.1.up" not in low_modules(converted) and {"body.1.down", "body.0.up"} <= low_modules(converted)
+    with pytest.raises(fxamp.OptionError, match=r"'body.1.upp' matches no module.*Did you mean 'body.1.up'"):
+        fxamp.convert(net(), LOW, overrides={"body.1.upp": "deny"})
