@@ -7,9 +7,10 @@
       ...
 
 A node's key is its module path, its op, and its number among such nodes. Behind its precision stand its line, what it
-reads and its shape: by them it is found again where nodes were put in before it, moved or renamed; see `match`. Where
-parts of the model have graphs of their own, "blocks" has the paths of the equal ones that each is for; see `plan_parts`.
-At O2 and O3 "parameters" has what is stored low.
+reads and its shape: by them it is found again where nodes were put in before it, moved or renamed; see `match`.
+
+Where parts of the model have graphs of their own, "blocks" has the paths of the equal ones that each is for; see
+`plan_parts`. At O2 and O3 "parameters" has what is stored low.
 """
 
 import dataclasses

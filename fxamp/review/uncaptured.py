@@ -103,8 +103,9 @@ def kept_whole(engine: Engine, model: nn.Module) -> tuple[float, str]:
 def is_given_up(preview: Variant, model: nn.Module) -> bool:
     """Whether the first call will run as it is written, for the hooks of modules, whatever a preview shows."""
     engine = engine_of(model)
-    is_auto = engine is not None and engine.options.capture == "auto"
-    return is_auto and bool(why_as_written(preview, model, engine.options, engine.dynamo))  # type: ignore[union-attr]
+    if engine is None or engine.options.capture != "auto":
+        return False
+    return bool(why_as_written(preview, model, engine.options, engine.dynamo))
 
 
 def holds_other_calls(engine: Engine) -> bool:
