@@ -7,10 +7,12 @@ from fxamp.review.match import Item, fit, match
 from fxamp.review.plan import Plan
 from fxamp.review.plan_parts import base_title, expanded
 
+_STORED = "parameters"
+
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One node on which two plans differ; None: not in that plan."""
+    """One node, or stored parameter, on which two plans differ; None: not in that plan."""
 
     graph: str
     node: str
@@ -25,10 +27,15 @@ class Change:
 def diff_plans(old: Plan, new: Plan) -> list[Change]:
     """Every node on which two plans differ, in order; a node that moved, or whose module was renamed, is the same.
 
-    Of equal modules that share a graph each is looked at by itself.
+    Of equal modules that share a graph each is looked at by itself. Behind the nodes comes what is stored otherwise,
+    where both plans tell (at O2 and O3).
     """
     old, new = expanded(old), expanded(new)
-    return [change for title, was in _pairs(old, new) for change in _changes(old, new, title, was)]
+    changes = [change for title, was in _pairs(old, new) for change in _changes(old, new, title, was)]
+    stored = old.parameters, new.parameters
+    names = dict.fromkeys((*stored[0], *stored[1])) if all(stored) else ()
+    found = ((name, stored[0].get(name), stored[1].get(name)) for name in names)
+    return [*changes, *(Change(_STORED, *each) for each in found if each[1] != each[2])]
 
 
 def _changes(old: Plan, new: Plan, title: str | None, was: str | None) -> Iterator[Change]:
@@ -94,6 +101,6 @@ def diff_text(old: Plan, new: Plan) -> str:
     lines = [f"{field}: {was} -> {now}" for field, (was, now) in diff_fields(old, new).items()]
     changes = diff_plans(old, new)
     for title in dict.fromkeys(change.graph for change in changes):
-        lines.append(f"graph {title}:")
+        lines.append(f"{title}:" if title == _STORED else f"graph {title}:")
         lines += [f"  {change}" for change in changes if change.graph == title]
     return "\n".join(lines)

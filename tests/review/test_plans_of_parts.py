@@ -444,3 +444,19 @@ def test_a_graph_of_another_title_leaves_nothing_open(tmp_path):
         and row.op == "linear"
     }  # fmt: skip
     assert found == {"training": "high", "evaluation": "low"}
+
+
+def test_a_diff_tells_what_is_stored_otherwise(tmp_path, capsys):
+    converted = fxamp.convert(Net(), FP16, (X,), opt_level="O2")
+    first = fxamp.report(converted).save_plan(tmp_path / "first.json")
+    read, second = json.loads(first.read_text()), tmp_path / "second.json"
+    second.write_text(json.dumps(read | {"parameters": read["parameters"] | {"a.weight": "high"}}))
+    assert main(["diff", str(first), str(first)]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(first), str(second)]) == 1
+    assert capsys.readouterr().out.splitlines()[-2:] == ["parameters:", "  a.weight: low -> float32"]
+    for parameters, said in (({"a.weight": "half"}, "a.weight is 'half'. Allowed: low, high"), ([1], "is a list, not")):
+        second.write_text(json.dumps(read | {"parameters": parameters}))
+        with pytest.raises(OptionError, match="parameters") as raised:
+            load_plan(second)
+        assert said in str(raised.value)
