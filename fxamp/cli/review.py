@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fxamp.cli.targets import load_target
+from fxamp.capture.inputs import call_arguments
+from fxamp.cli.targets import load_target, run_named
 from fxamp.cli.types import LIMIT, OK
 from fxamp.convert import convert
 from fxamp.dtypes import NAMES as DTYPE_NAMES
@@ -119,7 +120,7 @@ def _lists_footer(count: int, reference: str | None) -> str:
 def converted(chosen: argparse.Namespace) -> nn.Module:
     """The target, converted as the options say."""
     model, example = load_target(chosen.target, chosen.input)
-    return convert(
+    made = convert(
         model,
         dtype=DTYPES[chosen.dtype],
         example_inputs=example,
@@ -129,6 +130,21 @@ def converted(chosen: argparse.Namespace) -> nn.Module:
         plan=getattr(chosen, "plan", None),
         ranges=chosen.ranges,
     )
+    if example is not None and not report(made).captures:
+        run_named(f"a call of {chosen.target}", lambda: _call(made, example))
+    return made
+
+
+_MOST_CALLS = 3
+"""The first may tell that Dynamo holds too little of it, the next makes the graphs of its parts."""
+
+
+def _call(model: nn.Module, example: Any) -> None:
+    """Call a model, of which no capture holds a graph, until its calls have made those of its parts."""
+    args, kwargs = call_arguments(example, "the inputs")
+    for _ in range(_MOST_CALLS):
+        if not report(model).captures:
+            model(*args, **kwargs)
 
 
 DTYPES: dict[str, Any] = {**DTYPE_NAMES, "auto": "auto", "default": None}

@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from fxamp.cli import main
+from tests import choosing
 
 MODELS = """
 import torch
@@ -482,3 +484,21 @@ def test_ranges_that_were_saved_decide(capsys):
     assert run("inspect", "cli_models:Two", "--input", "4:int64", "--input", "4x8", "--ranges", "ranges.json") == 0
     said = capsys.readouterr().err
     assert said.startswith("fxamp: warning: the ranges do not fit this model: "), said
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_model_of_which_only_calls_make_graphs_is_called(opt_level, fresh_dynamo, tmp_path, capsys):
+    target = [f"{Path(choosing.__file__)}:Experts", "--input", "64x16", "--opt-level", opt_level, "--dtype", "fp16"]
+    plan = tmp_path / "plan.json"
+    assert main(["inspect", *target, "--save-plan", str(plan), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "experts.0.0" in {row["module"] for row in found["rows"]} and not found["is_preview"]
+    assert main(["inspect", *target, "--plan", str(plan)]) == 0
+    capsys.readouterr()
+    assert main(["explain", *[target[0], "experts.0.0", *target[1:]]]) == 0
+    assert "linear (`linear`, allow) runs in float16" in capsys.readouterr().out
+
+
+def test_what_such_a_model_raises_is_named(capsys):
+    assert main(["inspect", f"{Path(choosing.__file__)}:Experts", "--input", "64x15"]) == 2
+    assert "choosing.py:" in capsys.readouterr().err
