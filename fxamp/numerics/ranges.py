@@ -333,11 +333,12 @@ def _added(nodes: dict[str, NodeRange], node: fx.Node, place: Place) -> NodeRang
 
 
 def ranges_table(ranges: Ranges) -> str:
-    """A line for each node, those that low precision would hurt first."""
+    """A line for each node, those that low precision would hurt first; a layer that is a graph by itself has no line of
+    the user's, but a path."""
     bad, has_gradients = ranges.deny(), any(node.gradients.total for node in ranges.nodes.values())
     rows = [
         (
-            *(node.name, node.op, node.source.rpartition("/")[2], f"{node.values.largest:.3g}"),
+            *(node.name, node.op, node.source.rpartition("/")[2] or node.module, f"{node.values.largest:.3g}"),
             *(f"{node.values.share_flushed(dtype):.2%}" for dtype in LOW_DTYPES),
             *(f"{node.values.share_overflown(dtype):.2%}" for dtype in LOW_DTYPES),
             *(_gradient_cells(node.gradients) if has_gradients else ()),

@@ -58,6 +58,7 @@ def test_profile_measures_each_layer_of_a_routed_model(how, routed):
     ranges = fxamp.profile(converted_as(how, routed, x), [x], squared, progress=False)
     found = {node.module: node for node in ranges.nodes.values()}
     assert set(found) == layers(routed)
+    assert all(path in str(ranges) for path in found)
     for path, (value, gradient) in expected.items():
         assert found[path].values.largest == pytest.approx(value, rel=1e-3), path
         assert found[path].gradients.largest == pytest.approx(gradient, rel=1e-3), path
