@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from fxamp.capture.objects import MOST, SCALARS, attributes_of, base_of, length_of, plain_copy, walk
+from fxamp.capture.objects import MOST, SCALARS, attributes_of, base_of, length_of, plain_copy, slots_of, walk
 
 _CONTAINERS = (dict, list, set, collections.deque)
 
@@ -42,7 +42,8 @@ def has_equals_for(container: Any, saved: Any) -> bool:
     """Whether a dictionary holds equals for what it held: einx's registry puts a copy of its state there at each look.
 
     Values are equal that are one, and objects of one class whose attributes are, or are containers of the same; what is
-    kept there by a trace's types does not count.
+    kept there by a trace's types does not count. No object is equal to another that holds anything else, as one of a
+    class derived from dict does.
     """
     now = plain_copy(container)
     if not isinstance(container, dict) or len(now) != len(saved) or not all(map(operator.is_, now, saved)):
@@ -54,7 +55,19 @@ def _are_alike(one: Any, other: Any) -> bool:
     own, others = attributes_of(one), attributes_of(other)
     if type(one) is not type(other) or own is None or others is None or own.keys() != others.keys():
         return False
-    return all(own[name] is value or _hold_the_same(own[name], value) for name, value in others.items())
+    return _has_attributes_alone(type(one)) and all(
+        own[name] is value or _hold_the_same(own[name], value) for name, value in others.items()
+    )
+
+
+class _Plain:
+    pass
+
+
+def _has_attributes_alone(kind: type) -> bool:
+    """Whether an instance holds nothing but its `__dict__`: no slots, and nothing that a builtin base class keeps."""
+    sizes = kind.__basicsize__, kind.__itemsize__
+    return sizes == (_Plain.__basicsize__, _Plain.__itemsize__) and not slots_of(kind)
 
 
 def _hold_the_same(one: Any, other: Any) -> bool:

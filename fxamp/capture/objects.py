@@ -119,7 +119,7 @@ def _parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
         return _elements(value) if length_of(value) <= MOST else None
     if is_library(type(value)) and type(value) is not threading.local:
         return None
-    slots = [name for name in _slots(type(value)) if name in scope.names]
+    slots = [name for name in slots_of(type(value)) if name in scope.names]
     own = getattr(value, "__dict__", None)
     if not slots and not isinstance(own, dict):
         return None
@@ -222,7 +222,8 @@ def is_descriptor(value: Any) -> bool:
     return hasattr(type(value), "__get__")
 
 
-def _slots(kind: type) -> list[str]:
+def slots_of(kind: type) -> list[str]:
+    """The names that a class and its bases declare as slots."""
     declared = [each.__dict__.get("__slots__", ()) for each in kind.__mro__]
     return [name for slots in declared for name in ((slots,) if isinstance(slots, str) else tuple(slots))]
 
@@ -262,5 +263,5 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, FUNCTIONS) or is_library(type(value)):
         return []
     own = attributes_of(value) or {}
-    slots = [getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)]
+    slots = [getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)]
     return [*slots, *dict.values(own)] if dict.__len__(own) <= MOST else []

@@ -1,8 +1,10 @@
 """Numbers and questions of other packages: numpy's scalars and functions, einops, torch._check, `callable`."""
 
+import collections
 import importlib
 import math
 import re
+import typing
 
 import numpy as np
 import pytest
@@ -341,3 +343,68 @@ def test_einops_keeps_nothing_of_a_trace():
     for given in (x, torch.randn(35, 7), torch.randn(70, 7)):
         assert rearrange(given, "(b s) d -> b s d", b=given.shape[0] // 5).shape == model(given).shape
         assert (converted(given) - model(given)).norm() < 0.02 * model(given).norm()
+
+
+class Info(dict):
+    pass
+
+
+class Ordered(collections.OrderedDict):
+    pass
+
+
+class Sizes(tuple):
+    pass
+
+
+class Listed(list):
+    pass
+
+
+class Size(typing.NamedTuple):
+    rows: int
+
+
+class NamedSize(Size):
+    pass
+
+
+class Slotted:
+    __slots__ = ("__dict__", "rows")
+
+    def __init__(self, rows):
+        self.rows = rows
+
+
+LAST = {}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rows: Info(rows=rows),
+        lambda rows: Ordered(rows=rows),
+        lambda rows: Sizes((rows,)),
+        lambda rows: Listed([rows]),
+        Size,
+        NamedSize,
+        Slotted,
+    ],
+    ids=["dict", "OrderedDict", "tuple", "list", "NamedTuple", "derived NamedTuple", "slots"],
+)
+def test_what_an_object_holds_beside_its_attributes_is_a_write(make, monkeypatch):
+    """Two of these have the same attributes, none, and are no equals."""
+
+    def noting(m, x):
+        LAST["size"] = make(x.shape[0])
+        return x * 2
+
+    def noted():
+        held = LAST["size"]
+        return getattr(held, "rows", None) or (held["rows"] if isinstance(held, dict) else held[0])
+
+    monkeypatch.setitem(LAST, "size", make(1))
+    converted = fxamp.convert(Model(noting), LOW)
+    for rows in (4, 6, 6, 9):
+        converted(torch.ones(rows, 8))
+        assert noted() == rows
