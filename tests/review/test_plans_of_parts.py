@@ -204,6 +204,15 @@ def test_a_plan_of_a_part():
     assert not plan.within("c").graphs
 
 
+def test_the_call_of_a_part_is_no_node_of_the_part():
+    title = f"symbolic, {GRAPH}"
+    plan = planned(
+        {title: {"a:pkg.Block#0": "high", ":add#0": "low"}, f"a: {title}": {"a.fc:linear#0": "low"}},
+        {f"a: {title}": ("a",)},
+    )
+    assert plan.within("a").graphs == {title: {"fc:linear#0": "low"}}
+
+
 def test_a_plan_of_parts_is_read_as_it_was_written(fresh_dynamo, tmp_path):
     plan = fxamp.report(trained(fxamp.convert(Experts(), FP16))).save_plan(tmp_path / "plan.json")
     assert list(load_plan(plan).blocks.values()) == [tuple(f"experts.{number}" for number in range(4))]
