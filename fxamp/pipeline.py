@@ -120,7 +120,9 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
     pipeline: tuple[Pass, ...] = (
         InferTypes(root, fakes, captured.constants, policy),  # every later pass asks for ops and dtypes
         Normalise(),  # reads of dtypes must not see what casts will change
-        FuseWrittenOut(policy),  # before anything is decided: decisions are about the op that runs
+        FuseWrittenOut(
+            policy, options.plan and options.plan.is_apart
+        ),  # before anything is decided: decisions are about the op that runs
         PinNodes(pins_of(captured, options)),  # what a plan or measured ranges decided; the next passes must know it
         SettleWrites(policy, fit_of),  # a written storage must be able to have one precision
         ColourNodes(policy, fit_of),  # decides, changes nothing

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -59,11 +59,15 @@ class FuseWrittenOut(Pass):
     1. Nothing else reads the parts, no part is written in place, and all stand in one gradient mode and one
        checkpointed region.
     2. Whoever has said something about a part, or about the op, is obeyed: lists of the user's own, overrides, regions
-       without autocast, `_keep_in_fp32_modules`.
+       without autocast, `_keep_in_fp32_modules`, a plan.
     3. At level "strict" everything stays as it is written.
+
+    Args:
+        is_apart: whether a plan decides about the parts, given their module's path, the op and theirs.
     """
 
     policy: Policy
+    is_apart: Callable[[str, str, Collection[str]], bool] | None = None
 
     def apply(self, graph: fx.Graph) -> bool:
         if self.policy.level == "strict":
@@ -85,6 +89,10 @@ class FuseWrittenOut(Pass):
         row = self.policy.lists.row(found.op)
         if row is None or self.policy.lists.colour(found.op) not in ("infer", "allow"):
             return False
+        if self.is_apart is not None:
+            ops = {ir.mark(part).op for part in found.members}
+            if self.is_apart(ir.module_path(found.result), found.op, ops):
+                return False
         return not any(self._is_spoken_of(part) for part in found.members)
 
     def _is_spoken_of(self, node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ Where parts of the model have graphs of their own, "blocks" has the paths of the
 """
 
 import dataclasses
+import functools
 import logging
 import os
 from collections import Counter
@@ -94,6 +95,19 @@ class Plan:
         """The keys of the nodes that stand in the forwards of these modules themselves."""
         keys = (key for nodes in self.graphs.values() for key in nodes)
         return [key for key in dict.fromkeys(keys) if module_of(key) in modules]
+
+    def is_apart(self, module: str, op: str, parts: Collection[str]) -> bool:
+        """Whether it decides about the parts of an op that a module writes out, and has no such op there."""
+        ops = self._ops.get(module, set())
+        return op not in ops and ops.issuperset(parts)
+
+    @functools.cached_property
+    def _ops(self) -> dict[str, set[str]]:
+        """Module -> the ops in its own forward."""
+        found: dict[str, set[str]] = {}
+        for key in (key for nodes in self.graphs.values() for key in nodes):
+            found.setdefault(module_of(key), set()).add(place_of_key(key).op)
+        return found
 
     def for_graph(self, graph: fx.Graph, title: str = "", is_preview: bool = False) -> tuple[dict[str, str], list[str]]:
         """Node name -> precision for a captured graph, and what no longer matches, in sentences.

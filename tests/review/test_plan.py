@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from review_cases import FP16, Language, Two, tokens
+from torch import nn
 
 import fxamp
 from fxamp.cli import main
@@ -258,3 +259,38 @@ def test_a_preview_whose_types_are_assumed_gives_no_false_alarm(is_training, tmp
     other = torch.nn.Sequential(encoder(), torch.nn.Linear(16, 3))
     with pytest.warns(UserWarning, match="is in the plan and not in the model"):
         fxamp.convert(other, FP16, plan=plan)
+
+
+class Norm(nn.Module):
+    """An RMS norm and a gelu written out, each of which is one op where nothing speaks of its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        norm = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return norm * 0.5 * (1 + torch.tanh(0.7978845608028654 * (norm + 0.044715 * norm.pow(3))))
+
+
+NO_POWERS = fxamp.OpLists.default().override(deny=["pow"])
+
+
+@pytest.mark.parametrize("options", [{"overrides": {"0.1": "deny"}}, {"level": "strict"}, {"lists": NO_POWERS}])
+def test_an_op_that_was_left_written_out_stays_so(options, tmp_path):
+    def convert(**more):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), Norm(), nn.Linear(8, 8)) for _ in range(2)]
+        return fxamp.convert(nn.Sequential(*blocks), BF16, (X,), **more)
+
+    first = convert(**options)
+    plan = report(first).save_plan(tmp_path / "plan.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if "level" in options:
+            warnings.filterwarnings("ignore", ".*was saved at level='strict'")
+        again = convert(plan=plan)
+    assert precisions(again) == precisions(first) != precisions(convert())
+    is_fused = "rms_norm" in {row.op for row in report(again).rows}
+    assert is_fused == ("overrides" in options)  # the other block's is one op still
+    assert torch.equal(again(X), first(X))
