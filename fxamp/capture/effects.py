@@ -238,7 +238,10 @@ def _put(owner: Any, name: str, value: Any) -> None:
     elif isinstance(owner, nn.Module):
         owner.__dict__[name] = value
     elif isinstance(owner, type):
-        setattr(owner, name, value)
+        if value is MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
     elif value is MISSING:
         owner.pop(name, None)
     else:

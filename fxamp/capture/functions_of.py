@@ -41,6 +41,17 @@ def globals_of(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBALS))
 
 
+@functools.lru_cache(maxsize=512)
+def imports_in(code: types.CodeType) -> tuple[tuple[int, str], ...]:
+    """The Python modules that a function imports: how many levels above its own (0: a full name), and the name."""
+    instructions = list(dis.get_instructions(code))
+    return tuple(
+        (instructions[place - 2].argval, str(each.argval))
+        for place, each in enumerate(instructions)
+        if each.opname == "IMPORT_NAME"
+    )
+
+
 def strings_in(code: types.CodeType) -> list[str]:
     """The texts that stand in a function."""
     return [constant for constant in code.co_consts if isinstance(constant, str)]

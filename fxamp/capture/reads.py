@@ -12,11 +12,9 @@ from torch.nn.utils import parametrize
 
 from fxamp.capture.assignments import Assignments
 from fxamp.capture.effects import Effects
-from fxamp.capture.functions_of import beginnings_in, codes_of, functions_in, globals_of, strings_in
 from fxamp.capture.hooks import check_hook_writes
 from fxamp.capture.identity import is_asked_whether_none
 from fxamp.capture.kept_items import Item, is_inside, items_set, without
-from fxamp.capture.locations import is_library_file
 from fxamp.capture.objects import (
     MISSING,
     SCALARS,
@@ -24,16 +22,13 @@ from fxamp.capture.objects import (
     frozen,
     is_descriptor,
     is_library,
-    is_library_module,
-    is_of_a_tool,
     is_other_self,
-    method_parts,
-    walk,
 )
+from fxamp.capture.outside import Outside
 from fxamp.capture.places import paths_of, ties_of
 from fxamp.capture.selves import check_agrees
 from fxamp.capture.settings import Settings
-from fxamp.capture.state import LIFTED, NOT_NONE, Cell, read
+from fxamp.capture.state import LIFTED, NOT_NONE, Cell
 from fxamp.errors import CaptureError, FxampError
 from fxamp.ir import ENGINE, RUN
 from fxamp.module_hooks import HOOKS, recomputed_weights
@@ -42,11 +37,6 @@ from fxamp.module_hooks import HOOKS, recomputed_weights
 _OWN = frozenset({*nn.Module().__dict__, "__dict__", "__class__", ENGINE, RUN})
 _TABLES = ("_parameters", "_buffers")
 _INHERITED = frozenset(dir(nn.Module)) - {"forward"}
-# Methods that are called without being named.
-_PROTOCOL = frozenset(
-    "__call__ __getattr__ __getitem__ __len__ __iter__ __contains__ __bool__ __float__ __int__".split()
-)
-
 Place = tuple[str, str]  # path of a module, and the name of an attribute
 
 
@@ -78,13 +68,8 @@ class Reads:
         self._looked_at: set[tuple[int, str]] = set()  # those that hold tensors of which not only None was asked
         self._known: dict[int, nn.Module] = {id(module): module for module in root.modules()}
         self._lifted: set[Place] = set()
-        self._functions: dict[int, types.FunctionType] = {}
-        self._names: set[str] = set()  # what these functions name
-        self._beginnings: set[str] = set()  # of names that they make: getattr(config, f"output_{key}")
-        self._objects: dict[int, Any] = {}  # of the user's classes
-        self._classes: dict[type, None] = {}  # of the user's objects: where they have defaults and methods from
-        self._modules: set[int] = set()
         self._effects = Effects()
+        self._outside = Outside(self._keep, self._effects)
         self._items: dict[int, list[Item]] = {}  # id of a list or a dictionary -> those that the graph sets
         self.settings: Settings | None = None  # what forward put into dictionaries, perhaps only this once
 
@@ -124,14 +109,14 @@ class Reads:
 
         if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self._root.modules())):
             raise CaptureError("the call is made inside parametrize.cached(), and a graph computes its weights itself")
-        self._function(type(self._root).forward)
+        self._outside.function(type(self._root).forward)
         for module in self._root.modules():
             self._effects.remember_class(module)
-            self._function(type(module).__call__)
+            self._outside.methods_of(module, is_made=False)
         nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
         try:
             yield
-            self._name_what_is_made()
+            self._outside.finish()
             found = ((owner, name, value) for (_, name), (owner, value) in self._found.items())
             check_hook_writes(self._root, found, self._title)
         finally:
@@ -161,17 +146,21 @@ class Reads:
         Args:
             decided: places whose number Python's control flow used, though it is a value of the graph.
         """
-        names = frozenset(self._names)
+        names = frozenset(self._outside.names)
         scope = Scope(names, self._paths, self._root)
         found, ties = [], ties_of(self._root)
         for (_, name), (owner, value) in self._found.items():
             path, title = self._path(owner), self._title(owner, name)
+            is_made = isinstance(owner, nn.Module) and self._assignments.is_made(owner)
+            if is_made and (value is MISSING or isinstance(value, SCALARS)):
+                continue  # the same at each call, which makes another module
             tie = ties.get((path, name)) if path is not None else None
             items = self._items.get(id(value), [])
             if items and (path, name) != (items[0].path, items[0].name):  # by another name: the same one at each call
                 tie = (items[0].path, "", items[0].name)
             keys = tuple(item.key for item in items)
-            cell = Cell(name, (), path, None if path is not None else owner, title, names, tie=tie, items_set=keys)
+            holder = None if path is not None else {name: value} if is_made else owner  # it may have replaced it
+            cell = Cell(name, (), path, holder, title, names, tie=tie, items_set=keys)
             if path is not None and (path, name) in self._lifted - decided:
                 found.append(cell.with_frozen((type(value), LIFTED)))
             elif path is not None and isinstance(value, torch.Tensor) and (id(owner), name) not in self._looked_at:
@@ -190,7 +179,7 @@ class Reads:
             found.append(Cell(kind, frozen(entries, scope), path, holder, title, names, items_set=tuple(entries)))
         found += [
             Cell(name, frozen(vars(kind)[name], scope), None, kind, f"{kind.__qualname__}.{name}", names)
-            for kind in self._classes
+            for kind in self._outside.classes
             for name in sorted(names & vars(kind).keys())
         ]
         found += [
@@ -239,6 +228,8 @@ class Reads:
     def _meet(self, module: nn.Module) -> None:
         """A module outside of the model's tree, in a list say: Structure does not look after its parts and hooks."""
         self._known[id(module)] = module
+        is_made = self._assignments.is_made(module) or "_modules" not in module.__dict__  # or it is being made
+        self._outside.methods_of(module, is_made)
         if not is_other_self(module, self._root):
             for table in ("_modules", *HOOKS):
                 if table in module.__dict__:  # a module that a table makes on demand may have none yet
@@ -265,7 +256,8 @@ class Reads:
             if kind != "_modules" and not issubclass(type(value), fx.Proxy):
                 self._registered.setdefault((id(module), name, kind), (module, value))
         if not tables:
-            self._keep(module, name, MISSING)
+            for owner in (module, *(kind for kind in type(module).__mro__ if not is_library(kind))):
+                self._keep(owner, name, MISSING)
             for kind in (kind for kind in _TABLES if kind in module.__dict__):
                 self._registered.setdefault((id(module), name, kind), (module, MISSING))
 
@@ -273,84 +265,4 @@ class Reads:
         if (id(owner), name) not in self._found:
             self._found[id(owner), name] = (owner, value)
             self._effects.remember(owner, name, value, self._title(owner, name))
-            for part in walk(value):
-                self._function(part)
-                self._class(part)
-
-    def _function(self, value: Any) -> None:
-        """Look at what a function of the user's, and those that it can call by name, can read from outside."""
-        for function in functions_in(value):
-            if (
-                id(function) in self._functions
-                or is_library_file(function.__code__.co_filename)
-                or is_of_a_tool(function)
-            ):
-                continue
-            self._functions[id(function)] = function
-            codes = list(codes_of(function.__code__))
-            self._named({text for code in codes for text in (*strings_in(code), *code.co_names)})
-            for code in codes:
-                self._beginnings |= beginnings_in(code)
-                for name in globals_of(code):
-                    self._global(function.__globals__, name, code.co_names)
-            self._defaults(function)
-            for cell in function.__closure__ or ():
-                self._outer(cell, "", read(cell, ""))
-
-    def _defaults(self, function: types.FunctionType) -> None:
-        """What an argument is where it is not given: state that stays from call to call."""
-        held = {"__name__": f"the defaults of {function.__qualname__}()"}
-        for place, default in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
-            self._effects.remember_containers(default, f"a default of {function.__qualname__}()")
-            if not isinstance(default, SCALARS):
-                held[str(place)] = default
-                self._found[id(held), str(place)] = held, default
-                for part in walk(default):
-                    self._function(part)
-                    self._class(part)
-
-    def _named(self, names: set[str]) -> None:
-        """Follow the methods of those names, whatever object of the user's they belong to."""
-        new = names - self._names
-        self._names |= new
-        for kind in list(self._classes):
-            for name in new & vars(kind).keys():
-                self._function(vars(kind)[name])
-
-    def _name_what_is_made(self) -> None:
-        """Take for named what has a name that a function makes of a text such as "output_" and something else."""
-        beginnings = tuple(self._beginnings)
-        held = [*map(vars, self._classes), *(getattr(value, "__dict__", {}) for value in self._objects.values())]
-        self._named({name for names in held for name in names if isinstance(name, str) and name.startswith(beginnings)})
-
-    def _class(self, value: Any) -> None:
-        """Note an object's class, or a class that is a namespace, and follow its methods of names that are known."""
-        kind = value if isinstance(value, type) else type(value)
-        if issubclass(kind, (nn.Module, torch.Tensor, *SCALARS)):
-            return
-        if kind is not value and not is_library(kind):
-            self._objects[id(value)] = value
-        for each in kind.__mro__:
-            if not is_library(each) and each not in self._classes:
-                self._classes[each] = None
-                for name in (self._names | _PROTOCOL) & vars(each).keys():
-                    self._function(vars(each)[name])
-
-    def _global(self, space: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
-        value = space.get(name, MISSING)
-        if value is MISSING:
-            return
-        if not isinstance(value, types.ModuleType):
-            self._outer(space, name, value)
-        elif not is_library_module(value) and id(value) not in self._modules:
-            self._modules.add(id(value))
-            for inner in vars(value).keys() & set(names):
-                self._global(vars(value), inner, names)
-            self._modules.discard(id(value))
-
-    def _outer(self, space: Any, name: str, value: Any) -> None:
-        is_foreign_function = isinstance(value, types.FunctionType) and is_library_file(value.__code__.co_filename)
-        is_foreign_class = isinstance(value, type) and is_library(value)
-        is_builtin = isinstance(value, types.BuiltinFunctionType) and not method_parts(value)
-        if not is_foreign_function and not is_foreign_class and not is_builtin:
-            self._keep(space, name, value)
+            self._outside.follow(value)

@@ -1,0 +1,182 @@
+"""What the functions of a forward can read from outside: globals, closures, defaults, classes and their methods."""
+
+import builtins
+import importlib.util
+import operator
+import sys
+import types
+from collections.abc import Callable, Set
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxamp.capture.effects import Effects
+from fxamp.capture.functions_of import (
+    beginnings_in,
+    codes_of,
+    functions_in,
+    globals_of,
+    imports_in,
+    strings_in,
+)
+from fxamp.capture.locations import is_library_file
+from fxamp.capture.objects import MISSING, SCALARS, is_library, is_library_module, is_of_a_tool, method_parts, walk
+from fxamp.capture.state import read
+
+# Methods that are called without being named: operators, also with their operands exchanged, and what syntax asks for.
+_OPERATORS = frozenset(name for name in dir(operator) if name.startswith("__") and callable(getattr(operator, name)))
+_UNNAMED = (
+    _OPERATORS
+    | {f"__r{name[2:]}" for name in _OPERATORS}
+    | frozenset(
+        "__getattr__ __getattribute__ __len__ __iter__ __next__ __bool__ __float__ __int__ __enter__ __exit__".split()
+    )
+)
+
+
+class Outside:
+    """What can be read, whether this trace has read it or not.
+
+    Args:
+        keep: takes note of an owner, a name and what it holds.
+        effects: what forward may do to it.
+
+    Attributes:
+        names: what the functions name.
+        classes: of the user's objects: where they have defaults and methods from.
+    """
+
+    def __init__(self, keep: Callable[[Any, str, Any], None], effects: Effects) -> None:
+        self.names: set[str] = set()
+        self.classes: dict[type, None] = {}
+        self._keep = keep
+        self._effects = effects
+        self._functions: dict[int, types.FunctionType] = {}
+        self._beginnings: set[str] = set()  # of names that they make: getattr(config, f"output_{key}")
+        self._objects: dict[int, Any] = {}  # of the user's classes
+        self._modules: set[int] = set()
+        self._followed: set[tuple[type, bool]] = set()  # classes of modules, and whether one was made
+        self._imports: list[tuple[str, tuple[str, ...]]] = []  # of modules that nobody had imported yet
+
+    def follow(self, value: Any) -> None:
+        """Look at what a value of the user's is made of."""
+        for part in walk(value):
+            self.function(part)
+            self._class(part)
+
+    def function(self, value: Any) -> None:
+        """Look at what a function of the user's, and those that it can call by name, can read from outside."""
+        for function in functions_in(value):
+            if (
+                id(function) in self._functions
+                or is_library_file(function.__code__.co_filename)
+                or is_of_a_tool(function)
+            ):
+                continue
+            self._functions[id(function)] = function
+            codes = list(codes_of(function.__code__))
+            self._named({text for code in codes for text in (*strings_in(code), *code.co_names)})
+            for code in codes:
+                self._beginnings |= beginnings_in(code)
+                for name in globals_of(code):
+                    self._global(function.__globals__, name, code.co_names)
+                for level, name in imports_in(code):
+                    self._import(_absolute(name, level, function.__globals__), code.co_names)
+            self._defaults(function)
+            for cell in function.__closure__ or ():
+                self._outer(cell, "", read(cell, ""))
+
+    def methods_of(self, module: nn.Module, is_made: bool) -> None:
+        """Follow the methods of a module that are called unnamed; those that make it only where forward does."""
+        names = _UNNAMED | {"__new__", "__init__", "__post_init__"} if is_made else _UNNAMED
+        if (type(module), is_made) not in self._followed:
+            self._followed.add((type(module), is_made))
+            for kind in type(module).__mro__:
+                if not is_library(kind):
+                    self._methods(kind, names)
+
+    def finish(self) -> None:
+        """Look at what can only be seen when forward has run.
+
+        That are modules which forward imports, and attributes whose name a function makes of a text such as "output_"
+        and something else.
+        """
+        for name, names in tuple(self._imports):
+            self._import(name, names)
+        beginnings = tuple(self._beginnings)
+        held = [*map(vars, self.classes), *(getattr(value, "__dict__", {}) for value in self._objects.values())]
+        self._named({name for names in held for name in names if isinstance(name, str) and name.startswith(beginnings)})
+
+    def _methods(self, kind: type, names: Set[str]) -> None:
+        for name in sorted(names & vars(kind).keys()):
+            self.function(vars(kind)[name])
+
+    def _defaults(self, function: types.FunctionType) -> None:
+        """What an argument is where it is not given: state that stays from call to call."""
+        held = {"__name__": f"the defaults of {function.__qualname__}()"}
+        for place, default in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
+            self._effects.remember_containers(default, f"a default of {function.__qualname__}()")
+            if not isinstance(default, SCALARS):
+                held[str(place)] = default
+                self._keep(held, str(place), default)
+
+    def _named(self, names: set[str]) -> None:
+        """Follow the methods of those names, whatever object of the user's they belong to."""
+        new = names - self.names
+        self.names |= new
+        for kind in list(self.classes):
+            self._methods(kind, new)
+
+    def _class(self, value: Any) -> None:
+        """Note an object's class, or a class that is a namespace, and follow its methods of names that are known."""
+        kind = value if isinstance(value, type) else type(value)
+        if issubclass(kind, (nn.Module, torch.Tensor, *SCALARS)):
+            return
+        if kind is not value and not is_library(kind):
+            self._objects[id(value)] = value
+        for each in kind.__mro__:
+            if not is_library(each) and each not in self.classes:
+                self.classes[each] = None
+                self._methods(each, self.names | _UNNAMED)
+
+    def _global(self, space: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
+        value = space.get(name, MISSING)
+        if value is MISSING:
+            if not hasattr(builtins, name):
+                self._keep(space, name, MISSING)
+        elif not isinstance(value, types.ModuleType):
+            self._outer(space, name, value)
+        else:
+            self._module(value, names)
+
+    def _module(self, module: types.ModuleType, names: tuple[str, ...]) -> None:
+        """Look at those names in a Python module."""
+        if not is_library_module(module) and id(module) not in self._modules:
+            self._modules.add(id(module))
+            for inner in vars(module).keys() & set(names):
+                self._global(vars(module), inner, names)
+            self._modules.discard(id(module))
+
+    def _import(self, name: str, names: tuple[str, ...]) -> None:
+        """What a function that imports a Python module can read there."""
+        module = sys.modules.get(name)
+        if module is None:
+            self._imports.append((name, names))
+        elif isinstance(module, types.ModuleType):
+            self._module(module, names)
+
+    def _outer(self, space: Any, name: str, value: Any) -> None:
+        is_foreign_function = isinstance(value, types.FunctionType) and is_library_file(value.__code__.co_filename)
+        is_foreign_class = isinstance(value, type) and is_library(value)
+        is_builtin = isinstance(value, types.BuiltinFunctionType) and not method_parts(value)
+        if not is_foreign_function and not is_foreign_class and not is_builtin:
+            self._keep(space, name, value)
+
+
+def _absolute(name: str, level: int, space: dict[str, Any]) -> str:
+    """The full name of a Python module that is imported, perhaps from where the function stands."""
+    try:
+        return importlib.util.resolve_name("." * level + name, space.get("__package__") or "")
+    except ImportError:  # relative, and in no package
+        return name
