@@ -1,6 +1,7 @@
 """What a trace reads of Python's state; see state.py for what is done with it."""
 
 import contextlib
+import copy
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -107,20 +108,26 @@ class Reads:
                 self._looked_at.add((id(owner), name))
             return self._note(owner, name, value)
 
+        def reduce_ex(module: nn.Module, protocol: Any) -> Any:
+            if not self._is_paused() and not self._assignments.is_made(module):
+                self._copied(module, is_deep=sys._getframe(1).f_code is copy.deepcopy.__code__)
+            return object.__reduce_ex__(module, protocol)
+
         if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self._root.modules())):
             raise CaptureError("the call is made inside parametrize.cached(), and a graph computes its weights itself")
         self._outside.function(type(self._root).forward)
         for module in self._root.modules():
             self._effects.remember_class(module)
             self._outside.methods_of(module, is_made=False)
-        nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign, assignment]
+        space: Any = nn.Module
+        space.__getattribute__, space.__reduce_ex__ = getattribute, reduce_ex
         try:
             yield
             self._outside.finish()
             found = ((owner, name, value) for (_, name), (owner, value) in self._found.items())
             check_hook_writes(self._root, found, self._title)
         finally:
-            del nn.Module.__getattribute__
+            del space.__getattribute__, space.__reduce_ex__
             done = self._effects.undo()
         if isinstance(done, FxampError):
             raise done
@@ -224,6 +231,22 @@ class Reads:
             return value
         self._lifted.add(place)
         return instead
+
+    def _copied(self, module: nn.Module, is_deep: bool) -> None:
+        """A module that forward copies, whose attributes are read past `getattr`.
+
+        Raises:
+            CaptureError: it holds tensors, and a deep copy of these would be frozen.
+        """
+        if is_deep and any(value is not None for table in _TABLES for value in module.__dict__[table].values()):
+            raise CaptureError(
+                f"forward copies a {type(module).__qualname__} by copy.deepcopy, with the numbers that its parameters "
+                "and buffers have now"
+            )
+        for name, value in list(module.__dict__.items()):
+            if name not in _OWN:
+                self._note(self._own(module, name), name, value)
+        self._keep(self._own(module, "training"), "training", module.training)
 
     def _meet(self, module: nn.Module) -> None:
         """A module outside of the model's tree, in a list say: Structure does not look after its parts and hooks."""

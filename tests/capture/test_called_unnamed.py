@@ -1,5 +1,6 @@
 """State that is read by what nothing names (constructors, operators, imports), and names that are defined later."""
 
+import copy
 import sys
 import threading
 import types
@@ -277,3 +278,47 @@ def test_a_class_attribute_of_what_forward_makes_is_watched(monkeypatch):
     low(X)
     monkeypatch.setattr(DefaultOfItsClass, "eps", 5.0)
     torch.testing.assert_close(low(X), model(X), rtol=0.05, atol=0.05)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = 1.0
+        self.dropout = nn.Dropout(1.0)
+        self.register_buffer("weight", torch.ones(8))
+
+    def forward(self, y):
+        return self.dropout(y) + y * self.weight * self.gain
+
+
+class Copies(Net):
+    def __init__(self, how, has_buffer):
+        super().__init__()
+        self.scaled, self.how = Scaled(), how
+        if not has_buffer:
+            del self.scaled.weight
+            self.scaled.weight = 1.0
+
+    def forward(self, x):
+        return self.how(self.scaled)(self.layer(x))
+
+
+@pytest.mark.parametrize("has_buffer", [True, False])
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
+def test_what_a_module_that_forward_copies_holds_is_watched(how, has_buffer):
+    model = Copies(how, has_buffer)
+    low = fxamp.convert(model, torch.bfloat16)
+    for _ in range(2):
+        torch.testing.assert_close(low(X), model(X), rtol=0.05, atol=0.05)
+    assert len(fxamp.report(low).captures) == 1
+    for each in (model, low):
+        each.scaled.gain = 2.0
+    torch.testing.assert_close(low(X), model(X), rtol=0.05, atol=0.05)
+    model.scaled.weight *= 3  # the converted one has the same buffer
+    if not has_buffer:
+        low.scaled.weight *= 3
+    torch.testing.assert_close(low(X), model(X), rtol=0.05, atol=0.05)
+    low.eval()
+    torch.testing.assert_close(low(X), model.eval()(X), rtol=0.05, atol=0.05)
+    low.train()
+    torch.testing.assert_close(low(X), model.train()(X), rtol=0.05, atol=0.05)
