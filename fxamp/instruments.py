@@ -11,7 +11,8 @@ from fxamp.convert import convert_as
 from fxamp.errors import OptionError
 from fxamp.model.engine import engine_of
 from fxamp.model.views import device_of
-from fxamp.numerics.ranges import LossFn, Ranges, check_batches, profile_converted, split_batch
+from fxamp.numerics.measuring import LossFn, check_batches, profile_converted, split_batch
+from fxamp.numerics.ranges import Ranges
 from fxamp.numerics.run import arguments
 from fxamp.options import check_model, check_options
 from fxamp.review.announce import only_looking

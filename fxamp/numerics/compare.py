@@ -28,9 +28,10 @@ from fxamp.numerics.distance import (
 )
 from fxamp.numerics.extent import check_not_empty
 from fxamp.numerics.kept import state_kept
+from fxamp.numerics.losses import floats_in, loss_of
 from fxamp.numerics.modes import usable
 from fxamp.numerics.recording import Recorded, record
-from fxamp.numerics.run import Call, arguments, call_of, check_module, floats_in, in_float32, loss_of
+from fxamp.numerics.run import Call, arguments, call_of, check_module, in_float32
 from fxamp.numerics.runner import Part
 from fxamp.numerics.underflow import Underflow, underflows
 from fxamp.numerics.weight_errors import WeightError, weight_errors, weight_table

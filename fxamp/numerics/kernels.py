@@ -14,7 +14,8 @@ from fxamp.errors import OptionError
 from fxamp.model.engine import engine_of
 from fxamp.model.unconverted import check_left
 from fxamp.numerics.kept import state_kept
-from fxamp.numerics.run import Call, call_of, floats_in, run
+from fxamp.numerics.losses import floats_in
+from fxamp.numerics.run import Call, call_of, run
 from fxamp.numerics.runner import Part, Runner
 
 _PREFIX = "fxamp::"

@@ -13,7 +13,8 @@ from fxamp import ir
 from fxamp.inplace import mutated
 from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.kept import state_kept
-from fxamp.numerics.run import Call, Rewriter, floats_in, gradients_of, loss_of, run
+from fxamp.numerics.losses import floats_in, gradients_of, loss_of
+from fxamp.numerics.run import Call, Rewriter, run
 from fxamp.numerics.runner import Identity, Part
 from fxamp.numerics.watcher import CallWatcher, storage_of
 

@@ -18,10 +18,11 @@ from fxamp.model.variant import Variant
 from fxamp.numerics.extent import Extent, extent_of
 from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.kept import state_kept
+from fxamp.numerics.losses import floats_in
 from fxamp.numerics.mending import first_ring, node_of
 from fxamp.numerics.nan import BadNode, bad_node, describe
 from fxamp.numerics.origin import Origin, of_output, origin_of, vanished_origin
-from fxamp.numerics.run import Call, floats_in, in_float32
+from fxamp.numerics.run import Call, in_float32
 from fxamp.numerics.watcher import watch_flow
 
 log = logging.getLogger("fxamp")

@@ -15,9 +15,10 @@ from fxamp.model.engine import Engine, engine_of
 from fxamp.model.unconverted import check_left
 from fxamp.model.variant import Variant
 from fxamp.numerics.extent import extent_of
+from fxamp.numerics.losses import floats_in
 from fxamp.numerics.nan import BadNode
 from fxamp.numerics.replay import Replay
-from fxamp.numerics.run import Call, check_module, floats_in, looking_dynamo
+from fxamp.numerics.run import Call, check_module, looking_dynamo
 from fxamp.numerics.runner import Part, Runner, run_part, served, sizes_of
 from fxamp.numerics.watcher import CallWatcher
 

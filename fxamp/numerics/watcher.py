@@ -15,7 +15,8 @@ from fxamp.lists import TRAITS
 from fxamp.numerics.extent import extent_of, extent_of_all
 from fxamp.numerics.flow import CallFlow, Edge, Flow
 from fxamp.numerics.kept import state_kept
-from fxamp.numerics.run import Call, Rewriter, floats_in, gradients_of, loss_of, run, takes_derivative
+from fxamp.numerics.losses import floats_in, gradients_of, loss_of
+from fxamp.numerics.run import Call, Rewriter, run, takes_derivative
 from fxamp.numerics.runner import Part
 from fxamp.numerics.twin import given_to, takes_part
 from fxamp.sparse import held, is_sparse, parts_of

@@ -13,7 +13,8 @@ from fxamp import ir
 from fxamp.model.variant import Variant
 from fxamp.numerics.extent import Extent, check_finite, joined
 from fxamp.numerics.flow import CallFlow, Flow
-from fxamp.numerics.run import Call, Rewriter, call_of, floats_in, in_float32
+from fxamp.numerics.losses import floats_in
+from fxamp.numerics.run import Call, Rewriter, call_of, in_float32
 from fxamp.numerics.twin import twins
 from fxamp.numerics.watcher import watch_flow
 from fxamp.review.gemms import Gemm

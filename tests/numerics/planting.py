@@ -23,8 +23,9 @@ from fxamp import ir
 from fxamp.counting.zoo import MODELS
 from fxamp.inplace import mutated
 from fxamp.numerics.flow import CallFlow
+from fxamp.numerics.losses import floats_in
 from fxamp.numerics.origin import origin_of, vanished_origin
-from fxamp.numerics.run import Call, call_of, floats_in, in_float32
+from fxamp.numerics.run import Call, call_of, in_float32
 from fxamp.numerics.underflow import LOST, share_lost, underflows
 from fxamp.numerics.watcher import watch_flow
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import fxamp
 from fxamp.model.engine import engine_of
-from fxamp.numerics.ranges import profile_converted
+from fxamp.numerics.measuring import profile_converted
 
 FP16 = torch.float16
 X = torch.linspace(-1, 1, 128).reshape(8, 16)
