@@ -617,3 +617,34 @@ def test_what_a_block_gives_in_a_container_can_be_sliced(make, example):
     model, x = Outer(), torch.randn(2, 4, 8)
     found = fxamp.convert(model, LOW, example, boundaries=["inner"])(x)
     torch.testing.assert_close(found, model(x), rtol=0.05, atol=0.05)
+
+
+def test_an_object_that_forward_reads_around_blocks_that_give_none_is_no_change(caplog):
+    class Config:
+        def __init__(self):
+            self.scale = 2.0
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.fc(x), None
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config, self.inner = Config(), Inner()
+
+        def forward(self, x):
+            return self.inner(x)[0] * self.config.scale
+
+    model = Outer()
+    converted = fxamp.convert(model, LOW, boundaries=["inner"])
+    for _ in range(3):
+        converted(X)
+    assert len(engine_of(converted).all_variants()) == 1 and "has changed" not in caplog.text
+    for each in (model, converted):
+        each.config.scale = 5.0
+    torch.testing.assert_close(converted(X), model(X), rtol=0.05, atol=0.05)

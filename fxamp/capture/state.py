@@ -166,7 +166,7 @@ class StateCheck:
     def __init__(self, root: nn.Module, cells: tuple[Cell, ...]) -> None:
         self._root = weakref.ref(root)
         self._cells = cells
-        self._names = cells[-1].names if cells else frozenset()
+        self._names = next((cell.names for cell in cells if cell.names), frozenset())  # flags have none
         self._is_as_before: Callable[[], bool] | None = None
         self._known_change: tuple[Any, str, Any] | None = None
 
