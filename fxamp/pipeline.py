@@ -127,7 +127,7 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
         SettleWrites(policy, fit_of),  # a written storage must be able to have one precision
         ColourNodes(policy, fit_of),  # decides, changes nothing
         InsertCasts(policy, options.output_dtype, captured.had_gradients),  # does what was decided
-        Absorb(policy.low),  # kernels take casts inside; before padding hides what a cast feeds
+        Absorb(policy.low, policy.is_users_choice),  # kernels take casts inside; before padding hides what a cast feeds
         ReadLogitsLow(policy.low, policy.device),  # so does the loss; the padding must see that nothing needs its cast
         ConnectOutputs(policy.low),  # behind both, which would take its casts away again
         LetCompilersFollow(),  # when it is known in which dtype an op runs

@@ -68,10 +68,15 @@ class Absorb(Pass):
     4. A promoting op with another float32 operand reads a low operand as it is.
     5. A mask in float32 that is only cast down is made low at once: `mask.float()` -> `mask.to(low)`.
     6. A cast that serves anybody else stays, and so does every other cast the user wrote.
+    7. An op that the user has put on the deny list himself keeps its casts: in float32 it saves float32 for backward.
+
+    Args:
+        is_users_choice: whether the user has put an op on its list.
     """
 
     ensures: ClassVar = (operands_agree, casts_minimal)
     low: torch.dtype
+    is_users_choice: Callable[[str], bool] = lambda op: False
 
     def apply(self, graph: fx.Graph) -> bool:
         changed = False
@@ -118,6 +123,8 @@ class Absorb(Pass):
         """Rule 2."""
         mark = ir.mark(node)
         if mark.precision != "high" or mark.role or mark.reason.kind not in _BY_LIST or not _rounds_once(node):
+            return False
+        if mark.reason.kind == "list" and self.is_users_choice(mark.op):
             return False
         casts = node.all_input_nodes
         if not casts or not all(map(self._is_up, casts)) or not node.users or not all(map(self._is_down, node.users)):

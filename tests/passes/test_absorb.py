@@ -59,6 +59,30 @@ def test_an_op_that_the_user_denied_stays():
     assert casts_of(lambda m, x: m[1](m[0](x).exp()), X, chosen=chosen) == ["low", "high", "low", "high"]
 
 
+@pytest.mark.parametrize("op, call", [("tanh", torch.tanh), ("exp", torch.exp), ("silu", F.silu)])
+def test_an_op_that_the_user_listed_stays(op, call):
+    """What it saves for its backward is then float32, as its gradient is."""
+    model = nn.Sequential(nn.Linear(8, 8), Applies(call), nn.Linear(8, 8))
+    lists = fxamp.OpLists.default().override(deny=[op])
+    converted, like = (
+        fxamp.convert(model, FP16, (X,), lists=lists),
+        fxamp.convert(model, FP16, (X,), overrides={"1": "deny"}),
+    )
+    (row,) = (row for row in fxamp.report(converted).rows if row.op == op)
+    assert row.precision == "high" and row.dtype == "float32"
+    gradients = [torch.autograd.grad(each(X).square().sum(), each[0].weight)[0] for each in (converted, like)]
+    assert torch.equal(*gradients)
+
+
+class Applies(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x):
+        return self.call(x)
+
+
 def test_an_op_in_a_region_without_autocast_stays():
     def forward(m, x):
         h = m[0](x)
