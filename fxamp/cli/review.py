@@ -130,7 +130,7 @@ def converted(chosen: argparse.Namespace) -> nn.Module:
         plan=getattr(chosen, "plan", None),
         ranges=chosen.ranges,
     )
-    if example is not None and not report(made).captures:
+    if example is not None and not _is_captured(made):
         run_named(f"a call of {chosen.target}", lambda: _call(made, example))
     return made
 
@@ -140,11 +140,17 @@ _MOST_CALLS = 3
 
 
 def _call(model: nn.Module, example: Any) -> None:
-    """Call a model, of which no capture holds a graph, until its calls have made those of its parts."""
+    """Call a model that symbolic capture does not hold until its calls have made its graphs, or those of its parts."""
     args, kwargs = call_arguments(example, "the inputs")
     for _ in range(_MOST_CALLS):
-        if not report(model).captures:
+        if not _is_captured(model):
             model(*args, **kwargs)
+
+
+def _is_captured(model: nn.Module) -> bool:
+    """Whether there are graphs that run, and not only what Dynamo would make of fake tensors."""
+    built = report(model)
+    return bool(built.captures) and not built.is_preview
 
 
 DTYPES: dict[str, Any] = {**DTYPE_NAMES, "auto": "auto", "default": None}

@@ -201,7 +201,7 @@ class Engine:
             log.info("no preview of %s from assumed types; its first call decides how it is captured: %s", name, text)
         elif text not in self.fallbacks:
             level = logging.DEBUG if self.fallbacks or self.is_boundary else logging.INFO
-            log.log(level, "%s: %s, because symbolic capture cannot follow it: %s", name, self.dynamo.how(module), text)
+            log.log(level, "%s: %s, not as a symbolic graph: %s", name, self.dynamo.how(module), text)
             self.fallbacks[text] = None
 
     @property

@@ -65,7 +65,8 @@ def explain(converted: nn.Module, name: str) -> str:
 def _outside(title: str, built: Report) -> str:
     """What to say of a module or a line of which no graph holds a node."""
     if built.is_preview:
-        return f"{title}: no graph was captured yet. Call the model once, or pass example_inputs to fxamp.convert."
+        more = "" if "dynamo" in built.captures else ", or pass example_inputs to fxamp.convert"
+        return f"{title}: no graph that is there yet holds it. Call the model{more}."
     if not built.outside:
         return f"{title}: no graph holds a node of it: forward does not call it, or it computes nothing."
     return "\n  ".join((f"{title}: no graph holds a node of it. What is outside of the graphs:", *built.outside))

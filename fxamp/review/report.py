@@ -139,6 +139,15 @@ class Report:
         """Whether no cast is of a size that depends on data: behind a packed sequence `cast_bytes` is the most."""
         return not any(row.is_estimate for row in self.rows if is_cast(row))
 
+    @property
+    def preview_text(self) -> str:
+        """What to know about a preview; "" where the graphs are those that run."""
+        if not self.is_preview:
+            return ""
+        if "dynamo" in self.captures:
+            return "preview: Dynamo's graphs of fake tensors, which take no branch that depends on data"
+        return "preview: types are assumed until the model is called or example_inputs are given"
+
     def summary(self) -> str:
         """One line: low nodes of all nodes, casts to low, parameters cast.
 

@@ -27,7 +27,7 @@ def overview(built: "Report") -> Iterator[str]:
     if built.left:
         return
     if built.is_preview:
-        yield "preview: types are assumed until the model is called or example_inputs are given"
+        yield built.preview_text
     cost = [
         plural(built.casts_to_low, "cast") + f" to {built.low_dtype}",
         f"{built.casts_to_high} to float32",

@@ -502,3 +502,37 @@ def test_a_model_of_which_only_calls_make_graphs_is_called(opt_level, fresh_dyna
 def test_what_such_a_model_raises_is_named(capsys):
     assert main(["inspect", f"{Path(choosing.__file__)}:Experts", "--input", "64x15"]) == 2
     assert "choosing.py:" in capsys.readouterr().err
+
+
+DECIDES = """
+import torch
+
+class Decides(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = torch.nn.Linear(16, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 4)
+
+    def forward(self, x):
+        h = self.a(x).relu()
+        if h.sum() > 0:
+            h = self.b(h).exp()
+        return self.c(h)
+
+def make():
+    torch.manual_seed(0)
+    return Decides(), (torch.randn(5, 16),)
+"""
+
+
+def test_a_model_that_decides_on_data_is_called_rather_than_previewed(folder, fresh_dynamo, capsys):
+    """Fake tensors tell of the graph before the decision alone."""
+    (folder / "decides.py").write_text(DECIDES)
+    plan = folder / "plan.json"
+    given = ("decides.py:make", "--dtype", "fp16")
+    assert run("inspect", *given, "--max-casts", "2", "--save-plan", str(plan)) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("Converted 5/17 nodes") and "preview" not in said
+    assert run("explain", "decides.py:make", "c", "--dtype", "fp16") == 0
+    assert "`linear`, allow) runs in float16" in capsys.readouterr().out
+    assert run("inspect", *given, "--plan", str(plan)) == 0
+    assert "does not fit" not in capsys.readouterr().err
