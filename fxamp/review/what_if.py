@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fxamp.errors import FxampError, OptionError, nearest
+from fxamp.errors import FxampError, OptionError, nearest, warn_once
 from fxamp.lists import Op, OpLists, each
 from fxamp.lists.names import op_name
 from fxamp.model.engine import Engine
@@ -62,7 +62,7 @@ def what_if(
         return today
     engine = require_engine(converted)
     moves = {"allow": allow, "infer": infer, "deny": deny, "clear": clear}
-    return _tried(Trials(converted, engine), today, _changes(today, engine, moves, log.warning))
+    return _tried(Trials(converted, engine), today, _changes(today, engine, moves, warn_once))
 
 
 _WITHIN = (
@@ -78,7 +78,7 @@ def _tried(trials: Trials, today: Report, changes: dict[str, Any]) -> Report:
 
 
 def _changes(
-    today: Report, engine: Engine, moves: Mapping[str, Iterable[Op] | Op], say: Callable[..., None] = log.debug
+    today: Report, engine: Engine, moves: Mapping[str, Iterable[Op] | Op], say: Callable[[str], None] = log.debug
 ) -> dict[str, Any]:
     """The options that the moves, names by colour, mean; `say` tells of a name that could mean something else."""
     lists, overrides = engine.options.lists, dict(engine.options.overrides)
@@ -105,7 +105,7 @@ def _from_block(engine: Engine, key: str) -> str:
 
 
 def _meant(
-    name: Op, lists: OpLists, rows: Sequence[Row], graphs: int, blocks: Collection[str], say: Callable[..., None]
+    name: Op, lists: OpLists, rows: Sequence[Row], graphs: int, blocks: Collection[str], say: Callable[[str], None]
 ) -> tuple[Op | None, list[str]]:
     """The op that a name means, or else the keys of `overrides=`, which reach the first `graphs` graphs.
 
@@ -115,10 +115,10 @@ def _meant(
     if not isinstance(name, str):
         return name, []
     is_op = any(row.op == name for row in rows)
-    is_part = any(name == row.name or f"{row.module}.".startswith(f"{name}.") for row in rows)
-    if is_op and is_part:
-        say("what_if: %r is taken for the op; a glob ('*%s') names the module or node.", name, name)
-    if is_op or (name in lists and not is_part):
+    is_module = any(f"{row.module}.".startswith(f"{name}.") for row in rows)
+    if is_op and is_module:
+        say(f"what_if: {name!r} is taken for the op; a glob ('*{name}') names the module.")
+    if is_op or (name in lists and not is_module and all(name != row.name for row in rows)):
         return name, []
     if any(f"{name}.".startswith(f"{block}.") or fnmatch.fnmatchcase(block, name) for block in blocks):
         raise OptionError(_WITHIN.format(name=name))
