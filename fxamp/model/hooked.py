@@ -71,4 +71,8 @@ def why_as_written(variant: Variant, model: nn.Module, options: Any, way: Any) -
         return ""
     share = share_in(multiplied(model), paths)
     held = f"modules with hooks hold {percent(share)} of the weights ({listed(paths, NAMED)})"
-    return f"{held}, and a graph runs those whole" if share >= MUCH else ""
+    if share < MUCH:
+        return ""
+    named = [*map(repr, list(paths)[:NAMED]), *(["..."] if len(paths) > NAMED else [])]
+    alone = f"; convert(model, boundaries=[{', '.join(named)}]) converts those by themselves, and their hooks run"
+    return f"{held}, and a graph runs those whole{alone if options.opt_level == 'O1' else ''}"

@@ -16,15 +16,18 @@ def decided_in_vain(engine: Engine, model: nn.Module) -> list[str]:
     """Sentences for who converted the model by them; none where a graph holds its own forward.
 
     1. What ran at all is known of the forwards around graphs alone: of the model, and of modules in which there are
-       some.
+       some; where there is no graph at all, of every module.
     2. A part has what is said of itself: of modules that are gone it knows nothing.
     """
-    parts = [path for variant in engine.graphs() for path in variant.blocks]
-    if not parts:
+    graphs, runs = engine.graphs(), getattr(engine.dynamo, "runs", "")
+    parts = [path for variant in graphs for path in variant.blocks]
+    if not parts and (graphs or not runs):
         return []
-    found = list(_gone(engine, dict(model.named_modules(remove_duplicate=False))))
-    if getattr(engine.dynamo, "runs", "") and all(each.blocks for each in engine.graphs()):
-        found += _told(engine, {"", *(above for path in parts for above in around(path) if above != path)})
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = list(_gone(engine, modules))
+    if runs and all(each.blocks for each in graphs):
+        above = {"", *(path for part in parts for path in around(part) if path != part)} if parts else modules.keys()
+        found += _told(engine, above, f"forward runs {runs}{' around its parts' if parts else ''}")
     return found
 
 
@@ -45,9 +48,8 @@ def _gone(engine: Engine, modules: Container[str]) -> Iterator[str]:
         )
 
 
-def _told(engine: Engine, modules: Collection[str]) -> Iterator[str]:
+def _told(engine: Engine, modules: Collection[str], how: str) -> Iterator[str]:
     plan, ranges, low = engine.options.plan, engine.options.ranges, engine.options.low
-    how = f"forward runs {engine.dynamo.runs} around its parts"
     planned = [] if plan is None else plan.keys_in(modules)
     if planned:
         yield (

@@ -277,3 +277,30 @@ def test_an_override_inside_of_a_module_with_hooks_holds_in_its_graph(is_given, 
     assert "body.1.up" not in low_modules(converted) and {"body.1.down", "body.0.up"} <= low_modules(converted)
     with pytest.raises(fxamp.OptionError, match=r"'body.1.upp' matches no module.*Did you mean 'body.1.up'"):
         fxamp.convert(net(), LOW, overrides={"body.1.upp": "deny"})
+
+
+class Overflows(nn.Module):
+    """Layers too small to be graphs by themselves, one with a hook, around a product that float16 does not hold."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 4)
+        self.b.register_forward_hook(lambda module, given, out: None)
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x)) * 1e4 * 1e4 * 1e-8)
+
+
+def test_what_ranges_or_a_plan_say_of_a_forward_without_graphs_is_told(tmp_path, caplog):
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    ranges = fxamp.profile(Overflows(), [x], loss_fn=lambda output: output.sum(), progress=False)
+    converted = fxamp.convert(Overflows(), torch.float16, (x,), ranges=ranges)
+    assert not fxamp.report(converted).rows  # no preview of what will not run
+    for _ in range(3):
+        converted(x).sum().backward()
+    told = [record.getMessage() for record in caplog.records if "by the ranges float16 does not hold" in record.message]
+    assert len(told) == 1 and "forward runs as under torch.autocast, and ranges decide" in told[0]
+    (whole,) = (record.getMessage() for record in caplog.records if "was converted" in record.message)
+    assert "convert(model, boundaries=['b']) converts those by themselves" in whole
+    assert fxamp.report(fxamp.convert(Overflows(), torch.float16, (x,), boundaries=["b"])).coverage == 1.0
