@@ -43,7 +43,7 @@ class Assignments:
         original_set: Any = nn.Module.__setattr__
 
         def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            if not self._is_paused():
+            if not self._is_paused() and "_modules" not in module.__dict__:  # else it was made before
                 self._made[id(module)] = module
             original_init(module, *args, **kwargs)
 

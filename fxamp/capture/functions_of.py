@@ -12,6 +12,7 @@ def functions_in(value: Any) -> list[types.FunctionType]:
     found: list[types.FunctionType] = []
     while value is not None:
         if isinstance(value, property):
+            found += functions_in(value.fset)
             value = value.fget
         elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
             value = value.__func__
@@ -44,12 +45,25 @@ def globals_of(code: types.CodeType) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=512)
 def imports_in(code: types.CodeType) -> tuple[tuple[int, str], ...]:
     """The Python modules that a function imports: how many levels above its own (0: a full name), and the name."""
-    instructions = list(dis.get_instructions(code))
+    instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
     return tuple(
         (instructions[place - 2].argval, str(each.argval))
         for place, each in enumerate(instructions)
         if each.opname == "IMPORT_NAME"
     )
+
+
+@functools.lru_cache(maxsize=512)
+def supers_in(code: types.CodeType) -> frozenset[str]:
+    """The names that a method asks of the classes above its own: `forward` of `super().forward(x)`."""
+    found, is_asked = set(), False
+    for each in dis.get_instructions(code):
+        if each.opname == "LOAD_GLOBAL" and each.argval == "super":
+            is_asked = True
+        elif is_asked and each.opname in ("LOAD_METHOD", "LOAD_ATTR", "LOAD_SUPER_ATTR"):
+            found.add(str(each.argval))
+            is_asked = False
+    return frozenset(found)
 
 
 def strings_in(code: types.CodeType) -> list[str]:

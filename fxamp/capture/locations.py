@@ -28,6 +28,13 @@ def is_library_file(filename: str) -> bool:
     return filename.startswith((_TORCHS, _OURS)) and not filename.startswith(_MODELS)
 
 
+def is_library_function(function: types.FunctionType) -> bool:
+    """The same for a function; of those that have no file, what was typed in a session, or given to `python -c`, is the
+    user's."""
+    filename = function.__code__.co_filename
+    return is_library_file(filename) and not (filename.startswith("<") and function.__module__ == "__main__")
+
+
 def is_torchs_file(filename: str) -> bool:
     """Whether a file is torch's."""
     return filename.startswith(_TORCHS)

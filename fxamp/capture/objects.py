@@ -229,10 +229,8 @@ def slots_of(kind: type) -> list[str]:
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The `__dict__` of an object of the user's, or that a thread has of its own, None for anything else."""
-    if isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)):
-        return None
-    if is_library(type(value)) and type(value) is not threading.local:
+    """The `__dict__` of an object of the user's, None for anything else."""
+    if isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)) or is_library(type(value)):
         return None
     try:
         own = getattr(value, "__dict__", None)

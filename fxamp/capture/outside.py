@@ -2,7 +2,6 @@
 
 import builtins
 import importlib.util
-import operator
 import sys
 import types
 from collections.abc import Callable, Set
@@ -19,19 +18,29 @@ from fxamp.capture.functions_of import (
     globals_of,
     imports_in,
     strings_in,
+    supers_in,
 )
-from fxamp.capture.locations import is_library_file
-from fxamp.capture.objects import MISSING, SCALARS, is_library, is_library_module, is_of_a_tool, method_parts, walk
+from fxamp.capture.locations import is_library_function
+from fxamp.capture.objects import (
+    MISSING,
+    SCALARS,
+    is_descriptor,
+    is_library,
+    is_library_module,
+    is_of_a_tool,
+    method_parts,
+    walk,
+)
 from fxamp.capture.state import read
 
-# Methods that are called without being named: operators, also with their operands exchanged, and what syntax asks for.
-_OPERATORS = frozenset(name for name in dir(operator) if name.startswith("__") and callable(getattr(operator, name)))
+# Methods that are called without being named. Not those that write or compare: a forward seldom does either with an
+# object of the user's, and what they name of it (a counter) is then watched.
+_ARITHMETIC = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split()
 _UNNAMED = (
-    _OPERATORS
-    | {f"__r{name[2:]}" for name in _OPERATORS}
-    | frozenset(
-        "__getattr__ __getattribute__ __len__ __iter__ __next__ __bool__ __float__ __int__ __enter__ __exit__".split()
-    )
+    frozenset(f"__{side}{name}__" for name in _ARITHMETIC for side in ("", "r"))
+    | frozenset("__neg__ __pos__ __abs__ __invert__ __bool__ __int__ __float__ __index__ __call__".split())
+    | frozenset("__getattr__ __getattribute__ __getitem__ __len__ __iter__ __next__ __contains__".split())
+    | frozenset("__enter__ __exit__".split())
 )
 
 
@@ -68,11 +77,7 @@ class Outside:
     def function(self, value: Any) -> None:
         """Look at what a function of the user's, and those that it can call by name, can read from outside."""
         for function in functions_in(value):
-            if (
-                id(function) in self._functions
-                or is_library_file(function.__code__.co_filename)
-                or is_of_a_tool(function)
-            ):
+            if id(function) in self._functions or is_library_function(function) or is_of_a_tool(function):
                 continue
             self._functions[id(function)] = function
             codes = list(codes_of(function.__code__))
@@ -81,6 +86,8 @@ class Outside:
                 self._beginnings |= beginnings_in(code)
                 for name in globals_of(code):
                     self._global(function.__globals__, name, code.co_names)
+                for name in supers_in(code):
+                    self._above(function, name)
                 for level, name in imports_in(code):
                     self._import(_absolute(name, level, function.__globals__), code.co_names)
             self._defaults(function)
@@ -89,7 +96,7 @@ class Outside:
 
     def methods_of(self, module: nn.Module, is_made: bool) -> None:
         """Follow the methods of a module that are called unnamed; those that make it only where forward does."""
-        names = _UNNAMED | {"__new__", "__init__", "__post_init__"} if is_made else _UNNAMED
+        names = _UNNAMED | {"__setattr__"} | ({"__new__", "__init__", "__post_init__"} if is_made else set())
         if (type(module), is_made) not in self._followed:
             self._followed.add((type(module), is_made))
             for kind in type(module).__mro__:
@@ -107,6 +114,14 @@ class Outside:
         beginnings = tuple(self._beginnings)
         held = [*map(vars, self.classes), *(getattr(value, "__dict__", {}) for value in self._objects.values())]
         self._named({name for names in held for name in names if isinstance(name, str) and name.startswith(beginnings)})
+
+    def _above(self, method: types.FunctionType, name: str) -> None:
+        """What a method calls by `super()`: what the classes above the one that it is written in have by that name."""
+        cells = dict(zip(method.__code__.co_freevars, method.__closure__ or (), strict=False))
+        kind = read(cells["__class__"], "") if "__class__" in cells else None
+        for each in kind.__mro__[1:] if isinstance(kind, type) else ():
+            if name in vars(each) and not is_library(each):
+                self._keep(each, name, vars(each)[name])
 
     def _methods(self, kind: type, names: Set[str]) -> None:
         for name in sorted(names & vars(kind).keys()):
@@ -147,8 +162,17 @@ class Outside:
                 self._keep(space, name, MISSING)
         elif not isinstance(value, types.ModuleType):
             self._outer(space, name, value)
+            if isinstance(value, type) and issubclass(value, nn.Module):
+                self._asked_of(value, names)
         else:
             self._module(value, names)
+
+    def _asked_of(self, kind: type, names: tuple[str, ...]) -> None:
+        """Methods of a class of modules that a function may call by it: `Base.forward(self, x)`, `Loss.make()`."""
+        for each in kind.__mro__:
+            for name in sorted(vars(each).keys() & set(names)) if not is_library(each) else ():
+                if is_descriptor(vars(each)[name]):
+                    self._keep(each, name, vars(each)[name])
 
     def _module(self, module: types.ModuleType, names: tuple[str, ...]) -> None:
         """Look at those names in a Python module."""
@@ -167,7 +191,7 @@ class Outside:
             self._module(module, names)
 
     def _outer(self, space: Any, name: str, value: Any) -> None:
-        is_foreign_function = isinstance(value, types.FunctionType) and is_library_file(value.__code__.co_filename)
+        is_foreign_function = isinstance(value, types.FunctionType) and is_library_function(value)
         is_foreign_class = isinstance(value, type) and is_library(value)
         is_builtin = isinstance(value, types.BuiltinFunctionType) and not method_parts(value)
         if not is_foreign_function and not is_foreign_class and not is_builtin:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from fxamp.capture.effects import Effects
 from fxamp.capture.hooks import check_hook_writes
 from fxamp.capture.identity import is_asked_whether_none
 from fxamp.capture.kept_items import Item, is_inside, items_set, without
+from fxamp.capture.locations import is_library_function
 from fxamp.capture.objects import (
     MISSING,
     SCALARS,
@@ -119,6 +121,7 @@ class Reads:
         for module in self._root.modules():
             self._effects.remember_class(module)
             self._outside.methods_of(module, is_made=False)
+            self._code_of(type(module).forward)
         space: Any = nn.Module
         space.__getattribute__, space.__reduce_ex__ = getattribute, reduce_ex
         try:
@@ -210,6 +213,8 @@ class Reads:
             return f"{owner.__qualname__}.{name}"
         if isinstance(owner, types.CellType):
             return "a variable of an enclosing function"
+        if isinstance(owner, types.FunctionType):
+            return f"the code of {owner.__qualname__}()"
         return f"the global {name!r} of {owner.get('__name__', 'a module')}"
 
     def _note(self, module: nn.Module, name: str, value: Any) -> Any:
@@ -219,6 +224,8 @@ class Reads:
                 return value
             if module is not self._root or name != "forward":  # one set on a converted model is outside of its graphs
                 self._keep(module, name, MISSING)
+            for kind in itertools.takewhile(lambda kind: kind is not owner, type(module).__mro__):
+                self._keep(kind, name, MISSING)  # where it would be found first
             self._keep(owner, name, self._effects.before(owner, name, owner.__dict__[name]))
             return value
         if name in recomputed_weights(module):
@@ -231,6 +238,11 @@ class Reads:
             return value
         self._lifted.add(place)
         return instead
+
+    def _code_of(self, forward: Any) -> None:
+        """The code of a forward of the user's, which a notebook that loads edited files puts in the old one's place."""
+        if isinstance(forward, types.FunctionType) and not is_library_function(forward):
+            self._keep(forward, "__code__", forward.__code__)
 
     def _copied(self, module: nn.Module, is_deep: bool) -> None:
         """A module that forward copies, whose attributes are read past `getattr`.
@@ -271,16 +283,18 @@ class Reads:
         A value of forward's own that stands there (torch.func.functional_call has swapped it in) is the graph's, and
         what a module that forward makes (a loss) has registered is from no earlier call.
         """
+        tables = [kind for kind in (*_TABLES, "_modules") if name in module.__dict__.get(kind, {})]
+        for owner in type(module).__mro__ if not tables else ():
+            if not is_library(owner):
+                self._keep(owner, name, MISSING)
         if self._assignments.is_made(module):
             return
-        tables = [kind for kind in (*_TABLES, "_modules") if name in module.__dict__.get(kind, {})]
         for kind in tables[:1]:
             value = module.__dict__[kind][name]
             if kind != "_modules" and not issubclass(type(value), fx.Proxy):
                 self._registered.setdefault((id(module), name, kind), (module, value))
         if not tables:
-            for owner in (module, *(kind for kind in type(module).__mro__ if not is_library(kind))):
-                self._keep(owner, name, MISSING)
+            self._keep(module, name, MISSING)
             for kind in (kind for kind in _TABLES if kind in module.__dict__):
                 self._registered.setdefault((id(module), name, kind), (module, MISSING))
 

@@ -9,6 +9,7 @@ compared (`frozen`), so that an equal value written again, or the state of a cop
 import collections
 import dataclasses
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -46,7 +47,8 @@ class Cell:
         name: the attribute, the global, or "" for the contents of a closure's cell.
         frozen: a stand-in for what it held, see `objects.frozen`.
         path: of the module that owns the attribute; None where `owner` does.
-        owner: a class's or a Python module's namespace, a closure's cell, or a module outside of the model's tree.
+        owner: a class's or a Python module's namespace, a closure's cell, a function, or a module outside of the
+            model's tree.
         title: how a message names it ("self.encoder.beta").
         names: the attributes that the model's functions read of objects.
         kind: "_parameters" or "_buffers" for what is registered there: only its shape matters.
@@ -144,6 +146,8 @@ def type_of_kept(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def read(holder: Any, name: str) -> Any:
     """What a holder has now; MISSING for nothing."""
+    if isinstance(holder, types.FunctionType):
+        return getattr(holder, name)
     if isinstance(holder, types.CellType):
         try:
             return holder.cell_contents
@@ -250,8 +254,9 @@ class _Identities:
             self._watch_tensor(entry, value, cell)
         elif value is MISSING:
             self._terms.append(f"{cell.name!r} not in {self._named(holder)}")
-        elif isinstance(holder, types.CellType):
-            self._terms.append(f"{self._named(holder)}.cell_contents is {self._named(value)}")
+        elif isinstance(holder, (types.CellType, types.FunctionType)):
+            attribute = cell.name or "cell_contents"
+            self._terms.append(f"{self._named(holder)}.{attribute} is {self._named(value)}")
         else:
             self._terms.append(f"{entry} is {self._named(value)}")
         if cell.items_set:
@@ -311,7 +316,8 @@ class _Identities:
         for name, part in parts:
             is_absent = f"not hasattr({self._named(value)}, {name!r})"
             self._terms.append(is_absent if part is MISSING else f"{self._named(value)}.{name} is {self._named(part)}")
-        if (own := attributes_of(value)) is not None:
+        own = value.__dict__ if type(value) is threading.local else attributes_of(value)
+        if own is not None:
             absent = self._names - own.keys()
             self._terms.append(f"{self._named(value)}.__dict__.keys().isdisjoint({self._named(absent)})")
 

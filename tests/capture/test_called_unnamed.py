@@ -1,6 +1,7 @@
 """State that is read by what nothing names (constructors, operators, imports), and names that are defined later."""
 
 import copy
+import subprocess
 import sys
 import threading
 import types
@@ -322,3 +323,222 @@ def test_what_a_module_that_forward_copies_holds_is_watched(how, has_buffer):
     torch.testing.assert_close(low(X), model.eval()(X), rtol=0.05, atol=0.05)
     low.train()
     torch.testing.assert_close(low(X), model.train()(X), rtol=0.05, atol=0.05)
+
+
+class Base(Net):
+    gain = 1.0
+
+    def forward(self, x):
+        return self.helper(self.layer(x)) * FACTOR
+
+    def helper(self, y):
+        return y * self.gain
+
+    @staticmethod
+    def scaled(y):
+        return y * FACTOR
+
+
+class CallsSuper(Base):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class NamesItsBase(Base):
+    def forward(self, x):
+        return Base.forward(self, x)
+
+
+class CallsAStaticMethod(Net):
+    def forward(self, x):
+        return Base.scaled(self.layer(x))
+
+
+@pytest.mark.parametrize("kind", [CallsSuper, NamesItsBase, CallsAStaticMethod])
+def test_methods_that_are_called_by_their_class_are_followed(kind, monkeypatch):
+    model = kind()
+    low = fxamp.convert(model, torch.bfloat16, capture="symbolic")
+    before = low(X)
+    monkeypatch.setattr(HERE, "FACTOR", 2.0)
+    torch.testing.assert_close(low(X), 2 * before)
+    monkeypatch.setattr(Base, "forward", lambda self, x: 3 * self.layer(x))
+    monkeypatch.setattr(Base, "scaled", staticmethod(lambda y: 3 * y))
+    torch.testing.assert_close(low(X), 3 * before, rtol=0.05, atol=0.05)
+
+
+COUNTED_CALLS = [0]
+
+
+class Counts(Net):
+    def forward(self, x):
+        COUNTED_CALLS[0] += 1
+        return self.layer(x)
+
+
+class CountsAbove(Counts):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_what_a_forward_above_writes_is_not_lost():
+    low, before = fxamp.convert(CountsAbove(), torch.bfloat16), COUNTED_CALLS[0]
+    for _ in range(3):
+        low(X)
+    assert COUNTED_CALLS[0] == before + 3
+
+
+class Derived(Base):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "factor"),
+    [
+        ("gain", 2.0, 2),
+        ("helper", lambda self, y: 3 * y, 3),
+        ("forward", lambda self, x: 4 * self.layer(x), 4),
+    ],
+)
+def test_what_a_class_is_given_in_the_place_of_what_it_inherited_is_seen(name, value, factor, monkeypatch):
+    model = nn.Sequential(Derived())
+    low = fxamp.convert(model, torch.bfloat16, capture="symbolic")
+    before = low(X)
+    monkeypatch.setattr(Derived, name, value, raising=False)
+    torch.testing.assert_close(low(X), factor * before, rtol=0.05, atol=0.05)
+
+
+def replacement(self, x):
+    return 5 * self.layer(x)
+
+
+def test_a_forward_whose_code_is_replaced_in_place_is_captured_again(monkeypatch):
+    """As IPython's autoreload does with an edited file."""
+    low = fxamp.convert(ConstructsAModule(), torch.bfloat16, capture="symbolic")
+    before = low(X)
+    monkeypatch.setattr(ConstructsAModule.forward, "__code__", replacement.__code__)
+    torch.testing.assert_close(low(X), 5 * before, rtol=0.05, atol=0.05)
+
+
+class State:
+    def __init__(self):
+        self.factor, self.step = 2.0, 0
+
+    def __lt__(self, other):
+        return self.step < other.step
+
+    def __iadd__(self, count):
+        self.step += count
+        return self
+
+
+class ReadsState(Net):
+    def __init__(self):
+        super().__init__()
+        self.state = State()
+
+    def forward(self, x):
+        return self.layer(x) * self.state.factor
+
+
+def test_what_only_operators_that_compare_and_write_name_may_change():
+    low = fxamp.convert(ReadsState(), torch.bfloat16, capture="symbolic")
+    for _ in range(3):
+        low(X)
+        low.state.step += 1
+    assert fxamp.report(low).captures == ("symbolic",)
+
+
+def stack():
+    try:
+        return LOCAL.stack
+    except AttributeError:
+        LOCAL.stack = []
+        return LOCAL.stack
+
+
+class FillsAThread(Net):
+    def forward(self, x):
+        stack().append(1)
+        try:
+            return self.layer(x)
+        finally:
+            stack().pop()
+
+
+def test_a_thread_may_get_its_own_when_forward_first_asks():
+    low = fxamp.convert(FillsAThread(), torch.bfloat16, capture="symbolic")
+    for _ in range(2):
+        low(X)
+    assert fxamp.report(low).captures == ("symbolic",)
+
+
+class Single(nn.Module):
+    """There is one of it, whose `__init__` runs at every `Single()`."""
+
+    one = None
+
+    def __new__(cls):
+        if cls.one is None:
+            cls.one = super().__new__(cls)
+        return cls.one
+
+    def __init__(self):
+        had = self.__dict__.get("factor", 1.0)
+        super().__init__()
+        self.factor = had
+
+    def forward(self, y):
+        return y * self.factor
+
+
+class AsksTheSingle(Net):
+    def forward(self, x):
+        return Single()(self.layer(x))
+
+
+def test_a_module_that_was_made_before_and_is_initialised_again_is_watched():
+    single = Single()
+    model = AsksTheSingle()
+    low = fxamp.convert(model, torch.bfloat16)
+    before = low(X)
+    object.__setattr__(single, "factor", 3.0)
+    torch.testing.assert_close(low(X), 3 * before, rtol=0.05, atol=0.05)
+
+
+def test_an_import_behind_many_names_is_followed():
+    """Python's instructions have one byte for the number of a name, and a prefix beyond."""
+    names = "\n".join(f"    known.n{number} = {number}" for number in range(300))
+    text = f"def forward(self, x):\n    import types\n    known = types.SimpleNamespace()\n{names}\n"
+    text += "    from settings_elsewhere import FACTOR\n    return self.layer(x) * FACTOR\n"
+    space = {"__name__": "__main__"}
+    exec(text, space)
+    low = fxamp.convert(type("Many", (Net,), {"forward": space["forward"]})(), torch.bfloat16, capture="symbolic")
+    before = low(X)
+    ELSEWHERE.FACTOR = 2.0
+    torch.testing.assert_close(low(X), 2 * before)
+
+
+SESSION = """
+import torch, fxamp
+from torch import nn
+
+FACTOR = 1.0
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x) * FACTOR
+
+model, x = Model(), torch.ones(2, 8)
+low = fxamp.convert(model, torch.bfloat16)
+before = low(x)
+FACTOR = 3.0
+torch.testing.assert_close(low(x), 3 * before, rtol=0.05, atol=0.05)
+"""
+
+
+def test_what_is_typed_in_a_session_is_followed():
+    subprocess.run([sys.executable, "-c", SESSION], check=True)
