@@ -66,9 +66,15 @@ def supers_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
-def strings_in(code: types.CodeType) -> list[str]:
-    """The texts that stand in a function."""
-    return [constant for constant in code.co_consts if isinstance(constant, str)]
+@functools.lru_cache(maxsize=512)
+def strings_in(code: types.CodeType) -> tuple[str, ...]:
+    """The texts that stand in a function, also those it goes through: `for name in ("alpha", "beta")`.
+
+    (Names of keyword arguments stand in tuples as well, which no LOAD_CONST reads.)
+    """
+    constants = [each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_CONST", "RETURN_CONST")]
+    inside = [part for each in constants if isinstance(each, (tuple, frozenset)) for part in each]
+    return tuple(dict.fromkeys(each for each in (*code.co_consts, *inside) if isinstance(each, str)))
 
 
 @functools.lru_cache(maxsize=512)

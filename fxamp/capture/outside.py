@@ -69,7 +69,9 @@ class Outside:
         self._imports: list[tuple[str, tuple[str, ...]]] = []  # of modules that nobody had imported yet
 
     def follow(self, value: Any) -> None:
-        """Look at what a value of the user's is made of."""
+        """Look at what a value of the user's is made of; a text may be a name: getattr(self.config, self.key)."""
+        if isinstance(value, str) and value.isidentifier():
+            self._named({value})
         for part in walk(value):
             self.function(part)
             self._class(part)

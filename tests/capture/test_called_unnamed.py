@@ -542,3 +542,28 @@ torch.testing.assert_close(low(x), 3 * before, rtol=0.05, atol=0.05)
 
 def test_what_is_typed_in_a_session_is_followed():
     subprocess.run([sys.executable, "-c", SESSION], check=True)
+
+
+class Config:
+    def __init__(self):
+        self.alpha, self.beta = 1.0, 1.0
+
+
+class NamesItsKeys(Net):
+    def __init__(self):
+        super().__init__()
+        self.config, self.key = Config(), "beta"
+
+    def forward(self, x):
+        y = self.layer(x)
+        for name in ("alpha", "gamma"):
+            y = y * getattr(self.config, name, 1.0)
+        return y * getattr(self.config, self.key)
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta", "gamma"])
+def test_attributes_whose_names_stand_in_a_tuple_or_an_attribute_are_watched(name):
+    low = fxamp.convert(NamesItsKeys(), torch.bfloat16, capture="symbolic")
+    before = low(X)
+    setattr(low.config, name, 2.0)
+    torch.testing.assert_close(low(X), 2 * before)
