@@ -98,7 +98,8 @@ def _towards_float32(row: Row, root: Row) -> Iterator[Remedy]:
         yield Remedy("take that override out: " + root.reason)
     yield _override(row, "deny", "keeps this node in float32")
     if root.reason_kind == "level":
-        yield Remedy('opt_level="O1" follows the lists', options={"opt_level": "O1"})
+        if root.colour not in ("allow", "infer", "clear"):  # by the lists it may run low, too
+            yield Remedy('opt_level="O1" follows the lists', options={"opt_level": "O1"})
         return
     if row.module:
         text = f"convert(..., overrides={_dict(row.module, 'deny')}) keeps its whole module in float32"

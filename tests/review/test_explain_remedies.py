@@ -239,3 +239,9 @@ def test_o2_is_not_offered_where_it_is_refused(options):
     assert parameters
     text = explain(model, parameters[0].name)
     assert "convert(..., opt_level" not in text and "what would change it:\n  - nothing" in text
+
+
+def test_at_o3_the_lists_are_offered_where_they_would_run_it_in_float32_alone():
+    model = fxamp.convert(Two(lambda m, x: m.b(m.a(x).exp())), FP16, (X,), opt_level="O3")
+    assert "follows the lists" in explain(model, "exp")
+    assert "follows the lists" not in explain(model, "linear")
