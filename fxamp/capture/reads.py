@@ -121,7 +121,7 @@ class Reads:
         for module in self._root.modules():
             self._effects.remember_class(module)
             self._outside.methods_of(module, is_made=False)
-            self._code_of(type(module).forward)
+            self._code_of(type(module))
         space: Any = nn.Module
         space.__getattribute__, space.__reduce_ex__ = getattribute, reduce_ex
         try:
@@ -239,8 +239,9 @@ class Reads:
         self._lifted.add(place)
         return instead
 
-    def _code_of(self, forward: Any) -> None:
+    def _code_of(self, kind: type) -> None:
         """The code of a forward of the user's, which a notebook that loads edited files puts in the old one's place."""
+        forward = next((vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each)), None)
         if isinstance(forward, types.FunctionType) and not is_library_function(forward):
             self._keep(forward, "__code__", forward.__code__)
 
