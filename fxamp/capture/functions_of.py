@@ -12,7 +12,6 @@ def functions_in(value: Any) -> list[types.FunctionType]:
     found: list[types.FunctionType] = []
     while value is not None:
         if isinstance(value, property):
-            found += functions_in(value.fset)
             value = value.fget
         elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
             value = value.__func__

@@ -141,6 +141,23 @@ def test_what_is_called_without_being_named_is_followed(kind, monkeypatch):
     torch.testing.assert_close(low(X), model(X), rtol=0.05, atol=0.05)
 
 
+def test_a_module_that_forward_is_the_first_to_import_is_followed(tmp_path, monkeypatch):
+    (tmp_path / "imported_late.py").write_text("FACTOR = 1.0")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class ImportsLate(Net):
+        def forward(self, x):
+            import imported_late
+
+            return self.layer(x) * imported_late.FACTOR
+
+    low = fxamp.convert(ImportsLate(), torch.bfloat16, capture="symbolic")
+    before = low(X)
+    monkeypatch.setattr(sys.modules["imported_late"], "FACTOR", 2.0)
+    torch.testing.assert_close(low(X), 2 * before)
+    monkeypatch.delitem(sys.modules, "imported_late")
+
+
 class GlobalLater(Net):
     def forward(self, x):
         return self.layer(x) * (LATER if "LATER" in globals() else 1.0)  # noqa: F821
@@ -235,7 +252,22 @@ class SetsPastTorch(Net):
         return y * made.factor
 
 
-@pytest.mark.parametrize("kind", [ReplacesADefault, AsksBeforeInit, SwitchesOff, SetsPastTorch])
+class CopiesItsTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.__dict__["table"] = TABLE
+        self.__dict__["table"] = {**self.table, "shift": 1.0}
+
+    def forward(self, y):
+        return y * self.table["factor"] + self.table["shift"]
+
+
+class ReplacesAnObject(Net):
+    def forward(self, x):
+        return CopiesItsTable()(self.layer(x))
+
+
+@pytest.mark.parametrize("kind", [ReplacesADefault, AsksBeforeInit, SwitchesOff, SetsPastTorch, ReplacesAnObject])
 def test_what_forward_makes_may_change_its_own_attributes(kind):
     model = kind()
     low = fxamp.convert(model, torch.bfloat16, capture="symbolic")
