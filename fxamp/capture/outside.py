@@ -66,7 +66,6 @@ class Outside:
         self._objects: dict[int, Any] = {}  # of the user's classes
         self._modules: set[int] = set()
         self._followed: set[tuple[type, bool]] = set()  # classes of modules, and whether one was made
-        self._imports: list[tuple[str, tuple[str, ...]]] = []  # of modules that nobody had imported yet
 
     def follow(self, value: Any) -> None:
         """Look at what a value of the user's is made of; a text may be a name: getattr(self.config, self.key)."""
@@ -106,13 +105,7 @@ class Outside:
                     self._methods(kind, names)
 
     def finish(self) -> None:
-        """Look at what can only be seen when forward has run.
-
-        That are modules which forward imports, and attributes whose name a function makes of a text such as "output_"
-        and something else.
-        """
-        for name, names in tuple(self._imports):
-            self._import(name, names)
+        """Take for named what has a name that a function makes of a text such as "output_" and something else."""
         beginnings = tuple(self._beginnings)
         held = [*map(vars, self.classes), *(getattr(value, "__dict__", {}) for value in self._objects.values())]
         self._named({name for names in held for name in names if isinstance(name, str) and name.startswith(beginnings)})
@@ -185,11 +178,9 @@ class Outside:
             self._modules.discard(id(module))
 
     def _import(self, name: str, names: tuple[str, ...]) -> None:
-        """What a function that imports a Python module can read there."""
+        """What a function that imports a Python module can read there; imports.py loads it before the trace."""
         module = sys.modules.get(name)
-        if module is None:
-            self._imports.append((name, names))
-        elif isinstance(module, types.ModuleType):
+        if isinstance(module, types.ModuleType):
             self._module(module, names)
 
     def _outer(self, space: Any, name: str, value: Any) -> None:

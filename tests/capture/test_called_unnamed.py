@@ -151,7 +151,7 @@ def test_a_module_that_forward_is_the_first_to_import_is_followed(tmp_path, monk
 
             return self.layer(x) * imported_late.FACTOR
 
-    low = fxamp.convert(ImportsLate(), torch.bfloat16, capture="symbolic")
+    low = fxamp.convert(ImportsLate(), torch.bfloat16, (X,), capture="symbolic")
     before = low(X)
     monkeypatch.setattr(sys.modules["imported_late"], "FACTOR", 2.0)
     torch.testing.assert_close(low(X), 2 * before)
