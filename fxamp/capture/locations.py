@@ -4,7 +4,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -55,6 +55,29 @@ def user_frames() -> Iterator[types.FrameType]:
         if not is_library_file(filename):
             yield frame
         frame = frame.f_back
+
+
+def user_line_below(outermost: str, inside: Collection[str]) -> str | None:
+    """Of what called the caller: "file.py:12" of the innermost frame of the model that a function of this package,
+    `outermost`, has called.
+
+    Returns:
+        "" where there is none; None where this package has called by itself, where one of its functions named by
+        `inside` stands in between, or nothing of that name has called.
+    """
+    found = ""
+    frame: types.FrameType | None = sys._getframe(2)
+    if frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        return None
+    while frame is not None:
+        filename, name = frame.f_code.co_filename, frame.f_code.co_name
+        if filename.startswith(_OURS):
+            if name == outermost or name in inside:
+                return found if name == outermost else None
+        if not found and not is_library_file(filename):
+            found = f"{filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
 
 
 def user_line() -> str:

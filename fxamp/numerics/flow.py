@@ -55,19 +55,41 @@ class Flow:
         return all(extent.is_finite for extent in (*self.edges.values(), *self.sums.values()))
 
 
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What is not finite of an op that stands in no graph, and read finite numbers.
+
+    Attributes:
+        op, source, module: what ran, the user's line, and the path of the module whose forward it stands in.
+        value: what it gave, or the gradient that it passed back; `reads`: what it read.
+    """
+
+    op: str
+    source: str
+    module: str
+    value: Extent
+    reads: tuple[Extent, ...]
+    is_gradient: bool = False
+
+
 @dataclasses.dataclass(eq=False)
 class CallFlow:
     """One watched call: the flows of its graphs in order, its outputs and its loss.
 
     Attributes:
+        made: what code around graphs made, in order; `unmade`: the first that the backward of such code did.
+        gradients: of parameters and inputs, where a backward has run.
         error: what stopped the run behind a value that is not finite, such as an index made of one.
     """
 
     parts: list[Flow] = dataclasses.field(default_factory=list)
     inputs: list[Extent] = dataclasses.field(default_factory=list)
     outputs: list[Extent] = dataclasses.field(default_factory=list)
+    gradients: list[Extent] = dataclasses.field(default_factory=list)
     loss: Extent | None = None
     error: Exception | None = None
+    made: list[Made] = dataclasses.field(default_factory=list)
+    unmade: Made | None = None
 
     @property
     def has_finite_ends(self) -> bool:
@@ -78,7 +100,8 @@ class CallFlow:
     @property
     def is_finite(self) -> bool:
         """Whether outputs, loss and every gradient on the way are finite."""
-        return self.has_finite_ends and all(flow.has_finite_gradients for flow in self.parts)
+        arrived = all(extent.is_finite for extent in self.gradients)
+        return self.has_finite_ends and arrived and all(flow.has_finite_gradients for flow in self.parts)
 
     @property
     def has_bad_values(self) -> bool:

@@ -8,10 +8,11 @@ import torch
 from torch import fx
 
 from fxamp import ir
+from fxamp.dtypes import LOW_DTYPES
 from fxamp.numerics.blocks import block_of
 from fxamp.numerics.exact import exact_weight, has_master
 from fxamp.numerics.extent import extent_of
-from fxamp.numerics.flow import CallFlow
+from fxamp.numerics.flow import CallFlow, Made
 from fxamp.numerics.mending import mending, node_of
 from fxamp.numerics.origin import (
     Origin,
@@ -22,6 +23,8 @@ from fxamp.numerics.run import Call
 from fxamp.numerics.twin import reads_of
 
 Loss = Callable[[Any], torch.Tensor]
+AROUND = "as written"
+"""Colour of what stands in no graph."""
 FROM_OUTSIDE = ("input", "parameter", "between graphs")
 """Phases of what came in not finite."""
 
@@ -48,6 +51,9 @@ class BadNode:
         master: of a parameter that is stored low (O2), its float32 value in words where that is finite; else "".
         call, steps: of `watch_nan`: the number of the call in the block, from 1 on, and how many optimizer steps were
             made in the block before it; 0 of `find_nan`. Two findings are equal whenever they were made.
+        after: of phase "between graphs": the line of the last op of the graph before; `source` is that of what made it,
+            or, where that is not known, the first line that reads it.
+        is_of_gradient: whether the backward of that line made it.
         unknown: why it was not tried whether float32 is finite and `overrides` mend it; "" where it was.
     """
 
@@ -65,6 +71,8 @@ class BadNode:
     graph: int = 0
     error: str = ""
     unknown: str = ""
+    after: str = ""
+    is_of_gradient: bool = False
     has_infinite_inputs: bool = False
     block: str = ""
     master: str = ""
@@ -75,6 +83,8 @@ class BadNode:
 
     def __str__(self) -> str:
         where = "what it holds" if self._is_held else _WHERE.get(self.phase, self.phase)
+        if self.colour == AROUND:
+            where = _WHERE["backward" if self.is_of_gradient else "forward"]
         name = f"{self.name} of graph {self.graph}" if self.graph > 0 else self.name
         lines = [
             f"{name} (`{self.op}`, {self.colour}, {self.precision}): {where} is the first that is not finite",
@@ -108,7 +118,7 @@ class BadNode:
         if self.phase == "input":
             return "the input itself is not finite: look at the data"
         if self.phase == "between graphs":
-            return "it was made by code between two graphs, which runs as it is written: look there"
+            return self._code_remedy
         if self.phase == "output" and self.is_bad_in_float32:
             return (
                 "it is written in the code or came in with an input, or is made by code outside of the graphs, and "
@@ -123,6 +133,17 @@ class BadNode:
             )
             return f"{held} itself is not finite: an earlier {writer}"
         return self._deny_remedy
+
+    @property
+    def _code_remedy(self) -> str:
+        """Of what code makes that stands in no graph."""
+        if self.colour == AROUND:
+            if self.is_bad_in_float32:
+                return "no graph holds this line, which runs as it is written; float32 makes it too: look there"
+            return "no graph holds this line, and float32 is finite: switch torch.autocast off around it"
+        place = f", after {self.after}" if self.after else ""
+        ask = "; fxamp.find_nan(model, its inputs, loss_fn) names the line" if self.call else ""
+        return f"it was made by code between two graphs{place}, which runs as it is written: look there{ask}"
 
     @property
     def _deny_remedy(self) -> str:
@@ -151,7 +172,13 @@ def _after(steps: int) -> str:
     return f"after {steps} optimizer step{'s' * (steps > 1)}" if steps else "before any optimizer step"
 
 
-_WHERE = {"forward": "its output", "backward": "the gradient it passes back", "loss": "the loss of it", "output": "it"}
+_WHERE = {
+    "forward": "its output",
+    "backward": "the gradient it passes back",
+    "between graphs": "what code between the graphs gives it",
+    "loss": "the loss of it",
+    "output": "it",
+}
 """What is not finite, in words."""
 
 
@@ -199,9 +226,44 @@ def _is_of_buffer(call: Call, origin: Origin) -> bool:
 
 
 def _line_of(node: fx.Node) -> str:
-    """The node's line; of a weight's cast, which has none, that of what reads it."""
-    lines = map(ir.source_line, (node, *(node.users if ir.mark(node).role else ())))
+    """The node's line; of a weight's cast and of what comes in, which have none, that of what reads it."""
+    has_none = ir.mark(node).role or node.op == "placeholder"
+    lines = map(ir.source_line, (node, *(node.users if has_none else ())))
     return next(filter(None, lines), "")
+
+
+def _last_line_before(origin: Origin, flow: CallFlow) -> str:
+    """The last line of the graph that ran before, "" where there is none."""
+    if origin.phase != "between graphs" or origin.flow not in flow.parts[1:]:
+        return ""
+    nodes = reversed(flow.parts[flow.parts.index(origin.flow) - 1].variant.graph.nodes)
+    return next(filter(None, map(ir.source_line, nodes)), "")
+
+
+def bad_code(made: Made, flow: CallFlow, exact: CallFlow) -> BadNode:
+    """What is known of an op that stands in no graph."""
+    values = (*exact.outputs, *exact.gradients, *([exact.loss] if exact.loss is not None else []))
+    return BadNode(
+        name=made.op,
+        op=made.op,
+        phase="between graphs",
+        value=f"{'a gradient' if made.is_gradient else made.op}: {made.value}",
+        inputs=tuple(map(str, made.reads)),
+        is_of_gradient=made.is_gradient,
+        source=made.source,
+        module=made.module,
+        colour=AROUND,
+        precision="low" if made.value.dtype in LOW_DTYPES else "high",
+        overrides={},
+        is_bad_in_float32=exact.error is not None or not all(extent.is_finite for extent in values),
+        error=_first_line(flow.error),
+        is_float16=made.value.dtype == torch.float16,
+        has_infinite_inputs=any(extent.infs and not extent.is_mask for extent in flow.inputs),
+    )
+
+
+def _first_line(error: Exception | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_float32: bool, flow: CallFlow) -> BadNode:
@@ -224,7 +286,8 @@ def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_floa
         overrides={**call.engine.options.overrides, **dict.fromkeys(denied, "deny")} if denied else {},
         is_bad_in_float32=is_bad_in_float32,
         graph=origin.flow.part.graph,
-        error="" if flow.error is None else f"{type(flow.error).__name__}: {flow.error}".partition("\n")[0],
+        error=_first_line(flow.error),
+        after=_last_line_before(origin, flow),
         block=block_of(call, node),
         master=_master_in_words(call, origin),
         is_buffer=_is_of_buffer(call, origin),

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from fxamp import ir
 from fxamp.inplace import mutated
 from fxamp.numerics.extent import Extent
-from fxamp.numerics.flow import CallFlow, Edge, Flow
+from fxamp.numerics.flow import CallFlow, Edge, Flow, Made
 from fxamp.numerics.reach import bad_values, reach_of
 from fxamp.numerics.twin import given_to, reads_of, root_of, twins
 
@@ -75,6 +75,27 @@ def origin_of(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
 def is_of_output(origin: Origin) -> bool:
     """Whether the gradient came to the graph's output as bad as it is."""
     return any(node.op == "output" and node.name == origin.node for node in origin.flow.variant.graph.nodes)
+
+
+def made_around(call: CallFlow, exact: CallFlow, origin: Origin | None) -> Made | None:
+    """What code around the graphs made, where that explains what is bad: what came in, what is given, or a gradient.
+
+    Of several the first that an fp32 run has not.
+
+    Args:
+        origin: what the graphs alone say.
+    """
+    if origin is not None and not is_of_output(origin):
+        return _first_made(call, exact) if origin.phase == "between graphs" else None
+    if not all(extent.is_finite for extent in call.outputs):
+        return _first_made(call, exact)
+    return None if origin is None and all(extent.is_finite for extent in call.gradients) else call.unmade
+
+
+def _first_made(call: CallFlow, exact: CallFlow) -> Made | None:
+    places = {(made.source, made.op, made.value.nans, made.value.infs) for made in exact.made}
+    new = (m for m in call.made if (m.source, m.op, m.value.nans, m.value.infs) not in places)
+    return next(new, next(iter(call.made), None))
 
 
 def of_loss(call: CallFlow) -> Origin | None:

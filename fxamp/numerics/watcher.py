@@ -1,5 +1,6 @@
 """Where values and gradients stop being finite: one call, watched on every edge of its graphs, forward and backward."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 from fxamp import ir
 from fxamp.inplace import mutated
 from fxamp.lists import TRAITS
+from fxamp.numerics.around import Around
 from fxamp.numerics.extent import extent_of, extent_of_all
 from fxamp.numerics.flow import CallFlow, Edge, Flow
 from fxamp.numerics.kept import state_kept
@@ -35,7 +37,8 @@ def watch_flow(
     flow.inputs = [extent_of(tensor) for tensor in floats_in((call.args, call.kwargs))]
     with state_kept(call.model), torch.set_grad_enabled(loss_fn is not None or call.needs_gradients):
         try:
-            output = run(call, watcher.see, watcher.edge, rewritten, as_float32)
+            with Around(flow, loss_fn is not None) if call.turns is not None else contextlib.nullcontext():
+                output = run(call, watcher.see, watcher.edge, rewritten, as_float32)
         except Exception as error:
             if not flow.has_bad_values:
                 raise
@@ -53,7 +56,7 @@ def _watch_backward(call: Call, flow: CallFlow, loss: torch.Tensor) -> None:
     tensors = (*call.model.parameters(), *(given for given in inputs if isinstance(given, torch.Tensor)))
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     if loss.requires_grad and wanted:
-        gradients_of(loss, wanted)
+        flow.gradients = [extent_of(gradient) for gradient in floats_in(gradients_of(loss, wanted))]
 
 
 class CallWatcher:

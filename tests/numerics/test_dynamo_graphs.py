@@ -254,7 +254,8 @@ def outside(y):
 
 def test_code_between_two_graphs_is_named_as_such():
     found = fxamp.find_nan(called(Between()), (X,))
-    assert found.phase == "between graphs" and "code between two graphs" in str(found)
+    assert found.phase == "between graphs" and "code between two graphs, after " in str(found)
+    assert found.source == found.after == f"{__file__}:{Between.forward.__code__.co_firstlineno + 1}"
 
 
 def test_a_bad_gradient_in_any_graph_is_named():

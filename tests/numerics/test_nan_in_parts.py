@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 import fxamp
+import tests.choosing
 from tests.choosing import Choosing, batch
 
+choosing_file = tests.choosing.__file__
 BIG = 1e5  # times weights of 0.25: float16 holds these, and not what comes of them
 
 
@@ -74,32 +76,94 @@ def test_of_gradients_the_one_that_came_first_is_named(look):
 
 
 class Between(Choosing):
-    """Divides by zero in its own forward, before the second block, or after the last."""
+    """What makes a bad number stands in its own forward, which no graph holds.
 
-    def __init__(self, is_after=False):
+    Args:
+        make: (hidden, scale) -> what the second block reads; `after`: (output, hidden, scale) -> the output.
+    """
+
+    def __init__(self, make=lambda h, scale: h, after=lambda out, h, scale: out):
         super().__init__()
-        self.is_after = is_after
+        self.make, self.after = make, after
+        self.scale = nn.Parameter(torch.ones(16))
 
     def forward(self, x):
         h = self.stem(x)
         h = h if h.sum().item() > -1e9 else -h
-        bad = torch.where(h > 1, torch.nan, 1.0)
-        return self.head(self.left(h)) * bad.mean(-1, True) if self.is_after else self.head(self.left(h * bad))
+        return self.after(self.head(self.left(self.make(h, self.scale))), h, self.scale)
 
 
-@pytest.mark.parametrize("look", [watched, found_in])
-def test_what_code_around_the_graphs_makes_is_told_so(look):
+def between(**parts):
     torch.manual_seed(0)
-    converted = fxamp.convert(Between(), torch.float16, opt_level="O2")
-    found = look(converted)
+    return fxamp.convert(Between(**parts), torch.float16, opt_level="O2")
+
+
+def nan_where_large(h, scale):
+    return h * torch.where(h > 1, torch.nan, 1.0)
+
+
+def line_of(function):
+    return f"{__file__}:{function.__code__.co_firstlineno + 1}"
+
+
+def test_the_line_around_the_graphs_that_makes_it_is_named():
+    found = found_in(between(make=nan_where_large))
+    assert (found.phase, found.op, found.source) == ("between graphs", "where", line_of(nan_where_large))
+    assert found.is_bad_in_float32 and "no graph holds this line" in str(found)
+
+
+def test_code_around_the_graphs_is_told_of_by_watch_nan():
+    found = watched(between(make=nan_where_large))
     assert found.phase == "between graphs" and "code between two graphs" in str(found)
-    assert found.module.split(".")[0] in ("left", "")
+    assert found.module == "left" and "find_nan(model" in found.remedy
+    assert found.source.startswith(f"{choosing_file}:"), "the line that reads it"
 
 
-@pytest.mark.parametrize("look", [watched, found_in])
-def test_what_is_made_behind_the_last_graph_is_seen(look):
-    torch.manual_seed(0)
-    assert look(fxamp.convert(Between(is_after=True), torch.float16, opt_level="O2")) is not None
+def test_the_line_behind_the_last_graph_is_named():
+    def behind(out, h, scale):
+        return out * torch.where(h > 1, torch.nan, 1.0).mean(-1, True)
+
+    assert watched(between(after=behind)) is not None
+    found = found_in(between(after=behind))
+    assert (found.op, found.source, found.is_of_gradient) == ("where", line_of(behind), False)
+
+
+@pytest.mark.parametrize("place", ["make", "after"])
+def test_the_line_whose_backward_makes_it_is_named(place):
+    def root(h, scale):
+        return h + (scale - scale.detach()).abs().sqrt()
+
+    def root_behind(out, h, scale):
+        return out + (scale - scale.detach()).abs().sqrt().sum()
+
+    function = root if place == "make" else root_behind
+    found = found_in(between(**{place: function}))
+    assert (found.op, found.source, found.is_of_gradient) == ("sqrt", line_of(function), True)
+    assert "the gradient it passes back" in str(found) and found.is_bad_in_float32
+
+
+def test_what_autocast_makes_infinite_around_the_graphs_is_a_matter_of_precision():
+    def square(h, scale):
+        return (h.clamp(-1, 1).float() * 1e4) @ (h.clamp(-1, 1).float().mT * 1e4) @ h.float() * 1e-9
+
+    found = found_in(between(make=square))
+    assert (found.op, found.source) == ("matmul", line_of(square))
+    assert not found.is_bad_in_float32 and "switch torch.autocast off" in found.remedy
+
+
+def test_a_mask_around_the_graphs_is_no_fault():
+    def masked(h, scale):
+        mask = torch.zeros(h.shape).masked_fill(h > 0, -torch.inf)
+        low = (torch.finfo(torch.float32).min * (h > 0)).half()
+        return h + (h + mask).softmax(-1).nan_to_num() + (h + low).softmax(-1).nan_to_num()
+
+    assert found_in(between(make=masked), lambda out: out.detach().sum().requires_grad_()) is None
+
+    def masked_and_large(h, scale):
+        return masked(h, scale) + torch.full_like(h, 1e30).half()
+
+    found = found_in(between(make=masked_and_large))
+    assert (found.op, found.source) == ("half", line_of(masked_and_large))
 
 
 def test_looking_changes_nothing():
