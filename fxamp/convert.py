@@ -17,7 +17,7 @@ from fxamp.dynamo.preview import trace_on_fakes
 from fxamp.errors import CaptureError, warn_once
 from fxamp.lists import OpLists
 from fxamp.lists.environment import disabled_by
-from fxamp.lowering import lowered_as_planned, lowered_by_graph, lowered_by_layers
+from fxamp.lowering import stored_low
 from fxamp.model.block_calls import calls_of_blocks
 from fxamp.model.blocks import mark_blocks
 from fxamp.model.converted import make_sibling
@@ -154,7 +154,7 @@ def convert_as(
     warn_of_hooks_on(model)
     if example is not None:
         example = _forward_example(model, example)
-    workshop = Workshop(build_variant, tell, keep_weights)
+    workshop = Workshop(build_variant, tell, keep_weights, stored_low)
     if boundaries:
         return _convert_blocks(model, options, example, boundaries, workshop)
     o1 = DynamoForward if options.capture == "dynamo" else Otherwise
@@ -168,10 +168,8 @@ def convert_as(
         modules = [path for path, _ in model.named_modules()] if is_partial else ()
         check_overrides(graphs, options.overrides, modules, is_partial=is_partial)
     if opt_level in ("O2", "O3"):
-        found = (
-            lowered_by_layers(sibling, options) if first is None else lowered_by_graph(first.graph, sibling, options)
-        )
-        paths = lowered_as_planned(found, sibling, options)
+        paths = stored_low(sibling, options, None if first is None else first.graph, log.info)
+        engine.stored_by = "layers" if first is None else "preview" if first.is_preview else "call"
         if first is None:
             log.info(_BY_LAYERS, type(model).__qualname__, dtype_name(options.low), len(paths))
         lowered = lower_parameters(sibling, paths, options.low, opt_level == "O2", options.pad_to or 1)

@@ -4,7 +4,7 @@ At O2 teachers (`fxamp.teachers`) stay in float32.
 """
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,7 +31,22 @@ _OF_TEACHERS = (
 )
 
 
-def lowered_by_graph(graph: fx.Graph, model: nn.Module, options: Options) -> list[str]:
+def stored_low(
+    model: nn.Module, options: Options, graph: fx.Graph | None, say: Callable[..., None] = log.debug
+) -> list[str]:
+    """The paths of the parameters and buffers that are stored low.
+
+    Args:
+        graph: of the model's call; None where none is known.
+        say: tells of weights that could be, and follow an average of others.
+    """
+    found = _lowered_by_layers(model, options) if graph is None else _lowered_by_graph(graph, model, options)
+    if options.opt_level == "O2":
+        found = _without_teachers(model, found, options, say)
+    return _lowered_as_planned(found, model, options)
+
+
+def _lowered_by_graph(graph: fx.Graph, model: nn.Module, options: Options) -> list[str]:
     """O2: the parameters that the graph only reads low; O3: every float32 parameter and buffer.
 
     At O3 those of a module that runs high as a whole (a batch norm whose override says so) stay, or of one whose
@@ -40,11 +55,10 @@ def lowered_by_graph(graph: fx.Graph, model: nn.Module, options: Options) -> lis
     if options.opt_level == "O3":
         whole = [node for node in graph.nodes if node.op == "call_module" and ir.mark(node).precision != "low"]
         return _all_but(model, [str(node.target) for node in whole])
-    low = [name for name in _read_low(graph) if isinstance(ir.attribute(model, name), nn.Parameter)]
-    return _without_teachers(model, low, options)
+    return [name for name in _read_low(graph) if isinstance(ir.attribute(model, name), nn.Parameter)]
 
 
-def lowered_by_layers(model: nn.Module, options: Options) -> list[str]:
+def _lowered_by_layers(model: nn.Module, options: Options) -> list[str]:
     """The same where no graph of the model is known: O2 lowers what each layer reads low of its own parameters.
 
     1. A layer is a module with a matrix among its own parameters. What it reads low stands in a graph of it alone;
@@ -67,10 +81,10 @@ def lowered_by_layers(model: nn.Module, options: Options) -> list[str]:
         read = frozenset() if f"{path}.".startswith(whole) else layers.reads_low(module, path)
         low |= {f"{path}.{name}".lstrip("."): id(own[name]) for name in own if name in read}
         others |= {id(weight) for name, weight in own.items() if name not in read}
-    return _without_teachers(model, [path for path, weight in low.items() if weight not in others], options)
+    return [path for path, weight in low.items() if weight not in others]
 
 
-def lowered_as_planned(found: list[str], model: nn.Module, options: Options) -> list[str]:
+def _lowered_as_planned(found: list[str], model: nn.Module, options: Options) -> list[str]:
     """The parameters that a plan of the same opt_level stores low; those it does not know, and those that an override
     speaks of, as `found` has them."""
     plan = options.plan
@@ -95,13 +109,13 @@ def _run_whole(model: nn.Module, options: Options) -> list[str]:
     return [] if is_written else list(hooked)
 
 
-def _without_teachers(model: nn.Module, names: list[str], options: Options) -> list[str]:
+def _without_teachers(model: nn.Module, names: list[str], options: Options, say: Callable[..., None]) -> list[str]:
     """The names but for those of teachers; what an override allows is as the user wants it."""
     teachers = set(weights_of_teachers(model)).intersection(names)
     keys = {name: override_of(list(around(name.rpartition(".")[0])), "", options.overrides) for name in teachers}
     teachers = {name for name, key in keys.items() if key is None or options.overrides[key] != "allow"}
     if teachers:
-        log.info(_OF_TEACHERS, type(model).__qualname__, len(teachers), min(teachers))
+        say(_OF_TEACHERS, type(model).__qualname__, len(teachers), min(teachers))
     return [name for name in names if name not in teachers]
 
 

@@ -10,7 +10,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -62,6 +62,7 @@ class Engine:
         self.dynamo = dynamo
         self.boundaries: dict[str, Engine] = {}  # inside this model, by path
         self.is_boundary = False
+        self.stored_by: Literal["call", "preview", "layers"] = "call"  # what told convert() which weights become low
         self.paths: tuple[str, ...] = ()  # of a boundary and those equal to it, in the model they belong to
         self.is_trained = False  # whether it was called while gradients were on
         self.loads = 0  # of state dicts into the model
@@ -80,8 +81,8 @@ class Engine:
         self.known: dict[Any, Engine] = {}  # for the model as it was at other times, by fingerprint; they share it
 
     def __reduce__(self) -> Any:
-        boundaries = {"boundaries": self.boundaries, "is_boundary": self.is_boundary, "paths": self.paths}
-        return Engine, (self.options, self.workshop, self.dynamo, self.is_frozen), boundaries
+        kept = {name: getattr(self, name) for name in ("boundaries", "is_boundary", "paths", "stored_by")}
+        return Engine, (self.options, self.workshop, self.dynamo, self.is_frozen), kept
 
     @property
     def blocks(self) -> dict[str, "Engine"]:
@@ -170,7 +171,7 @@ class Engine:
             log.info("%s has changed since it was captured: it is captured again", type(module).__qualname__)
             made = Engine(self.options, self.workshop, copy.deepcopy(self.dynamo), self.is_frozen)
             made.is_boundary, made.paths, made.fingerprint = self.is_boundary, self.paths, fingerprint
-            made.known = self.known
+            made.known, made.stored_by = self.known, self.stored_by
             self.known |= {self.fingerprint: self, fingerprint: made}
             for oldest in list(self.known)[: -self.most_known]:
                 del self.known[oldest]

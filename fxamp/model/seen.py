@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from fxamp.capture.refusals import Refusals
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.ir import Colour
+from fxamp.lists import OpLists
 from fxamp.model.blocks import mark_block
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.likeness import kind, likeness
@@ -22,6 +23,7 @@ from fxamp.model.part_options import decisions, is_decided, options_within
 from fxamp.model.view_class import may_be_viewed, new_view, part_of
 from fxamp.model.views import device_of
 from fxamp.model.wide_copies import take_back_writes, wide_copy
+from fxamp.opnames import module_name
 from fxamp.override_keys import around, override_of
 from fxamp.runtime.masters import is_stored_low
 
@@ -113,6 +115,8 @@ class Family:
         self.written = written
         self.engine = engine
         self._paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+        lists, default = written.options.lists, OpLists.default()
+        self._moved = frozenset(op for op in lists if lists.colour(op) != default.colour(op))
         self._device = device_of(model).type
         self._seen: dict[int, nn.Module] = {}
 
@@ -132,7 +136,8 @@ class Family:
         """What forward is to see of a child: a view, or the child itself.
 
         1. Autocast runs a module without parameters, or a layer of torch's with float32 ones, as a graph would, unless
-           an override speaks of its path; those of nodes' names do not hold there.
+           an override speaks of its path, or its op is in another list than by default; overrides by nodes' names do
+           not hold there.
         2. A module that was converted by itself runs as such.
         3. What a class keeps beside the attributes' dictionary, as in slots, a view has not.
         """
@@ -141,7 +146,7 @@ class Family:
         if id(child) not in self._seen:
             is_taken = self.written.takes_products and isinstance(child, _PRODUCTS)
             is_layer = not is_taken and _is_for_autocast(child)
-            is_itself = _is_other(child) or (is_layer and not self._is_spoken_of(path))
+            is_itself = _is_other(child) or (is_layer and not self._is_spoken_of(path, type(child)))
             self._seen[id(child)] = child if is_itself else self._new_view(child, path)
         return self._seen[id(child)]
 
@@ -149,8 +154,9 @@ class Family:
         is_called = type(child).forward is not nn.Module.forward
         return self.view(child, path, self._engine_of(child, path) if is_called else None)
 
-    def _is_spoken_of(self, path: str) -> bool:
-        return self._colour_of(path) is not None or is_decided(path, self.written.options)
+    def _is_spoken_of(self, path: str, kind: type) -> bool:
+        is_moved = bool(self._moved) and module_name(kind) in self._moved
+        return is_moved or self._colour_of(path) is not None or is_decided(path, self.written.options)
 
     def _colour_of(self, path: str) -> Colour | None:
         """What overrides say of a module as a whole."""

@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from fxamp.model.variant import Variant
 
@@ -18,8 +19,11 @@ class Workshop:
         build: makes a variant for (plain model, spec, inputs, options).
         announce: tells of a model's new graphs.
         keep_weights: lets a variant keep its low weights from call to call.
+        stored_low: the paths of the parameters that are stored low at O2 and O3, for (plain model, options, graph or
+            None where no graph of the model is known).
     """
 
     build: Build
     announce: Callable[[nn.Module], None]
     keep_weights: Callable[[Variant, nn.Module], None]
+    stored_low: Callable[[nn.Module, Any, fx.Graph | None], list[str]]

@@ -13,8 +13,9 @@ from torch import fx, nn
 from fxamp import ir
 from fxamp.capture.captured import Captured
 from fxamp.capture.inputs import unknown_call
+from fxamp.capture.promotion import read_as_own
 from fxamp.capture.symbolic import capture_symbolic
-from fxamp.errors import OptionError
+from fxamp.errors import CaptureError, OptionError
 from fxamp.fake_limits import is_foreign
 from fxamp.fakes import Fakes
 from fxamp.lists import OpLists
@@ -39,20 +40,28 @@ class Trials:
 
     1. A model is captured once: only which functions stay whole depends on the options, on the names in the lists.
     2. A node that reads such values as one did in an earlier trial is not run again on fake tensors.
-    3. At O2 the options decide which parameters are stored low, by the first graph, as in a conversion.
+    3. At O2 the options decide which parameters are stored low: those that are, but for what a change of the options
+       changes in the graph, or the layers, by which the conversion has decided.
     4. Each block that is converted by itself has changed lists and levels too; changed overrides mean its outside.
+
+    Args:
+        plain: of a block of an O2 model, the same in the copy of the model.
     """
 
-    def __init__(self, converted: nn.Module, engine: Engine) -> None:
+    def __init__(self, converted: nn.Module, engine: Engine, plain: nn.Module | None = None) -> None:
         self.converted = converted
         self.engine = engine
         self.is_o2 = engine.options.opt_level == "O2"
-        self.plain = _in_float32(plain_tree(converted)) if self.is_o2 else plain_tree(converted)
+        if plain is None:
+            plain = _in_float32(plain_tree(converted)) if self.is_o2 else plain_tree(converted)
+        self.plain = plain
         self.captures: dict[Any, _Capture] = {}
+        self.preview: Variant | None = None
         self.blocks: dict[int, Trials] = {}
         for path, inner in engine.blocks.items():  # one of equal blocks stands for all
             if id(inner) not in self.blocks:
-                self.blocks[id(inner)] = Trials(converted.get_submodule(path), inner)
+                own = plain.get_submodule(path) if self.is_o2 else None
+                self.blocks[id(inner)] = Trials(converted.get_submodule(path), inner, own)
 
     def variants(self, **changes: Any) -> list[Variant]:
         """The graphs with these fields of the options changed; they are to be looked at, not to be run.
@@ -60,25 +69,39 @@ class Trials:
         Raises:
             Exception: what convert() raises for such options.
         """
-        options = dataclasses.replace(self.engine.options, **changes)
-        graphs = self.engine.all_variants()
-        stored = self._stored_low(graphs[0], options) if self.is_o2 and graphs else {}
-        with _stored(self.plain, stored):
-            own = [self._rewritten(variant, options) for variant in graphs]
-        changes.pop("overrides", None)
-        return own + [each for block in self.blocks.values() for each in block.variants(**changes)]
+        with _stored(self.plain, self._stored_low(changes) if self.is_o2 else {}):
+            return self._graphs(changes)
 
-    def _stored_low(self, first: Variant, options: Any) -> dict[str, nn.Parameter]:
-        """O2: the parameters that the first graph reads low alone, stored low, by path."""
-        graph = self._rewritten(first, options).graph
-        reads = [node for node in graph.nodes if node.op == "get_attr" and node.users]
-        low = [node for node in reads if all(ir.mark(user).role == "weight cast" for user in node.users)]
+    def _graphs(self, changes: dict[str, Any]) -> list[Variant]:
+        options = dataclasses.replace(self.engine.options, **changes)
+        own = [self._rewritten(variant, options) for variant in self.engine.all_variants()]
+        inside = {name: value for name, value in changes.items() if name != "overrides"}
+        return own + [each for block in self.blocks.values() for each in block._graphs(inside)]
+
+    def _stored_low(self, changes: dict[str, Any]) -> dict[str, nn.Parameter]:
+        """O2: the parameters that would be stored low, by path: those that are, but for what the change changes."""
+        before, after = self._found_low({}), self._found_low(changes)
         stored: dict[str, nn.Parameter] = {}
-        for path in (str(node.target) for node in low):
-            parameter, today = ir.attribute(self.plain, path), ir.attribute(self.converted, path)
-            if isinstance(parameter, nn.Parameter):
-                stored[path] = today if is_stored_low(today) else _lowered(parameter, options)
+        for path, today in self.converted.named_parameters():
+            if path in after - before or (is_stored_low(today) and path not in before - after):
+                options = self.engine.options
+                stored[path] = today if is_stored_low(today) else _lowered(ir.attribute(self.plain, path), options)
         return stored
+
+    def _found_low(self, changes: dict[str, Any]) -> set[str]:
+        """The parameters that a conversion would store low that decides as that of the model did."""
+        options = dataclasses.replace(self.engine.options, **changes)
+        first = self._first()
+        graph = None if first is None else self._rewritten(first, options).graph
+        return set(self.engine.workshop.stored_low(self.plain, options, graph))
+
+    def _first(self) -> Variant | None:
+        """The graph by which the conversion decided, or one like it; None where it did so layer by layer."""
+        if self.engine.stored_by == "preview" and self.preview is None:
+            with contextlib.suppress(CaptureError):  # forward reads something else by now
+                self.preview = self.engine.workshop.build(self.plain, None, None, self.engine.options)
+        known = [*([self.preview] if self.preview is not None else []), *self.engine.all_variants()]
+        return None if self.engine.stored_by == "layers" else next(iter(known), None)
 
     def _rewritten(self, variant: Variant, options: Any) -> Variant:
         rewrite = getattr(self.engine.dynamo, "rewrite", None)
@@ -97,7 +120,7 @@ class Trials:
         new = frozenset(op for op in lists if op not in self.engine.options.lists)
         found = self.captures.get((id(variant), new))
         if found is None or found.fakes.is_reshaped:
-            found = self.captures[id(variant), new] = _capture(self.plain, variant, lists, self.engine.options.low)
+            found = self.captures[id(variant), new] = _capture(self.plain, variant, lists, self.engine.options)
         return found
 
 
@@ -114,12 +137,14 @@ class _Capture:
         return dataclasses.replace(self.captured, graph=graph, constants=dict(self.captured.constants))
 
 
-def _capture(plain: nn.Module, variant: Variant, lists: OpLists, low: torch.dtype) -> _Capture:
+def _capture(plain: nn.Module, variant: Variant, lists: OpLists, options: Any) -> _Capture:
     before, fakes = variant.captured, _MemoisedFakes(plain, logical_dtype)
     spec = unknown_call(plain) if variant.is_preview else before.spec
     inputs = None if variant.is_preview else [with_data(value, plain) for value in before.example or []]
-    with casts_into(low):
+    with casts_into(options.low):
         captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in lists, before.live, before.answers)
+        if options.is_part and inputs is not None:
+            read_as_own(captured.graph, plain, fakes)
     fakes.is_on = not fakes.is_reshaped
     return _Capture(captured, fakes)
 

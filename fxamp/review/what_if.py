@@ -44,8 +44,8 @@ def what_if(
         print(after.casts - fxamp.report(model).casts)
 
     A name is an op of the model (`exp`), or else what `fxamp.explain` takes: a module path, a glob, a node, a source
-    line or a module class of the model. At O2 which parameters are stored low is decided anew, as a conversion of the
-    float32 model with the change would; where the model has several graphs, by the first.
+    line or a module class of the model. At O2 those parameters are stored otherwise that a conversion with the change
+    would store so; where the model has several graphs, by the first.
 
     Args:
         converted: a converted model.

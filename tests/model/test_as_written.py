@@ -774,6 +774,25 @@ def test_what_of_it_runs_how_is_told(caplog):
     assert moved.rows and all(row.precision != "low" for row in moved.rows if row.op == "linear")
 
 
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("op", ["linear", "gelu"])
+def test_a_list_that_is_changed_holds_for_layers_that_autocast_would_run(op, opt_level):
+    torch.manual_seed(0)
+    model = Choosing()
+    with torch.no_grad():
+        inner = model.right(model.stem(batch(0)))  # what the head reads, of either block
+    converted = fxamp.convert(
+        model, torch.bfloat16, opt_level=opt_level, lists=fxamp.OpLists.default().override(deny=[op])
+    )
+    converted(batch(0)).sum().backward()
+    dtypes = []
+    handle = converted.head.register_forward_hook(lambda _, given, out: dtypes.append(out.dtype))
+    converted(batch(0))
+    handle.remove()
+    assert inner.dtype == torch.float32 and dtypes == [torch.float32 if op == "linear" else torch.bfloat16]
+    assert ("head" in blocks_of(converted)) is (op == "linear" or opt_level == "O2")
+
+
 def test_a_model_of_which_no_graph_is_made_says_so():
     class Bare(nn.Module):
         def __init__(self):

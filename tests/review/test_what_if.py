@@ -12,9 +12,21 @@ from fxamp.errors import FxampWarning, OptionError
 from fxamp.lists import OpLists
 from fxamp.review.report import report
 from fxamp.review.what_if import MAX_MOVES, WORTH, Suggestion, _moves, _saved, suggest, traffic, what_if
+from tests.choosing import Choosing, batch
 from tests.work import lines
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+class SoftBlock(torch.nn.Module):
+    """Its norm's weights stay in float32 where a preview decides, and would not if a call did."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = torch.nn.Linear(16, 16), torch.nn.LayerNorm(16)
+
+    def forward(self, x):
+        return x + torch.nn.functional.softplus(self.norm(self.up(x)))
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +200,30 @@ def test_at_o2_suggestions_save_what_the_conversion_would():
         lists = OpLists.default().override(**eval(f"dict({move.move})"))
         after = report(fxamp.convert(Language().eval(), lists=lists, **options))
         assert (move.casts, move.launches) == (today.casts - after.casts, today.launches - after.launches)
+
+
+MOVES = [{}, {"deny": ["linear"]}, {"infer": ["softplus"]}, {"allow": ["softplus"]}, {"deny": ["layer_norm"]}]
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("move", MOVES, ids=str)
+@pytest.mark.parametrize("make", [SoftBlock, lambda: Choosing(SoftBlock)], ids=["whole", "as written"])
+def test_a_model_converted_without_example_inputs_is_stored_as_its_conversion_would(make, move, opt_level):
+    torch.manual_seed(0)
+    today, changed = make(), make()
+    lists = OpLists.default().override(**move)
+    for model in (today, changed):
+        model.load_state_dict(today.state_dict())
+    today = fxamp.convert(today, FP16, opt_level=opt_level)
+    changed = fxamp.convert(changed, FP16, opt_level=opt_level, lists=lists)
+    for model in (today, changed):
+        model(batch(0)).float().sum().backward()
+    found, expected = what_if(today, **move), report(changed)
+    if opt_level == "O1" and move == {"deny": ["linear"]} and isinstance(changed, Choosing):
+        assert costs(found)[:-1] == costs(expected)[:-1]  # its head is a graph now, which autocast ran
+        assert {row.module for row in expected.rows} - {row.module for row in found.rows} == {"head"}
+    else:
+        assert costs(found) == costs(expected)
 
 
 def test_a_model_at_o2_that_cannot_be_copied_says_so():
