@@ -127,7 +127,11 @@ class Ranges:
         return choose_scale(largest) if largest > 0 else None
 
     def deny(self, low: torch.dtype | None = None) -> dict[str, str]:
-        """Nodes that should run in float32, and why: {"exp": "its largest value 9.7e+04 overflows float16"}."""
+        """Nodes that should run in float32, and why: {"exp": "its largest value 9.7e+04 overflows float16"}.
+
+        `convert(..., ranges=ranges)` denies each where it was measured. As a key of `overrides=`, a name means every node
+        of that name; of "linear (2)", which no override knows, `nodes[name].module` tells the module.
+        """
         chosen = low or self.low
         found = {}
         for node in self.nodes.values():
@@ -187,12 +191,16 @@ def _evidence(values: Histogram, low: torch.dtype) -> str:
 
 
 def ranges_table(ranges: Ranges) -> str:
-    """A line for each node, those that low precision would hurt first; a layer that is a graph by itself has no line of
-    the user's, but a path."""
+    """A line for each node, those that low precision would hurt first; with its module, where nodes share a name.
+
+    A layer that is a graph by itself has no line of the user's, but a path.
+    """
     bad, has_gradients = ranges.deny(), any(node.gradients.total for node in ranges.nodes.values())
+    has_modules = any(node.name.endswith(")") for node in ranges.nodes.values())
     rows = [
         (
-            *(node.name, node.op, node.source.rpartition("/")[2] or node.module, f"{node.values.largest:.3g}"),
+            *(node.name, node.op, *((node.module,) if has_modules else ())),
+            *(node.source.rpartition("/")[2] or node.module, f"{node.values.largest:.3g}"),
             *(f"{node.values.share_flushed(dtype):.2%}" for dtype in LOW_DTYPES),
             *(f"{node.values.share_overflown(dtype):.2%}" for dtype in LOW_DTYPES),
             *(_gradient_cells(node.gradients) if has_gradients else ()),
@@ -201,7 +209,17 @@ def ranges_table(ranges: Ranges) -> str:
         for node in sorted(ranges.nodes.values(), key=lambda node: (node.name not in bad, -node.values.largest))
     ]
     headers = (
-        *("node", "op", "line", "largest", "to 0 in fp16", "in bf16", "to inf in fp16", "in bf16"),
+        *(
+            "node",
+            "op",
+            *(("module",) if has_modules else ()),
+            "line",
+            "largest",
+            "to 0 in fp16",
+            "in bf16",
+            "to inf in fp16",
+            "in bf16",
+        ),
         *(("largest grad", "to 0 in fp16", "in bf16") if has_gradients else ()),
         f"evidence for deny in {dtype_name(ranges.low)}",
     )

@@ -231,6 +231,16 @@ def test_what_a_backward_runs_again_is_no_further_turn(opt_level):
     assert all(row.error < 0.05 for row in found.weights)
 
 
+def test_ranges_of_parts_tell_whose_node_it_is():
+    model, converted = twins(Choosing, "O2")
+    ranges = fxamp.profile(converted, [(batch(0),)], progress=False)
+    assert {"linear", "linear (2)"} <= ranges.nodes.keys()
+    lines = [line.split() for line in str(ranges).splitlines()]
+    assert lines[0][:4] == ["node", "op", "module", "line"]
+    told = {" ".join(cells[:2]): cells[3] for cells in lines if cells[1:2] == ["(2)"]}
+    assert told["linear (2)"] == ranges.nodes["linear (2)"].module
+
+
 class Reentrant(Choosing):
     def forward(self, x):
         h = self.stem(x)
