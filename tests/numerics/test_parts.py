@@ -232,7 +232,7 @@ def test_what_a_backward_runs_again_is_no_further_turn(opt_level):
 
 
 def test_ranges_of_parts_tell_whose_node_it_is():
-    model, converted = twins(Choosing, "O2")
+    _, converted = twins(Choosing, "O2")
     ranges = fxamp.profile(converted, [(batch(0),)], progress=False)
     assert {"linear", "linear (2)"} <= ranges.nodes.keys()
     lines = [line.split() for line in str(ranges).splitlines()]
