@@ -1,5 +1,6 @@
 """Code around the graphs of a forward that runs as it is written: the op and line where numbers stop being finite."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,16 +12,18 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxamp.capture.locations import user_line_below
+from fxamp.capture.locations import is_library_file, user_line_below
 from fxamp.model.seen import running
 from fxamp.model.view_class import part_of
 from fxamp.numerics.extent import Extent, extent_of
 from fxamp.numerics.flow import CallFlow, Made
 from fxamp.numerics.losses import floats_in
-from fxamp.opnames import canonical_name
+from fxamp.opnames import canonical_name, dotted_path
 
 _GRAPHS = ("run_part", "trace")
 """What runs a graph, and what captures one."""
+_UNSET = ("empty", "empty_like", "empty_strided", "empty_permuted", "resize_", "resize_as_")
+"""What gives memory as it is found."""
 
 
 class Around(TorchFunctionMode):
@@ -53,30 +56,53 @@ class Around(TorchFunctionMode):
         part = part_of(getattr(running, "view", None))
         place = (canonical_name(func), source, "" if part is None else part.path)
         bad = next((found for found in map(extent_of, made) if not found.is_finite), None)
-        if bad is not None and all(read.is_finite for read in reads) and not _is_written(bad, args, kwargs):
+        if (
+            bad is not None
+            and not place[0].endswith(_UNSET)
+            and all(read.is_finite for read in reads)
+            and not _is_written(bad, args, kwargs)
+        ):
             self.flow.made.append(Made(*place, bad, reads))
         if self.with_gradients:
-            self._watch(made, before, lambda gradient: Made(*place, gradient, reads, is_gradient=True))
+            self._watch(made, before, functools.partial(Made, *place, reads=reads))
         return result
 
-    def _watch(self, made: list[torch.Tensor], before: set[Node | None], noted: Callable[[Extent], Made]) -> None:
-        """Look at the gradients that the op's own nodes of autograd get and give."""
+    def watch_functions(self, output: Any) -> None:
+        """Look at the backwards of the user's own `autograd.Function`s, of which no op tells."""
+        for node in _nodes_of(floats_in(output), set()):
+            kind = getattr(node, "_forward_cls", None)
+            code = getattr(getattr(kind, "backward", None), "__code__", None)
+            if kind is not None and code is not None and not is_library_file(code.co_filename):
+                source = f"{code.co_filename}:{code.co_firstlineno}"
+                node.register_hook(self._looking(functools.partial(Made, dotted_path(kind), source, "", reads=())))
+
+    def _watch(self, made: list[torch.Tensor], before: set[Node | None], noted: Callable[..., Made]) -> None:
+        """Look at what the op's own nodes of autograd make of gradients."""
+        for node in _nodes_of(made, self.known | before):
+            self.known.add(node)
+            node.register_hook(self._looking(noted))
+
+    def _looking(self, noted: Callable[..., Made]) -> Callable[..., None]:
+        """A hook on a node of autograd: notes what it passes back of finite gradients, and is not."""
 
         def look(given_back: tuple[Any, ...], came: tuple[Any, ...]) -> None:
             if self.flow.unmade is None and all(extent.is_finite for extent in _extents(came)):
                 bad = next((found for found in _extents(given_back) if not found.is_finite), None)
-                self.flow.unmade = None if bad is None else noted(bad)
+                self.flow.unmade = None if bad is None else noted(bad, is_gradient=True)
 
-        for node in _nodes_of(made, self.known | before):
-            self.known.add(node)
-            node.register_hook(look)
+        return look
 
 
 def _looked_at(values: Any) -> list[torch.Tensor] | None:
-    """The floating tensors among them; None where one holds no numbers to look at: a capture's, or a transform's."""
+    """The floating tensors among them; None where one holds no numbers to look at: a capture's, a transform's, or of
+    several shapes."""
     tensors = floats_in(values)
-    unseen = (isinstance(each, FakeTensor) or each.is_meta or is_functorch_wrapped_tensor(each) for each in tensors)
-    return None if any(unseen) else tensors
+    return None if any(map(_is_unseen, tensors)) else tensors
+
+
+def _is_unseen(tensor: torch.Tensor) -> bool:
+    is_empty_handed = isinstance(tensor, FakeTensor) or tensor.is_meta or is_functorch_wrapped_tensor(tensor)
+    return is_empty_handed or tensor.is_nested
 
 
 def _extents(gradients: tuple[Any, ...]) -> Iterator[Extent]:

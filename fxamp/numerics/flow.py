@@ -55,13 +55,15 @@ class Flow:
         return all(extent.is_finite for extent in (*self.edges.values(), *self.sums.values()))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Made:
     """What is not finite of an op that stands in no graph, and read finite numbers.
 
     Attributes:
         op, source, module: what ran, the user's line, and the path of the module whose forward it stands in.
         value: what it gave, or the gradient that it passed back; `reads`: what it read.
+
+    Two are equal that are as bad at one place, in runs of other precisions.
     """
 
     op: str
@@ -70,6 +72,16 @@ class Made:
     value: Extent
     reads: tuple[Extent, ...]
     is_gradient: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Made) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return self.op, self.source, self.module, self.value.nans, self.value.infs
 
 
 @dataclasses.dataclass(eq=False)
@@ -105,5 +117,5 @@ class CallFlow:
 
     @property
     def has_bad_values(self) -> bool:
-        """Whether any value in any graph is not finite."""
-        return any(not extent.is_finite for flow in self.parts for extent in flow.values.values())
+        """Whether any value in any graph is not finite, or code around them has made one."""
+        return bool(self.made) or any(not extent.is_finite for flow in self.parts for extent in flow.values.values())

@@ -78,24 +78,22 @@ def is_of_output(origin: Origin) -> bool:
 
 
 def made_around(call: CallFlow, exact: CallFlow, origin: Origin | None) -> Made | None:
-    """What code around the graphs made, where that explains what is bad: what came in, what is given, or a gradient.
+    """What code around the graphs made, where that explains what is bad: what came in, what is given or has stopped the
+    run, or a gradient.
 
-    Of several the first that an fp32 run has not.
+    Of several the first that an fp32 run has not; that one also where nothing else is bad.
 
     Args:
         origin: what the graphs alone say.
     """
+    new = next((made for made in call.made if made not in exact.made), None)
+    first = new or next(iter(call.made), None)
     if origin is not None and not is_of_output(origin):
-        return _first_made(call, exact) if origin.phase == "between graphs" else None
-    if not all(extent.is_finite for extent in call.outputs):
-        return _first_made(call, exact)
-    return None if origin is None and all(extent.is_finite for extent in call.gradients) else call.unmade
-
-
-def _first_made(call: CallFlow, exact: CallFlow) -> Made | None:
-    places = {(made.source, made.op, made.value.nans, made.value.infs) for made in exact.made}
-    new = (m for m in call.made if (m.source, m.op, m.value.nans, m.value.infs) not in places)
-    return next(new, next(iter(call.made), None))
+        return first if origin.phase == "between graphs" else None
+    if call.error is not None or not all(extent.is_finite for extent in call.outputs):
+        return first
+    has_bad_gradients = origin is not None or not all(extent.is_finite for extent in call.gradients)
+    return call.unmade if has_bad_gradients else new
 
 
 def of_loss(call: CallFlow) -> Origin | None:

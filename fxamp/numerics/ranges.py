@@ -129,7 +129,7 @@ class Ranges:
     def deny(self, low: torch.dtype | None = None) -> dict[str, str]:
         """Nodes that should run in float32, and why: {"exp": "its largest value 9.7e+04 overflows float16"}.
 
-        `convert(..., ranges=ranges)` denies each where it was measured. As a key of `overrides=`, a name means every node
+        `convert(..., ranges=ranges)` denies each where it was measured. As a key of `overrides=` a name means all nodes
         of that name; of "linear (2)", which no override knows, `nodes[name].module` tells the module.
         """
         chosen = low or self.low

@@ -35,9 +35,10 @@ def watch_flow(
     watcher = CallWatcher(call.weights, with_gradients=loss_fn is not None, counting=counting)
     flow = watcher.flow
     flow.inputs = [extent_of(tensor) for tensor in floats_in((call.args, call.kwargs))]
+    around = Around(flow, loss_fn is not None) if call.turns is not None else None
     with state_kept(call.model), torch.set_grad_enabled(loss_fn is not None or call.needs_gradients):
         try:
-            with Around(flow, loss_fn is not None) if call.turns is not None else contextlib.nullcontext():
+            with around or contextlib.nullcontext():
                 output = run(call, watcher.see, watcher.edge, rewritten, as_float32)
         except Exception as error:
             if not flow.has_bad_values:
@@ -46,6 +47,8 @@ def watch_flow(
             return flow
         flow.outputs = [extent_of(tensor) for tensor in floats_in(output)]
         if loss_fn is not None:
+            if around is not None:
+                around.watch_functions(output)
             _watch_backward(call, flow, loss_of(output, loss_fn))
     return flow
 

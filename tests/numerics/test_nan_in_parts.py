@@ -142,6 +142,57 @@ def test_the_line_whose_backward_makes_it_is_named(place):
     assert "the gradient it passes back" in str(found) and found.is_bad_in_float32
 
 
+class NanBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.nan
+
+
+def test_a_function_of_the_users_whose_backward_makes_it_is_named():
+    found = found_in(between(make=lambda h, scale: NanBack.apply(h)))
+    assert found.op.endswith(".NanBack") and found.is_of_gradient and "between graphs" in found.phase
+    assert found.source == f"{__file__}:{NanBack.backward.__code__.co_firstlineno}"
+
+
+def test_what_stops_the_run_around_the_graphs_is_named():
+    def row(h, scale):
+        return h[int((h / (h - h)).sum().item())]
+
+    found = found_in(between(make=row))
+    assert (found.op, found.source) == ("div", line_of(row)) and "ValueError" in found.error
+
+
+def test_what_is_taken_back_around_the_graphs_is_named_if_float32_has_none():
+    def swallowed(h, scale):
+        return h + ((h.clamp(-1, 1) + 2).mm(torch.full((16, 16), 6e4)) ** -1).to(h.dtype)
+
+    found = found_in(between(make=swallowed))
+    assert (found.op, found.source, found.is_bad_in_float32) == ("mm", line_of(swallowed), False)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_memory_as_it_is_found_and_tensors_of_several_shapes_are_not_looked_at():
+    def unset(h, scale):
+        found = torch.empty_like(h)
+        nested = torch.nested.nested_tensor([h[:3], h[3:]]) * 2
+        return found.copy_(h) + torch.cat(list(nested.unbind()))
+
+    torch.utils.deterministic.fill_uninitialized_memory, before = (
+        True,
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert found_in(between(make=unset)) is None, "NaNs fill new memory in this mode"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before
+
+
 def test_what_autocast_makes_infinite_around_the_graphs_is_a_matter_of_precision():
     def square(h, scale):
         return (h.clamp(-1, 1).float() * 1e4) @ (h.clamp(-1, 1).float().mT * 1e4) @ h.float() * 1e-9
