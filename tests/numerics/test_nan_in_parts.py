@@ -174,23 +174,27 @@ def test_what_is_taken_back_around_the_graphs_is_named_if_float32_has_none():
     assert (found.op, found.source, found.is_bad_in_float32) == ("mm", line_of(swallowed), False)
 
 
+@pytest.fixture
+def new_memory_holds_nan():
+    torch.use_deterministic_algorithms(True)  # fills it, for such as read it to be found
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_memory_as_it_is_found_and_tensors_of_several_shapes_are_not_looked_at():
+def test_memory_as_it_is_found_and_tensors_of_several_shapes_are_not_looked_at(new_memory_holds_nan):
     def unset(h, scale):
         found = torch.empty_like(h)
         nested = torch.nested.nested_tensor([h[:3], h[3:]]) * 2
         return found.copy_(h) + torch.cat(list(nested.unbind()))
 
-    torch.utils.deterministic.fill_uninitialized_memory, before = (
-        True,
-        torch.utils.deterministic.fill_uninitialized_memory,
-    )
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert found_in(between(make=unset)) is None, "NaNs fill new memory in this mode"
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = before
+    def divided(h, scale):
+        return unset(h, scale) / 0
+
+    assert torch.empty(1).isnan()
+    assert found_in(between(make=unset)) is None
+    found = found_in(between(make=divided))
+    assert (found.op, found.source) == ("div", line_of(divided))
 
 
 def test_what_autocast_makes_infinite_around_the_graphs_is_a_matter_of_precision():
