@@ -90,14 +90,14 @@ class CallFlow:
 
     Attributes:
         made: what code around graphs made, in order; `unmade`: the first that the backward of such code did.
-        gradients: of parameters and inputs, where a backward has run.
+        gradients: of parameters and inputs by name, where a backward has run.
         error: what stopped the run behind a value that is not finite, such as an index made of one.
     """
 
     parts: list[Flow] = dataclasses.field(default_factory=list)
     inputs: list[Extent] = dataclasses.field(default_factory=list)
     outputs: list[Extent] = dataclasses.field(default_factory=list)
-    gradients: list[Extent] = dataclasses.field(default_factory=list)
+    gradients: dict[str, Extent] = dataclasses.field(default_factory=dict)
     loss: Extent | None = None
     error: Exception | None = None
     made: list[Made] = dataclasses.field(default_factory=list)
@@ -112,7 +112,7 @@ class CallFlow:
     @property
     def is_finite(self) -> bool:
         """Whether outputs, loss and every gradient on the way are finite."""
-        arrived = all(extent.is_finite for extent in self.gradients)
+        arrived = all(extent.is_finite for extent in self.gradients.values())
         return self.has_finite_ends and arrived and all(flow.has_finite_gradients for flow in self.parts)
 
     @property

@@ -203,7 +203,8 @@ def _is_bad_too(origin: Origin, exact: CallFlow) -> bool:
     flow = next((flow for flow in exact.parts if flow.part.number == origin.flow.part.number), None)
     value = value_of_gradient(origin)
     if value is None or flow is None or value not in flow.values:
-        return not exact.has_finite_ends or bool(led)
+        is_around = any(not extent.is_finite for extent in exact.gradients.values())
+        return not exact.has_finite_ends or bool(led) or is_around
     return value in led.of(flow)
 
 
@@ -242,7 +243,7 @@ def _last_line_before(origin: Origin, flow: CallFlow) -> str:
 
 def bad_code(made: Made, flow: CallFlow, exact: CallFlow) -> BadNode:
     """What is known of an op that stands in no graph."""
-    values = (*exact.outputs, *exact.gradients, *([exact.loss] if exact.loss is not None else []))
+    values = (*exact.outputs, *exact.gradients.values(), *([exact.loss] if exact.loss is not None else []))
     return BadNode(
         name=made.op,
         op=made.op,

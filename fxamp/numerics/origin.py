@@ -25,7 +25,8 @@ class Origin:
         phase: "input" | "parameter" | "forward" | "backward" | "sum of gradients" | "between graphs" | "loss" |
             "output".
         extent: of the first bad value or gradient; `edge`: the edge it flowed over, for gradients.
-        weight: path of the parameter or buffer that is not finite in a module that the node calls whole, "" for others.
+        weight: path of the parameter or buffer that is not finite in a module that the node calls whole; of a gradient
+            that code around the graphs made, whose it is; "" for others.
         reaches: whether it got to an output, a parameter or an input; else an op of the model took it back.
     """
 
@@ -92,7 +93,7 @@ def made_around(call: CallFlow, exact: CallFlow, origin: Origin | None) -> Made 
         return first if origin.phase == "between graphs" else None
     if call.error is not None or not all(extent.is_finite for extent in call.outputs):
         return first
-    has_bad_gradients = origin is not None or not all(extent.is_finite for extent in call.gradients)
+    has_bad_gradients = origin is not None or not all(extent.is_finite for extent in call.gradients.values())
     return call.unmade if has_bad_gradients else new
 
 
@@ -118,6 +119,16 @@ def of_output(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
     flow = call.parts[-1]
     output = next(node for node in flow.variant.graph.nodes if node.op == "output")
     return Origin(output.name, "output", bad[0], flow) if bad else None
+
+
+def of_gradient(call: CallFlow) -> Origin | None:
+    """The last graph's output, where a parameter or an input gets a bad gradient that no graph has made."""
+    bad = next(((name, extent) for name, extent in call.gradients.items() if not extent.is_finite), None)
+    if bad is None or not call.parts:
+        return None
+    flow = call.parts[-1]
+    output = next(node for node in flow.variant.graph.nodes if node.op == "output")
+    return Origin(output.name, "between graphs", bad[1], flow, weight=f"{bad[0]}'s gradient")
 
 
 def vanished_origin(call: CallFlow, exact: CallFlow) -> Origin | None:

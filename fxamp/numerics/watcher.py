@@ -56,10 +56,13 @@ def watch_flow(
 def _watch_backward(call: Call, flow: CallFlow, loss: torch.Tensor) -> None:
     flow.loss = extent_of(loss)
     inputs = pytree.tree_leaves((call.args, call.kwargs, call.inputs))
-    tensors = (*call.model.parameters(), *(given for given in inputs if isinstance(given, torch.Tensor)))
-    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    tensors = {id(given): ("an input", given) for given in inputs if isinstance(given, torch.Tensor)}
+    tensors |= {id(weight): (name, weight) for name, weight in call.model.named_parameters()}
+    wanted = [(name, tensor) for name, tensor in tensors.values() if tensor.requires_grad]
     if loss.requires_grad and wanted:
-        flow.gradients = [extent_of(gradient) for gradient in floats_in(gradients_of(loss, wanted))]
+        gradients = gradients_of(loss, [tensor for _, tensor in wanted])
+        for (name, _), gradient in zip(wanted, gradients, strict=True):
+            flow.gradients |= {name: extent_of_all(found)} if (found := floats_in(gradient)) else {}
 
 
 class CallWatcher:

@@ -258,6 +258,24 @@ def test_code_between_two_graphs_is_named_as_such():
     assert found.source == found.after == f"{__file__}:{Between.forward.__code__.co_firstlineno + 1}"
 
 
+def test_a_gradient_that_code_between_two_graphs_makes_is_told_of():
+    class Rooted(Between):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return self.b(rooted(self.a(x), self.scale))
+
+    @torch._dynamo.disable
+    def rooted(y, scale):
+        return y + (scale - scale.detach()).abs().sqrt()
+
+    found = fxamp.find_nan(called(Rooted()), (X,), lambda output: output.sum())
+    assert found.phase == "between graphs" and found.value.startswith("scale's gradient: float32 [8]")
+    assert found.is_bad_in_float32 and "code between two graphs" in str(found)
+
+
 def test_a_bad_gradient_in_any_graph_is_named():
     class Net(Broken):
         def forward(self, x):
