@@ -203,8 +203,8 @@ def _is_bad_too(origin: Origin, exact: CallFlow) -> bool:
     flow = next((flow for flow in exact.parts if flow.part.number == origin.flow.part.number), None)
     value = value_of_gradient(origin)
     if value is None or flow is None or value not in flow.values:
-        is_around = any(not extent.is_finite for extent in exact.gradients.values())
-        return not exact.has_finite_ends or bool(led) or is_around
+        is_around = origin.phase == "between graphs" and bool(origin.weight)
+        return not exact.has_finite_ends or bool(led) or (is_around and _has_bad_gradients(exact))
     return value in led.of(flow)
 
 
@@ -243,7 +243,6 @@ def _last_line_before(origin: Origin, flow: CallFlow) -> str:
 
 def bad_code(made: Made, flow: CallFlow, exact: CallFlow) -> BadNode:
     """What is known of an op that stands in no graph."""
-    values = (*exact.outputs, *exact.gradients.values(), *([exact.loss] if exact.loss is not None else []))
     return BadNode(
         name=made.op,
         op=made.op,
@@ -256,11 +255,17 @@ def bad_code(made: Made, flow: CallFlow, exact: CallFlow) -> BadNode:
         colour=AROUND,
         precision="low" if made.value.dtype in LOW_DTYPES else "high",
         overrides={},
-        is_bad_in_float32=exact.error is not None or not all(extent.is_finite for extent in values),
+        is_bad_in_float32=not exact.has_finite_ends or _has_bad_gradients(exact),
         error=_first_line(flow.error),
         is_float16=made.value.dtype == torch.float16,
         has_infinite_inputs=any(extent.infs and not extent.is_mask for extent in flow.inputs),
     )
+
+
+def _has_bad_gradients(exact: CallFlow) -> bool:
+    """Whether float32 gives such too: those of parameters that are stored in float16 may be finite before they are."""
+    found = exact.gradients.values()
+    return any(extent.nans or (extent.infs and extent.dtype != torch.float16) for extent in found)
 
 
 def _first_line(error: Exception | None) -> str:
