@@ -154,8 +154,10 @@ class _Search:
         with flags_of(call.model, model):
             self.exact = record(dataclasses.replace(call, weights=model), in_float32(call), None, as_float32=True)
         self.gemms: Collection[str] = ()
-        self.graphs = graphs = [part.variant.graph for part in self.exact.parts.values()]
-        self.blocks = {node.name: path for graph in graphs for node in graph.nodes if (path := boundary_of(call, node))}
+        parts = list(self.exact.parts.values())
+        self.graphs = [part.variant.graph for part in parts]
+        nodes = [(part, node) for part in parts for node in part.variant.graph.nodes]
+        self.blocks = {node.name: path for part, node in nodes if (path := boundary_of(call, node, part))}
 
     def key_of(self, row: NodeError) -> str:
         """What denies a row's node."""

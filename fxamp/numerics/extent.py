@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError
-from fxamp.sparse import held
+from fxamp.sparse import held, is_sparse, parts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Extent:
 
     @property
     def is_mask(self) -> bool:
-        """Zeros and infinities, as an additive mask has them."""
-        return bool(self.infs) and not self.nans and self.low in (0.0, None) and self.high in (0.0, None)
+        """Zeros and infinities, as an additive mask has them; nothing but infinities is an overflow."""
+        return bool(self.infs) and not self.nans and self.low == self.high == 0.0
 
     def __str__(self) -> str:
         kind = dtype_name(self.dtype)
@@ -85,6 +86,21 @@ def check_not_empty(inputs: Any, what: str) -> None:
             f"{what} empty (tensor of shape {list(tensors[0].shape)}): nothing can be measured on it. Give at least "
             "one sample."
         )
+
+
+def numbers_in(value: Any) -> list[torch.Tensor]:
+    """The floating tensors inside a value, and complex ones as pairs of floating numbers."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [
+        torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() and not is_sparse(tensor) else tensor
+        for tensor in tensors
+        if tensor.is_floating_point() or (tensor.is_complex() and not is_sparse(tensor))
+    ]
+
+
+def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
+    """What tells whose memory it is; an address would not: the next value may get a freed one's."""
+    return StorageWeakRef(parts_of(tensor.detach())[-1].untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def extent_of_all(tensors: list[torch.Tensor]) -> Extent:

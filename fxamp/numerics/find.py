@@ -6,8 +6,18 @@ from torch import nn
 
 from fxamp.model.engine import engine_of
 from fxamp.model.unconverted import check_left
+from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.nan import BadNode, Loss, bad_code, describe
-from fxamp.numerics.origin import is_of_output, made_around, of_gradient, of_loss, of_output, origin_of, vanished_origin
+from fxamp.numerics.origin import (
+    given_back_inside,
+    is_of_output,
+    made_around,
+    of_gradient,
+    of_loss,
+    of_output,
+    origin_of,
+    vanished_origin,
+)
 from fxamp.numerics.run import call_of, check_module, in_float32
 from fxamp.numerics.watcher import watch_flow
 
@@ -47,4 +57,8 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
         return bad_code(made, flow, exact)
     if origin is None or is_of_output(origin):
         origin = of_loss(flow) or origin or vanished_origin(flow, exact) or of_output(flow, exact) or of_gradient(flow)
+    if origin is None and flow.error is not None:  # what stopped it, float32 has too
+        origin = vanished_origin(flow, CallFlow())
+    elif origin is not None:
+        origin = given_back_inside(flow, origin)
     return None if origin is None else describe(call, flow, origin, loss_fn, exact)

@@ -57,13 +57,13 @@ class Flow:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Made:
-    """What is not finite of an op that stands in no graph, and read finite numbers.
+    """What is not finite of an op that stands in no graph.
 
     Attributes:
         op, source, module: what ran, the user's line, and the path of the module whose forward it stands in.
         value: what it gave, or the gradient that it passed back; `reads`: what it read.
-
-    Two are equal that are as bad at one place, in runs of other precisions.
+        causes: who made what it read that is not finite, as far as that is known.
+        is_new: whether what it read explains nothing of it, and the code does not mean it.
     """
 
     op: str
@@ -71,17 +71,25 @@ class Made:
     module: str
     value: Extent
     reads: tuple[Extent, ...]
+    causes: tuple["Made", ...] = ()
+    is_new: bool = True
     is_gradient: bool = False
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Made) and self._key == other._key
+    def begun_by(self) -> list["Made"]:
+        """The new ones among those that it comes of, itself included; where there are none, the first ones."""
+        seen, frontier = dict[int, Made](), [self]
+        while frontier:
+            made = frontier.pop()
+            if id(made) not in seen:
+                seen[id(made)] = made
+                frontier += made.causes
+        new = [made for made in seen.values() if made.is_new]
+        return new or [made for made in seen.values() if not made.causes]
 
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        return self.op, self.source, self.module, self.value.nans, self.value.infs
+    def is_as(self, other: "Made") -> bool:
+        """Whether another run, of another precision, was as bad there."""
+        bad = (self.value.nans, self.value.infs) == (other.value.nans, other.value.infs)
+        return bad and (self.op, self.source, self.module) == (other.op, other.source, other.module)
 
 
 @dataclasses.dataclass(eq=False)
@@ -89,7 +97,9 @@ class CallFlow:
     """One watched call: the flows of its graphs in order, its outputs and its loss.
 
     Attributes:
-        made: what code around graphs made, in order; `unmade`: the first that the backward of such code did.
+        made: what code around graphs made, in order; `arrived`: of the inputs of graphs, (turn, node) -> who made it;
+            `given`: of the outputs. `unmade`: the first that the backward of such code made.
+        came: the gradients that came to the outputs.
         gradients: of parameters and inputs by name, where a backward has run.
         error: what stopped the run behind a value that is not finite, such as an index made of one.
     """
@@ -101,6 +111,9 @@ class CallFlow:
     loss: Extent | None = None
     error: Exception | None = None
     made: list[Made] = dataclasses.field(default_factory=list)
+    arrived: dict[tuple[int, str], Made] = dataclasses.field(default_factory=dict)
+    given: list[Made] = dataclasses.field(default_factory=list)
+    came: list[Extent] = dataclasses.field(default_factory=list)
     unmade: Made | None = None
 
     @property
@@ -118,4 +131,5 @@ class CallFlow:
     @property
     def has_bad_values(self) -> bool:
         """Whether any value in any graph is not finite, or code around them has made one."""
-        return bool(self.made) or any(not extent.is_finite for flow in self.parts for extent in flow.values.values())
+        values = (extent for flow in self.parts for extent in flow.values.values())
+        return any(made.is_new for made in self.made) or any(not extent.is_finite for extent in values)

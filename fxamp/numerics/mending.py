@@ -91,9 +91,9 @@ def _all_from(call: Call, node: fx.Node, watched: CallFlow) -> list[fx.Node]:
             if near not in distances:
                 distances[near] = distances[here] + 1
                 frontier.append(near)
-    nodes: list[fx.Node] = [found for part in watched.parts for found in part.variant.graph.nodes]
-    low = [found for found in nodes if _is_operation(found) and (_is_low(found) or boundary_of(call, found))]
-    return sorted(low, key=lambda found: distances.get(found, len(nodes)))
+    parts = [(flow.part, found) for flow in watched.parts for found in flow.variant.graph.nodes if _is_operation(found)]
+    low = [found for part, found in parts if _is_low(found) or boundary_of(call, found, part)]
+    return sorted(low, key=lambda found: distances.get(found, len(parts) + len(distances)))
 
 
 def _is_low(node: fx.Node) -> bool:

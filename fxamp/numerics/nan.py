@@ -140,7 +140,7 @@ class BadNode:
         if self.colour == AROUND:
             if self.is_bad_in_float32:
                 return "no graph holds this line, which runs as it is written; float32 makes it too: look there"
-            return "no graph holds this line, and float32 is finite: switch torch.autocast off around it"
+            return "no graph holds this line, and float32 is finite: compute it in float32, with autocast off"
         place = f", after {self.after}" if self.after else ""
         ask = "; fxamp.find_nan(model, its inputs, loss_fn) names the line" if self.call else ""
         return f"it was made by code between two graphs{place}, which runs as it is written: look there{ask}"
@@ -154,8 +154,11 @@ class BadNode:
         if self.op == "output" and self.phase != "output" and not self.overrides:
             too = ", and does so in float32: it is no matter of precision" if self.is_bad_in_float32 else ""
             scale = "; where it is too large for float16, use a smaller loss scale" if self.is_float16 else ""
-            made = f"the loss, or what else is computed of it outside, makes it{too or scale}"
-            return f"what the model gives is finite; {made}"
+            if self.call and self.module:
+                gives, who = self.module, "code of the model's behind it, or the loss,"
+            else:
+                gives, who = "the model", "the loss, or what else is computed of it outside,"
+            return f"what {gives} gives is finite; {who} makes it{too or scale}"
         if self.is_bad_in_float32:
             where = "the infinities among the call's inputs" if self.has_infinite_inputs else "the line"
             return f"the float32 run is not finite here either: it is not a matter of precision, look at {where}"
@@ -294,7 +297,7 @@ def bad_node(call: Call, origin: Origin, denied: tuple[str, ...], is_bad_in_floa
         graph=origin.flow.part.graph,
         error=_first_line(flow.error),
         after=_last_line_before(origin, flow),
-        block=block_of(call, node),
+        block=block_of(call, origin.flow.part, node),
         master=_master_in_words(call, origin),
         is_buffer=_is_of_buffer(call, origin),
         is_float16=origin.extent.dtype == torch.float16,

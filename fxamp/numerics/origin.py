@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 from torch import fx
@@ -68,9 +68,14 @@ def origin_of(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
         )
         if found is not None:
             found = next((origin for flow in call.parts if (origin := _clamped_origin(flow)) is not None), found)
-    if found is not None and found.phase == "input" and all(extent.is_finite for extent in call.inputs):
+    if found is not None and found.phase == "input" and _is_from_around(call, found):
         return dataclasses.replace(found, phase="between graphs")
     return found
+
+
+def _is_from_around(call: CallFlow, found: Origin) -> bool:
+    is_arrived = (found.flow.part.number, found.node) in call.arrived
+    return is_arrived or all(extent.is_finite for extent in call.inputs)
 
 
 def is_of_output(origin: Origin) -> bool:
@@ -87,14 +92,26 @@ def made_around(call: CallFlow, exact: CallFlow, origin: Origin | None) -> Made 
     Args:
         origin: what the graphs alone say.
     """
-    new = next((made for made in call.made if made not in exact.made), None)
-    first = new or next(iter(call.made), None)
     if origin is not None and not is_of_output(origin):
-        return first if origin.phase == "between graphs" else None
-    if call.error is not None or not all(extent.is_finite for extent in call.outputs):
-        return first
+        arrived = call.arrived.get((origin.flow.part.number, origin.node))
+        return _first(arrived.begun_by(), exact) if origin.phase == "between graphs" and arrived else None
+    new = [made for made in call.made if made.is_new]
+    if call.error is not None:
+        return _first(new, exact)
+    if not all(extent.is_finite for extent in call.outputs):
+        return _first((each for made in call.given for each in made.begun_by()), exact)
     has_bad_gradients = origin is not None or not all(extent.is_finite for extent in call.gradients.values())
-    return call.unmade if has_bad_gradients else new
+    return call.unmade if has_bad_gradients else next(filter(lambda made: _is_only_mixed(made, exact), new), None)
+
+
+def _first(among: Iterable[Made], exact: CallFlow) -> Made | None:
+    """The first that fp32 has not, or else the first."""
+    found = list(among)
+    return next((made for made in found if _is_only_mixed(made, exact)), next(iter(found), None))
+
+
+def _is_only_mixed(made: Made, exact: CallFlow) -> bool:
+    return not any(made.is_as(other) for other in exact.made)
 
 
 def of_loss(call: CallFlow) -> Origin | None:
@@ -119,6 +136,18 @@ def of_output(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
     flow = call.parts[-1]
     output = next(node for node in flow.variant.graph.nodes if node.op == "output")
     return Origin(output.name, "output", bad[0], flow) if bad else None
+
+
+def given_back_inside(call: CallFlow, origin: Origin) -> Origin:
+    """Of a bad gradient that comes to a graph's output, whether code of the model's makes it: what came to the outputs
+    of the call was finite, and not too large to be made low."""
+    top = torch.finfo(origin.extent.dtype).max
+    came = [max(abs(extent.low or 0.0), abs(extent.high or 0.0)) for extent in call.came if extent.is_finite]
+    is_inside = bool(came) and len(came) == len(call.came) and max(came) < top
+    is_whole = call.parts[-1] is origin.flow and not call.made and len(call.parts) == 1
+    if not is_of_output(origin) or not is_inside or is_whole:
+        return origin
+    return dataclasses.replace(origin, phase="between graphs", weight="the gradient that comes back")
 
 
 def of_gradient(call: CallFlow) -> Origin | None:
@@ -262,6 +291,8 @@ def _is_bad(flow: Flow, node: fx.Node) -> bool:
     return extent is not None and not extent.is_finite
 
 
+UNSET = ("empty", "empty_like", "empty_strided", "empty_permuted", "resize_", "resize_as_")
+"""Ops that give memory as it is found."""
 _ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
 """Ops that answer a mask's -inf with a zero weight: it explains no infinity in what they give."""
 
@@ -269,7 +300,10 @@ _ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
 def _is_new(flow: Flow, node: fx.Node) -> bool:
     """Whether the node made a nan or an inf of inputs that had none of that kind, or more of them than fp32 has."""
     own = flow.values[node.name]
-    reads = [read for given in reads_of(node) if (read := flow.reads.get((given.name, node.name))) is not None]
+    if ir.mark(node).op.endswith(UNSET):
+        return False
+    given = [value for value in reads_of(node) if value is not node.kwargs.get("out")]
+    reads = [read for value in given if (read := flow.reads.get((value.name, node.name))) is not None]
     if own.nans:
         return not any(read.nans for read in reads) or _deviates(flow, node)
     explains = [read for read in reads if read.infs and not (ir.mark(node).op in _ATTENTION and read.is_mask)]

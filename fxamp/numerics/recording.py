@@ -11,12 +11,13 @@ from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.inplace import mutated
+from fxamp.numerics.extent import storage_of
 from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.kept import state_kept
 from fxamp.numerics.losses import floats_in, gradients_of, loss_of
 from fxamp.numerics.run import Call, Rewriter, run
 from fxamp.numerics.runner import Identity, Part
-from fxamp.numerics.watcher import CallWatcher, storage_of
+from fxamp.numerics.watcher import CallWatcher
 
 Key = tuple[Identity, str]
 """(the graph's turn, the node's name)"""

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.unconverted import check_left
 from fxamp.model.variant import Variant
+from fxamp.model.written import Written
 from fxamp.numerics.extent import extent_of
 from fxamp.numerics.losses import floats_in
 from fxamp.numerics.nan import BadNode
@@ -95,10 +96,18 @@ class NanWatch:
             self.calls.clear()
             self.steps += 1
 
-    def stop(self, watcher: CallWatcher, error: Exception) -> None:
-        """A call was stopped, perhaps by what is not finite, such as an index made of it."""
+    def stop(self, watcher: CallWatcher, error: Exception, is_written: bool) -> None:
+        """A call was stopped, perhaps by what is not finite, such as an index made of it.
+
+        Args:
+            is_written: it runs as it is written, so that its parts alone are watched.
+        """
         if watcher.flow.has_bad_values:
             watcher.flow.error = self.error = error
+        elif is_written:
+            error.add_note(
+                "fxamp.watch_nan saw the parts alone; fxamp.find_nan(model, inputs) sees the code around them"
+            )
 
 
 @contextlib.contextmanager
@@ -216,7 +225,7 @@ class _WatchedDynamo:
         watcher = self.watch.begin(Call(module, self.engine, args, kwargs, module, dynamo=looking_dynamo(self.engine)))
         self.dynamo.watch = lambda variant, inputs: _watched_part(watcher, self.engine, variant, module, inputs)
         try:
-            with _errors_noted(self.watch, watcher):
+            with _errors_noted(self.watch, watcher, is_written=isinstance(self.dynamo, Written)):
                 result = self.dynamo(base, module, args, kwargs)
         finally:
             self.dynamo.watch = None
@@ -225,11 +234,11 @@ class _WatchedDynamo:
 
 
 @contextlib.contextmanager
-def _errors_noted(watch: NanWatch, watcher: CallWatcher) -> Iterator[None]:
+def _errors_noted(watch: NanWatch, watcher: CallWatcher, is_written: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        watch.stop(watcher, error)
+        watch.stop(watcher, error, is_written)
         raise
 
 

@@ -14,14 +14,14 @@ from fxamp import ir
 from fxamp.inplace import mutated
 from fxamp.lists import TRAITS
 from fxamp.numerics.around import Around
-from fxamp.numerics.extent import extent_of, extent_of_all
+from fxamp.numerics.extent import extent_of, extent_of_all, numbers_in, storage_of
 from fxamp.numerics.flow import CallFlow, Edge, Flow
 from fxamp.numerics.kept import state_kept
 from fxamp.numerics.losses import floats_in, gradients_of, loss_of
 from fxamp.numerics.run import Call, Rewriter, run, takes_derivative
 from fxamp.numerics.runner import Part
 from fxamp.numerics.twin import given_to, takes_part
-from fxamp.sparse import held, is_sparse, parts_of
+from fxamp.sparse import held, is_sparse
 
 
 def watch_flow(
@@ -35,7 +35,7 @@ def watch_flow(
     watcher = CallWatcher(call.weights, with_gradients=loss_fn is not None, counting=counting)
     flow = watcher.flow
     flow.inputs = [extent_of(tensor) for tensor in floats_in((call.args, call.kwargs))]
-    around = Around(flow, loss_fn is not None) if call.turns is not None else None
+    around = watcher.around = Around(flow, loss_fn is not None) if call.turns is not None else None
     with state_kept(call.model), torch.set_grad_enabled(loss_fn is not None or call.needs_gradients):
         try:
             with around or contextlib.nullcontext():
@@ -46,9 +46,12 @@ def watch_flow(
             flow.error = error
             return flow
         flow.outputs = [extent_of(tensor) for tensor in floats_in(output)]
+        if around is not None:
+            around.gives(output)
         if loss_fn is not None:
-            if around is not None:
-                around.watch_functions(output)
+            for tensor in floats_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: flow.came.append(extent_of(gradient)))  # type: ignore[no-untyped-call]
             _watch_backward(call, flow, loss_of(output, loss_fn))
     return flow
 
@@ -80,8 +83,11 @@ class CallWatcher:
         self.with_gradients = with_gradients
         self.counting = counting
         self.watchers: dict[int, Watcher] = {}
+        self.around: Around | None = None
 
     def see(self, part: Part, node: fx.Node, value: Any) -> Any:
+        if self.around is not None and node.op == "placeholder":
+            self.around.arrives((part.number, node.name), value)
         return self._of(part).see(node, value)
 
     def edge(self, part: Part, given: fx.Node, reader: fx.Node, value: Any) -> Any:
@@ -122,7 +128,7 @@ class Watcher:
     def see(self, node: fx.Node, value: Any) -> Any:
         if ir.mark(node).op == "packed_cast":
             return value  # each of its parts is looked at where it is taken
-        tensors = floats_in(value)
+        tensors = numbers_in(value)
         written = self._written_by(node, tensors)
         if tensors and self.counting:
             self.flow.counts[node.name] = [nonzero(tensor) for tensor in tensors]
@@ -161,7 +167,7 @@ class Watcher:
     def edge(self, given: fx.Node, reader: fx.Node, value: Any) -> Any:
         self._note_read(given, reader, value)
         if self.is_written and given in mutated(reader):
-            self.written += floats_in(value)
+            self.written += numbers_in(value)
         if not self.with_gradients or (given.name, reader.name) in self.unprobed:
             return value
         edge = (self.flow.writers.get((given.name, reader.name), given.name), reader.name)
@@ -195,7 +201,7 @@ class Watcher:
         return _Probe.apply(value, lambda gradient: self._note(edge, gradient))  # type: ignore[no-untyped-call]
 
     def _note_read(self, given: fx.Node, reader: fx.Node, value: Any) -> None:
-        tensors, edge = floats_in(value), (given.name, reader.name)
+        tensors, edge = numbers_in(value), (given.name, reader.name)
         if not tensors:
             return
         if takes_part(reader):
@@ -274,11 +280,6 @@ def _is_only_written(module: nn.Module, path: str) -> bool:
 def nonzero(tensor: torch.Tensor) -> int:
     """How many elements are not zero."""
     return int(held(tensor).count_nonzero())
-
-
-def storage_of(tensor: torch.Tensor) -> StorageWeakRef:
-    """What tells whose memory it is; an address would not: the next value may get a freed one's."""
-    return StorageWeakRef(parts_of(tensor.detach())[-1].untyped_storage())  # type: ignore[no-untyped-call]
 
 
 class _Probe(torch.autograd.Function):

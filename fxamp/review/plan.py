@@ -123,8 +123,8 @@ class Plan:
         rows = list(rows_of(graph))
         keys = keys_of(rows)
         by_name = {row.name: row for row in rows}
-        new = [Item("new", name, place_of(by_name[name], by_name)) for name in keys]
-        found, unclear, chosen = self._nearest_graph(new, title)
+        items = [Item("new", name, place_of(by_name[name], by_name)) for name in keys]
+        found, unclear, chosen = self._nearest_graph(items, title)
         wanted = self.graphs.get(chosen, {})
         open_ones = self._open_in(chosen)
         sure = {name: wanted[key] for name, key in found.items() if key not in open_ones}
@@ -134,7 +134,9 @@ class Plan:
             both = {module_of(key) for key in here} & {module_of(key) for key in keys.values()}
             here = [key for key in here if module_of(key) not in both]
             floats = {name for name in floats & keys.keys() if module_of(keys[name]) not in both}
-        return sure, [*self._lost(here, found, unclear), *self._added(keys, found, floats)]
+        new = [key for name, key in keys.items() if name in floats - found.keys()]
+        added = [f"{self._named(key)} is in the model and not in the plan" for key in new if key not in here]
+        return sure, [*self._lost(here, found, unclear, new), *added]
 
     def _nearest_graph(self, new: list[Item], title: str) -> tuple[dict[str, str], dict[str, int], str]:
         """The match with the graph of that title, or of several such, or of none, the one that fits best."""
@@ -159,17 +161,16 @@ class Plan:
         nodes = self.graphs[title].items()
         return [Item("old", key, places.get(key) or place_of_key(key), decided) for key, decided in nodes]
 
-    def _lost(self, wanted: Iterable[str], found: Mapping[str, str], unclear: Mapping[str, int]) -> Iterator[str]:
+    def _lost(
+        self, wanted: Iterable[str], found: Mapping[str, str], unclear: Mapping[str, int], new: Collection[str]
+    ) -> Iterator[str]:
         for key in wanted:
             if key in unclear:
                 yield f"{self._named(key)} of the plan may be any of {plural(unclear[key], 'node')} of the model"
+            elif key in new:
+                yield f"{self._named(key)} reads other values in the model than in the plan"
             elif key not in found.values() and place_of_key(key).op not in _MADE:
                 yield f"{self._named(key)} is in the plan and not in the model"
-
-    def _added(self, keys: Mapping[str, str], found: Mapping[str, str], floats: Collection[str]) -> Iterator[str]:
-        for name, key in keys.items():
-            if name in floats - found.keys():
-                yield f"{self._named(key)} is in the model and not in the plan"
 
     def _named(self, key: str) -> str:
         """A key as the whole model has it."""

@@ -23,6 +23,7 @@ from fxamp.model.blocks import mark_block
 from fxamp.model.codegen import CompiledForward
 from fxamp.model.engine import Engine
 from fxamp.model.rebuild import modes_of, rebuild_variant, with_data
+from fxamp.model.state_dicts import named_tensors
 from fxamp.model.storage import lower_parameters
 from fxamp.model.variant import Variant
 from fxamp.model.views import plain_tree
@@ -40,27 +41,28 @@ class Trials:
 
     1. A model is captured once: only which functions stay whole depends on the options, on the names in the lists.
     2. A node that reads such values as one did in an earlier trial is not run again on fake tensors.
-    3. At O2 the options decide which parameters are stored low: those that are, but for what a change of the options
-       changes in the graph, or the layers, by which the conversion has decided.
+    3. At O2 and O3 the options decide which parameters are stored low: those that are, but for what a change of the
+       options changes in the graph, or the layers, by which the conversion has decided.
     4. Each block that is converted by itself has changed lists and levels too; changed overrides mean its outside.
 
     Args:
-        plain: of a block of an O2 model, the same in the copy of the model.
+        plain: of a block of an O2 or O3 model, the same in the copy of the model.
     """
 
     def __init__(self, converted: nn.Module, engine: Engine, plain: nn.Module | None = None) -> None:
         self.converted = converted
         self.engine = engine
-        self.is_o2 = engine.options.opt_level == "O2"
+        self.is_stored = engine.options.opt_level in ("O2", "O3")
         if plain is None:
-            plain = _in_float32(plain_tree(converted)) if self.is_o2 else plain_tree(converted)
+            plain = plain_tree(converted)
+            plain = _in_float32(plain, engine.options.opt_level) if self.is_stored else plain
         self.plain = plain
         self.captures: dict[Any, _Capture] = {}
         self.preview: Variant | None = None
         self.blocks: dict[int, Trials] = {}
         for path, inner in engine.blocks.items():  # one of equal blocks stands for all
             if id(inner) not in self.blocks:
-                own = plain.get_submodule(path) if self.is_o2 else None
+                own = plain.get_submodule(path) if self.is_stored else None
                 self.blocks[id(inner)] = Trials(converted.get_submodule(path), inner, own)
 
     def variants(self, **changes: Any) -> list[Variant]:
@@ -69,7 +71,7 @@ class Trials:
         Raises:
             Exception: what convert() raises for such options.
         """
-        with _stored(self.plain, self._stored_low(changes) if self.is_o2 else {}):
+        with _stored(self.plain, self._stored_low(changes) if self.is_stored else {}):
             return self._graphs(changes)
 
     def _graphs(self, changes: dict[str, Any]) -> list[Variant]:
@@ -78,11 +80,12 @@ class Trials:
         inside = {name: value for name, value in changes.items() if name != "overrides"}
         return own + [each for block in self.blocks.values() for each in block._graphs(inside)]
 
-    def _stored_low(self, changes: dict[str, Any]) -> dict[str, nn.Parameter]:
-        """O2: the parameters that would be stored low, by path: those that are, but for what the change changes."""
+    def _stored_low(self, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The parameters and buffers that would be stored low, by path: those that are, but for what the change
+        changes."""
         before, after = self._found_low({}), self._found_low(changes)
-        stored: dict[str, nn.Parameter] = {}
-        for path, today in self.converted.named_parameters():
+        stored: dict[str, torch.Tensor] = {}
+        for path, today in named_tensors(self.converted):
             if path in after - before or (is_stored_low(today) and path not in before - after):
                 options = self.engine.options
                 stored[path] = today if is_stored_low(today) else _lowered(ir.attribute(self.plain, path), options)
@@ -238,45 +241,51 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 # ---------------------------------------------------------------------------------------------------------- O2
 
 
-def _in_float32(plain: nn.Module) -> nn.Module:
-    """A copy of an O2 model as it was before parameters were lowered; all else, and all memory, is shared.
+def _in_float32(plain: nn.Module, opt_level: str) -> nn.Module:
+    """A copy of an O2 or O3 model as it was before parameters were lowered; all else, and all memory, is shared.
 
     Raises:
         OptionError: the model cannot be copied.
     """
-    known: dict[int, Any] = {id(buffer): buffer for buffer in plain.buffers()}
+    known: dict[int, Any] = {id(buffer): _exact(buffer) for buffer in plain.buffers()}
     for parameter in plain.parameters():
-        exact = exact_values(parameter) if is_stored_low(parameter) else parameter
-        known[id(parameter)] = nn.Parameter(exact.detach(), requires_grad=parameter.requires_grad)
+        known[id(parameter)] = nn.Parameter(_exact(parameter).detach(), requires_grad=parameter.requires_grad)
     try:
         return copy.deepcopy(plain, known)
     except Exception as error:
         raise OptionError(
-            f"what_if: which parameters opt_level='O2' would store low is tried on a copy of the model, and "
+            f"what_if: which parameters opt_level={opt_level!r} would store low is tried on a copy of the model, and "
             f"{type(plain).__qualname__} cannot be copied: {error}. Convert it with the change and look at its report."
         ) from error
 
 
-def _lowered(parameter: nn.Parameter, options: Any) -> nn.Parameter:
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    return exact_values(tensor) if is_stored_low(tensor) else tensor
+
+
+def _lowered(tensor: torch.Tensor, options: Any) -> torch.Tensor:
     holder = nn.Module()
-    holder.only = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        holder.only = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+    else:
+        holder.register_buffer("only", tensor.detach())
     lower_parameters(holder, ("only",), options.low, keep_masters=False, multiple=options.pad_to or 1)
-    return holder.only
+    return holder.only  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
-def _stored(plain: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Let the copy of an O2 model hold these parameters, by path, for as long as the block runs."""
-    instead = {id(ir.attribute(plain, path)): parameter for path, parameter in parameters.items()}
-    slots = [(module._parameters, name) for module in plain.modules() for name in module._parameters]
-    before = [(entries, name, entries[name]) for entries, name in slots if id(entries[name]) in instead]
-    for entries, name, parameter in before:  # a tied one stands in several
-        entries[name] = instead[id(parameter)]
+def _stored(plain: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Let the copy of an O2 or O3 model hold these tensors, by path, for as long as the block runs."""
+    instead = {id(ir.attribute(plain, path)): tensor for path, tensor in tensors.items()}
+    tables: list[dict[str, Any]] = [table for each in plain.modules() for table in (each._parameters, each._buffers)]
+    before = [(table, name, table[name]) for table in tables for name in table if id(table[name]) in instead]
+    for table, name, tensor in before:  # a tied one stands in several
+        table[name] = instead[id(tensor)]
     try:
         yield
     finally:
-        for entries, name, parameter in before:
-            entries[name] = parameter
+        for table, name, tensor in before:
+            table[name] = tensor
 
 
 def _for_blocks_of(variant: Variant, found: Variant) -> Variant:

@@ -617,3 +617,48 @@ def test_the_denials_that_mend_a_gradient_are_all_needed():
     assert is_mended(found.overrides)
     for name in found.overrides:
         assert not is_mended({other: "deny" for other in found.overrides if other != name})
+
+
+class Asserting(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x):
+        z = torch.log(self.linear(x) * 0 + x[0, 0])
+        if self.how == "assert":
+            assert torch.isfinite(z).all()
+        elif self.how == "raise" and not torch.isfinite(z).all():
+            raise ValueError("not finite")
+        elif self.how == "torch":
+            torch._assert(torch.isfinite(z).all(), "not finite")
+        return z
+
+
+@pytest.mark.parametrize("how", ["assert", "raise", "torch"])
+def test_what_stops_the_run_is_named_though_float32_stops_too(how):
+    x = torch.rand(2, 4) + 1
+    converted = fxamp.convert(Asserting(how), torch.float16, (x,))
+    assert fxamp.find_nan(converted, (x,)) is None
+    found = fxamp.find_nan(converted, (-x,))
+    assert found.op == "log" and found.is_bad_in_float32
+    assert "then the run stops" in str(found)
+
+
+def test_memory_as_it_is_found_is_no_fault():
+    class Out(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.linear(x).detach()
+            return torch.div(y, torch.zeros_like(y), out=torch.empty_like(y))
+
+    x = torch.rand(4, 8)
+    torch.use_deterministic_algorithms(True)  # new memory holds NaN
+    try:
+        found = fxamp.find_nan(fxamp.convert(Out(), torch.float16, (x,)), (x,))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found.op == "div"

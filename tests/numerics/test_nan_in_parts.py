@@ -166,6 +166,20 @@ def test_what_stops_the_run_around_the_graphs_is_named():
     assert (found.op, found.source) == ("div", line_of(row)) and "ValueError" in found.error
 
 
+def test_watch_nan_says_where_to_look_for_what_stops_the_run_around_the_graphs():
+    def stopping(h, scale):
+        return h[int((h / (h - h)).sum().item())]
+
+    with pytest.raises(ValueError) as raised, fxamp.watch_nan(converted := between(make=stopping)):
+        converted(batch(0))
+    assert "fxamp.find_nan(model, inputs)" in raised.value.__notes__[0]
+
+
+def test_watch_nan_does_not_blame_the_loss_for_what_may_be_code_behind_a_part():
+    found = watched(between(after=lambda out, h, scale: NanBack.apply(out)))
+    assert found.op == "output" and "code of the model's behind it" in found.remedy
+
+
 def test_what_is_taken_back_around_the_graphs_is_named_if_float32_has_none():
     def swallowed(h, scale):
         return h + ((h.clamp(-1, 1) + 2).mm(torch.full((16, 16), 6e4)) ** -1).to(h.dtype)
@@ -197,13 +211,77 @@ def test_memory_as_it_is_found_and_tensors_of_several_shapes_are_not_looked_at(n
     assert (found.op, found.source) == ("div", line_of(divided))
 
 
+def safe_division(h, scale):
+    ratio = torch.where(h > 0, 1 / h.clamp(min=0), 0.0)
+    return h + torch.log(ratio.clamp(max=3) - 10)
+
+
+def masked_wholly(h, scale):
+    scores = (h @ h.mT).masked_fill(torch.ones(8, 8, dtype=torch.bool), -torch.inf)
+    return scores.softmax(-1) @ h
+
+
+def written_into_low(h, scale):
+    low = torch.zeros(h.shape, dtype=torch.float16)
+    low[:, 0] = h[:, 0].float() * 1e6
+    return low
+
+
+def complex_division(h, scale):
+    return torch.view_as_real(torch.view_as_complex(h.float().reshape(8, 8, 2)) / 0).reshape(8, 16)
+
+
+@pytest.mark.parametrize(
+    ("make", "op", "offset"),
+    [
+        (safe_division, "log", 2),
+        (masked_wholly, "softmax", 2),
+        (written_into_low, "setitem", 2),
+        (complex_division, "div", 1),
+    ],
+)
+def test_what_reaches_the_output_is_named_and_no_infinity_on_the_way_that_is_harmless(make, op, offset):
+    found = found_in(between(make=make))
+    assert (found.op, found.source) == (op, f"{__file__}:{make.__code__.co_firstlineno + offset}")
+    assert found.is_bad_in_float32
+
+
+def test_a_hook_around_the_graphs_that_makes_a_gradient_bad_is_no_matter_of_the_loss():
+    def hooked(out, h, scale):
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient / 0)
+        return out + h.sum(-1, keepdim=True)
+
+    found = found_in(between(after=hooked))
+    assert "the loss" not in found.remedy, str(found)
+
+
+class Shouting(nn.Module):
+    """Calls a module that a part of the model runs whole, for it has a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.norm.register_forward_hook(lambda module, given, output: output * 1e6)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+def test_a_module_inside_of_a_part_that_runs_whole_is_named():
+    torch.manual_seed(0)
+    model = Choosing(lambda: nn.Sequential(nn.Linear(16, 16), Shouting(), nn.Linear(16, 16)))
+    found = found_in(fxamp.convert(model, torch.float16, opt_level="O2"))
+    assert found is not None and found.module == "stem.1.norm", str(found)
+
+
 def test_what_autocast_makes_infinite_around_the_graphs_is_a_matter_of_precision():
     def square(h, scale):
         return (h.clamp(-1, 1).float() * 1e4) @ (h.clamp(-1, 1).float().mT * 1e4) @ h.float() * 1e-9
 
     found = found_in(between(make=square))
     assert (found.op, found.source) == ("matmul", line_of(square))
-    assert not found.is_bad_in_float32 and "switch torch.autocast off" in found.remedy
+    assert not found.is_bad_in_float32 and "compute it in float32" in found.remedy
 
 
 def test_a_mask_around_the_graphs_is_no_fault():

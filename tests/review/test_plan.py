@@ -100,6 +100,16 @@ def test_what_no_longer_matches_is_said(tmp_path):
     assert "does not fit this model in 2 places" in text
 
 
+def test_what_reads_other_values_is_not_told_to_be_gone_and_new(tmp_path):
+    saved = fxamp.convert(Two(lambda m, x: (h := m.a(x)).exp() + h), FP16, (X,))
+    plan = report(saved).save_plan(tmp_path / "plan.json")
+    with pytest.warns(UserWarning) as said:
+        fxamp.convert(Two(lambda m, x: (h := m.a(x)).sin() + h), FP16, (X,), plan=plan)
+    text = str(said[0].message)
+    assert ":add#0 reads other values in the model than in the plan" in text and text.count(":add#0") == 1
+    assert "does not fit this model in 3 places" in text
+
+
 def test_a_plan_of_another_model_says_what_differs(tmp_path):
     plan = report(convert()).save_plan(tmp_path / "plan.json")
     with pytest.warns(UserWarning, match=r"the plan of Language does not fit this model in \d+ places"):

@@ -226,6 +226,29 @@ def test_a_model_converted_without_example_inputs_is_stored_as_its_conversion_wo
         assert costs(found) == costs(expected)
 
 
+class Sized(SoftBlock):
+    """Of assumed sizes there is no preview: what is stored low is decided layer by layer."""
+
+    def forward(self, x):
+        return super().forward(x) if x.shape[0] < 100 else x
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+@pytest.mark.parametrize("path", ["up", "norm"])
+def test_a_module_that_is_denied_is_stored_as_its_conversion_would(path, opt_level):
+    torch.manual_seed(0)
+    today = Sized()
+    today.norm.register_buffer("shift", torch.ones(16))
+    changed = fxamp.convert(copy.deepcopy(today), FP16, opt_level=opt_level, overrides={path: "deny"})
+    today = fxamp.convert(today, FP16, opt_level=opt_level)
+    for model in (today, changed):
+        model(batch(0)).float().sum().backward()
+    before = costs(report(today))
+    assert costs(what_if(today, deny=[path])) == costs(report(changed))
+    assert costs(report(today)) == before != costs(report(changed))
+    assert all(tensor.dtype == torch.float32 for tensor in changed.get_submodule(path).parameters())
+
+
 def test_a_model_at_o2_that_cannot_be_copied_says_so():
     model = Branches()
     converted = fxamp.convert(model, FP16, (tokens(),), opt_level="O2")
