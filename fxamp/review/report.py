@@ -131,7 +131,7 @@ class Report:
 
     @property
     def launches(self) -> int:
-        """Kernels that only convert, of what the pass put in; a bucket of weights is one, the user's own casts are none."""
+        """Kernels of the casts that the pass put in; a bucket of weights is one."""
         return sum(row.runs * row.launches for row in self.rows)
 
     @property
