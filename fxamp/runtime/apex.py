@@ -195,8 +195,8 @@ def scale_loss(
 
     Raises:
         NotInitializedError: initialize was not called.
-        OptionError: the loss is no tensor, loss_id is out of range, a flag is none, or an optimizer did not come from
-            initialize.
+        OptionError: the loss is no tensor, loss_id is out of range, a flag is none, there is no optimizer, or one did
+            not come from initialize.
     """
     session = _current("scale_loss")
     if session.properties is None:
@@ -213,6 +213,8 @@ def scale_loss(
     delay_overflow_check = checked_flag("delay_overflow_check", delay_overflow_check)
     scaler = session.scalers[loss_id]
     every = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    if not every:
+        raise OptionError("scale_loss() got no optimizer; give those whose parameters the loss reaches.")
     for optimizer in every:
         if not hasattr(optimizer, IS_UNSCALED):
             raise OptionError(

@@ -24,6 +24,7 @@ from fxamp.runtime.master_weights import BUCKET_BYTES, MasterWeightOptimizer
 from fxamp.runtime.masters import is_stored_low
 from fxamp.runtime.scale_rule import ANY_SCALE, checked_scale
 from fxamp.runtime.scaler import LossScaler
+from fxamp.runtime.scaler_base import StepOrderError
 from fxamp.runtime.scaler_state import any_of
 
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
@@ -179,7 +180,7 @@ def prepared(optimizer: torch.optim.Optimizer, chosen: Properties) -> torch.opti
     if chosen.master_weights:
         optimizer = MasterWeightOptimizer(optimizer)
     setattr(optimizer, PENDING_FOUND_INF, [])
-    setattr(optimizer, IS_UNSCALED, False)
+    setattr(optimizer, IS_UNSCALED, True)
     setattr(optimizer, STASH, [])
     run = optimizer.step
 
@@ -188,6 +189,11 @@ def prepared(optimizer: torch.optim.Optimizer, chosen: Properties) -> torch.opti
         """Step, unless a scale_loss since the last step found a gradient that is not finite."""
         if closure is not None:
             raise OptionError("apex's interface takes no closure; use LossScaler.step(optimizer, closure=...).")
+        if not getattr(self, IS_UNSCALED) and gradients.has_any(self):
+            raise StepOrderError(
+                "step() was called while the gradients are scaled: scale_loss(..., delay_unscale=True) came last. The "
+                "last backward before a step belongs into scale_loss(loss, optimizer); zero_grad() drops them."
+            )
         found: list[torch.Tensor] = getattr(self, PENDING_FOUND_INF)
         if not found:
             return run()
@@ -205,6 +211,7 @@ def prepared(optimizer: torch.optim.Optimizer, chosen: Properties) -> torch.opti
     def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and those that are set aside."""
         getattr(self, STASH).clear()
+        setattr(self, IS_UNSCALED, True)
         clear(*args, **kwargs)
 
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers wrap a method

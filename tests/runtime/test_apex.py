@@ -12,6 +12,7 @@ from fxamp.runtime.apex_casts import registry
 from fxamp.runtime.apex_options import properties
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.masters import master_of
+from fxamp.runtime.scaler_base import StepOrderError
 from tests.runtime.test_master_checks import AroundAnother
 
 
@@ -539,3 +540,41 @@ def test_models_that_stay_float32_give_the_outputs_asked_for(level, more):
     model, _ = start(level, cast_model_outputs=torch.float16, **more)
     assert model(torch.ones(2, 3)).dtype == torch.float16
     assert start(level, **more)[0](torch.ones(2, 3)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
+def test_a_plain_backward_before_the_first_scale_loss_counts_whole(opt_level):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, loss_scale="dynamic")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled:
+            scaled.backward()
+        assert next(amp.master_params(optimizer)).grad.eq(2.0).all()
+        optimizer.step()
+
+
+def test_what_is_dropped_while_scaled_does_not_make_the_next_gradients_scaled():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    with pytest.raises(StepOrderError, match="while the gradients are scaled"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    with amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled:
+        scaled.backward()
+    assert model.weight.grad.eq(2.0).all()
+    optimizer.step()
+
+
+def test_no_optimizer_is_refused():
+    model = torch.nn.Linear(3, 2)
+    model, _ = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    with pytest.raises(OptionError, match="no optimizer"), amp.scale_loss(model(torch.ones(1, 3)).sum(), []):
+        pass
