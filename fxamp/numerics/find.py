@@ -6,18 +6,10 @@ from torch import nn
 
 from fxamp.model.engine import engine_of
 from fxamp.model.unconverted import check_left
+from fxamp.numerics.between import given_back_inside, made_around, of_gradient
 from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.nan import BadNode, Loss, bad_code, describe
-from fxamp.numerics.origin import (
-    given_back_inside,
-    is_of_output,
-    made_around,
-    of_gradient,
-    of_loss,
-    of_output,
-    origin_of,
-    vanished_origin,
-)
+from fxamp.numerics.origin import is_of_output, of_loss, of_output, origin_of, vanished_origin
 from fxamp.numerics.run import call_of, check_module, in_float32
 from fxamp.numerics.watcher import watch_flow
 

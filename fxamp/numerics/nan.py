@@ -142,8 +142,7 @@ class BadNode:
                 return "no graph holds this line, which runs as it is written; float32 makes it too: look there"
             return "no graph holds this line, and float32 is finite: compute it in float32, with autocast off"
         place = f", after {self.after}" if self.after else ""
-        ask = "; fxamp.find_nan(model, its inputs, loss_fn) names the line" if self.call else ""
-        return f"it was made by code between two graphs{place}, which runs as it is written: look there{ask}"
+        return f"it was made by code between two graphs{place}, which runs as it is written: look there"
 
     @property
     def _deny_remedy(self) -> str:

@@ -15,13 +15,15 @@ from fxamp import ir
 from fxamp.capture.kept_items import Kept
 from fxamp.model.engine import Engine
 from fxamp.model.variant import Variant
+from fxamp.numerics.between import made_around
 from fxamp.numerics.extent import Extent, extent_of
 from fxamp.numerics.flow import CallFlow
 from fxamp.numerics.kept import state_kept
 from fxamp.numerics.losses import floats_in
 from fxamp.numerics.mending import first_ring, node_of
-from fxamp.numerics.nan import BadNode, bad_node, describe
+from fxamp.numerics.nan import BadNode, bad_code, bad_node, describe
 from fxamp.numerics.origin import Origin, of_output, origin_of, vanished_origin
+from fxamp.numerics.parts import Turns
 from fxamp.numerics.run import Call, in_float32
 from fxamp.numerics.watcher import watch_flow
 
@@ -102,6 +104,27 @@ class Replay:
     def origin(self, exact: CallFlow | None = None) -> Origin | None:
         """Who began; or else the output, where what the call gave is not finite."""
         return first_bad(self.flow, exact) or of_output(dataclasses.replace(self.flow, outputs=self.outputs), exact)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it is a call that ran as it is written, whose parts are calls of their own."""
+        return self.call.variant is None and not self.flow.parts
+
+    def diagnosis_around(self) -> BadNode | None:
+        """What code around the parts of such a call makes: it is run again, whole, with that code looked at."""
+        if self._missing("forward"):
+            return None
+        call = dataclasses.replace(self.call, dynamo=None, turns=Turns(self.call.engine))
+        loss_fn = self._hand_back if self.gradients else None
+        try:
+            with self._as_it_was():
+                flow = watch_flow(call, loss_fn)
+                exact = watch_flow(call, loss_fn, in_float32(call), as_float32=True)
+        except Exception:
+            log.debug("the call could not be run again", exc_info=True)
+            return None
+        made = made_around(flow, exact, origin_of(flow, exact))
+        return None if made is None else bad_code(made, flow, exact)
 
     def diagnosis_of_output(self) -> BadNode | None:
         """Of infinities in the outputs that the model seems to mean, and that float32 has not.

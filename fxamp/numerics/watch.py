@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.unconverted import check_left
 from fxamp.model.variant import Variant
-from fxamp.model.written import Written
 from fxamp.numerics.extent import extent_of
 from fxamp.numerics.losses import floats_in
 from fxamp.numerics.nan import BadNode
@@ -52,10 +51,32 @@ class NanWatch:
     def _diagnosis(self) -> BadNode | None:
         origins = [(call, call.origin()) for call in self.calls]
         for call, origin in sorted(origins, key=lambda each: each[0].time_of(each[1])):
-            found = call.diagnosis_of_output() if origin is None else call.diagnosis(origin)
+            found = self._of_call(call) if origin is None else call.diagnosis(origin)
             if found is not None:
-                return dataclasses.replace(self._in_model(found, call), call=call.number, steps=call.steps)
+                return self._told(self._in_model(found, call), call)
+        written = [call for call in self.calls if call.is_written and call.gradients]
+        for call in written if self._has_bad_gradients() else ():  # of a parameter that no part reads
+            if (found := call.diagnosis_around()) is not None:
+                return self._told(found, call)
         return None
+
+    def _has_bad_gradients(self) -> bool:
+        gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
+        return any(not extent_of(gradient).is_finite for gradient in gradients)
+
+    def _of_call(self, call: Replay) -> BadNode | None:
+        """What is bad of a call in whose graphs nothing is seen to be."""
+        if not call.is_written:
+            return call.diagnosis_of_output()
+        return None if all(extent.is_finite for extent in call.outputs) else call.diagnosis_around()
+
+    def _told(self, found: BadNode, call: Replay) -> BadNode:
+        return dataclasses.replace(found, call=call.number, steps=call.steps)
+
+    def _around(self, part: Replay) -> BadNode | None:
+        """What code around a part of a forward that runs as it is written makes, if that can be told."""
+        outer = [call for call in self.calls if call.is_written and call.number < part.number]
+        return outer[-1].diagnosis_around() if outer else None
 
     def _in_model(self, found: BadNode, replay: Replay) -> BadNode:
         """What was found in a part of a forward that runs as it is written; equal parts share a graph."""
@@ -66,7 +87,10 @@ class NanWatch:
         is_given = any(not extent.is_finite and not extent.is_mask for extent in replay.flow.inputs)
         is_from_around = found.phase == "input" or (is_given and found.phase == "forward" and found.is_bad_in_float32)
         phase = "between graphs" if is_from_around else found.phase
-        if phase == "backward" and found.op == "output":  # as it was given, rounded: float32 was not asked what it is
+        is_given_back = phase == "backward" and found.op == "output"
+        if (is_from_around or is_given_back) and (code := self._around(replay)) is not None:
+            return code
+        if is_given_back:  # as it was given, rounded: float32 was not asked what it is
             found = dataclasses.replace(found, is_bad_in_float32=False)
         return dataclasses.replace(found, phase=phase, module=path + found.module.removeprefix(call.variant.blocks[0]))
 
@@ -96,18 +120,14 @@ class NanWatch:
             self.calls.clear()
             self.steps += 1
 
-    def stop(self, watcher: CallWatcher, error: Exception, is_written: bool) -> None:
-        """A call was stopped, perhaps by what is not finite, such as an index made of it.
-
-        Args:
-            is_written: it runs as it is written, so that its parts alone are watched.
-        """
+    def stop(self, watcher: CallWatcher, error: Exception) -> None:
+        """A call was stopped, perhaps by what is not finite, such as an index made of it."""
         if watcher.flow.has_bad_values:
             watcher.flow.error = self.error = error
-        elif is_written:
-            error.add_note(
-                "fxamp.watch_nan saw the parts alone; fxamp.find_nan(model, inputs) sees the code around them"
-            )
+            return
+        for call in self.calls:
+            if call.flow is watcher.flow and call.is_written and (found := call.diagnosis_around()) is not None:
+                self._found, self.error = self._told(found, call), error
 
 
 @contextlib.contextmanager
@@ -225,7 +245,7 @@ class _WatchedDynamo:
         watcher = self.watch.begin(Call(module, self.engine, args, kwargs, module, dynamo=looking_dynamo(self.engine)))
         self.dynamo.watch = lambda variant, inputs: _watched_part(watcher, self.engine, variant, module, inputs)
         try:
-            with _errors_noted(self.watch, watcher, is_written=isinstance(self.dynamo, Written)):
+            with _errors_noted(self.watch, watcher):
                 result = self.dynamo(base, module, args, kwargs)
         finally:
             self.dynamo.watch = None
@@ -234,11 +254,11 @@ class _WatchedDynamo:
 
 
 @contextlib.contextmanager
-def _errors_noted(watch: NanWatch, watcher: CallWatcher, is_written: bool = False) -> Iterator[None]:
+def _errors_noted(watch: NanWatch, watcher: CallWatcher) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        watch.stop(watcher, error, is_written)
+        watch.stop(watcher, error)
         raise
 
 

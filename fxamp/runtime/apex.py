@@ -212,14 +212,7 @@ def scale_loss(
     delay_unscale = checked_flag("delay_unscale", delay_unscale)
     delay_overflow_check = checked_flag("delay_overflow_check", delay_overflow_check)
     scaler = session.scalers[loss_id]
-    every = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
-    if not every:
-        raise OptionError("scale_loss() got no optimizer; give those whose parameters the loss reaches.")
-    for optimizer in every:
-        if not hasattr(optimizer, IS_UNSCALED):
-            raise OptionError(
-                f"scale_loss() got a {type(optimizer).__name__} that initialize() did not return; use what it returned."
-            )
+    every = _initialized(optimizers)
     with _standing_gradients(every):
         yield scaler.scale(loss.float())
         if delay_unscale:
@@ -229,6 +222,18 @@ def scale_loss(
             _unscale(scaler, every, delay_overflow_check)
     if not delay_unscale:
         scaler.update()
+
+
+def _initialized(optimizers: Any) -> list[torch.optim.Optimizer]:
+    every = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    if not every:
+        raise OptionError("scale_loss() got no optimizer; give those whose parameters the loss reaches.")
+    for optimizer in every:
+        if not hasattr(optimizer, IS_UNSCALED):
+            raise OptionError(
+                f"scale_loss() got a {type(optimizer).__name__} that initialize() did not return; use what it returned."
+            )
+    return every
 
 
 @contextlib.contextmanager
