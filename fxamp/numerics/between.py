@@ -47,7 +47,7 @@ def given_back_inside(call: CallFlow, origin: Origin) -> Origin:
     came = [max(abs(extent.low or 0.0), abs(extent.high or 0.0)) for extent in call.came if extent.is_finite]
     is_inside = bool(came) and len(came) == len(call.came) and max(came) < top
     is_whole = call.parts[-1] is origin.flow and not call.made and len(call.parts) == 1
-    if not is_of_output(origin) or not is_inside or is_whole:
+    if origin.phase not in ("backward", "sum of gradients") or not is_of_output(origin) or not is_inside or is_whole:
         return origin
     return dataclasses.replace(origin, phase="between graphs", weight="the gradient that comes back")
 
