@@ -62,19 +62,18 @@ def user_line_below(outermost: str, inside: Collection[str]) -> str | None:
     `outermost`, has called.
 
     Returns:
-        "" where there is none; None where this package has called by itself, where one of its functions named by
-        `inside` stands in between, or nothing of that name has called.
+        "" where there is none, or this package has called by itself; None where one of its functions named by `inside`
+        stands in between, or nothing of that name has called.
     """
     found = ""
     frame: types.FrameType | None = sys._getframe(2)
-    if frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        return None
+    is_own = frame is not None and frame.f_code.co_filename.startswith(_OURS)
     while frame is not None:
         filename, name = frame.f_code.co_filename, frame.f_code.co_name
         if filename.startswith(_OURS):
             if name == outermost or name in inside:
                 return found if name == outermost else None
-        if not found and not is_library_file(filename):
+        if not (found or is_own) and not is_library_file(filename):
             found = f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return None

@@ -62,7 +62,7 @@ class Around(TorchFunctionMode):
             if not found.is_finite:
                 is_new = _is_new(place[0], found, reads) and not _is_meant(found, args, kwargs)
                 self._note(tensor, Made(*place, found, reads, causes, is_new))
-        if self.with_gradients:
+        if self.with_gradients and source:
             self._watch(made, before, functools.partial(Made, *place, reads=reads))
         return result
 

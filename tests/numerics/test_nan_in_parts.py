@@ -156,6 +156,18 @@ def test_the_line_whose_backward_makes_it_is_named(place, look):
     assert "the gradient it passes back" in str(found) and found.is_bad_in_float32
 
 
+@LOOKS
+def test_a_cast_of_fxamps_own_behind_it_does_not_hide_the_line(look):
+    def low(out, h, scale):
+        return (out / (out - out)).half()
+
+    converted = between(after=low)
+    with torch.no_grad():
+        assert converted(batch(0)).dtype == torch.float32
+    found = look(converted)
+    assert (found.op, found.source) == ("div", line_of(low))
+
+
 class NanBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
