@@ -774,6 +774,7 @@ def test_what_of_it_runs_how_is_told(caplog):
     assert moved.rows and all(row.precision != "low" for row in moved.rows if row.op == "linear")
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("op", ["linear", "gelu"])
 def test_a_list_that_is_changed_holds_for_layers_that_autocast_would_run(op, opt_level):

@@ -205,6 +205,7 @@ def test_at_o2_suggestions_save_what_the_conversion_would():
 MOVES = [{}, {"deny": ["linear"]}, {"infer": ["softplus"]}, {"allow": ["softplus"]}, {"deny": ["layer_norm"]}]
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("move", MOVES, ids=str)
 @pytest.mark.parametrize("make", [SoftBlock, lambda: Choosing(SoftBlock)], ids=["whole", "as written"])
