@@ -90,12 +90,13 @@ def check_not_empty(inputs: Any, what: str) -> None:
 
 def numbers_in(value: Any) -> list[torch.Tensor]:
     """The floating tensors inside a value, and complex ones as pairs of floating numbers."""
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return [
-        torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() and not is_sparse(tensor) else tensor
-        for tensor in tensors
-        if tensor.is_floating_point() or (tensor.is_complex() and not is_sparse(tensor))
-    ]
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            found.append(leaf)
+        elif isinstance(leaf, torch.Tensor) and leaf.is_complex() and not is_sparse(leaf):
+            found.append(torch.view_as_real(leaf.detach().resolve_conj()))
+    return found
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef:

@@ -19,6 +19,7 @@ def find_nan(converted: nn.Module, inputs: Any, loss_fn: Loss | None = None) -> 
 
         print(fxamp.find_nan(model, (x,), loss_fn=lambda output: scaler.scale(criterion(output, y))))
 
+    Where forward runs as it is written, the op and the line of code that stands in no graph are named too.
     Infinities that are written in the code or come in with a mask are left out, and so are those that the model gives
     back as float32 does (masked scores); a GEMM that computes with one is named. Of those that are made, the one that
     reaches the output is named, or else the one that reaches the gradient of a parameter or an input, or else the first

@@ -21,6 +21,7 @@ from fxamp.numerics.replay import Replay
 from fxamp.numerics.run import Call, check_module, looking_dynamo
 from fxamp.numerics.runner import Part, Runner, run_part, served, sizes_of
 from fxamp.numerics.watcher import CallWatcher
+from fxamp.runtime.distributed import local
 
 KEPT = 64
 """Calls without an optimizer step between them that are kept to be run again: micro-batches, or calls for no step."""
@@ -62,7 +63,7 @@ class NanWatch:
 
     def _has_bad_gradients(self) -> bool:
         gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
-        return any(not extent_of(gradient).is_finite for gradient in gradients)
+        return any(not extent_of(local(gradient)).is_finite for gradient in gradients)  # no rank waits for others
 
     def _of_call(self, call: Replay) -> BadNode | None:
         """What is bad of a call in whose graphs nothing is seen to be."""
