@@ -103,15 +103,19 @@ def load_checkpoint(
     if missing:
         has = [name for name in PARTS if name in content]
         raise CheckpointError(f"{path} has no state for {missing}; it has {has or 'none of these'}.")
+    random = content.get("random") if restores_random else None
     with contextlib.ExitStack() as put_back:
-        for name in ("scaler", "model", "optimizer"):  # what is small first; an optimizer's masters refine the weights
+        if random is not None:
+            put_back.callback(_set_random_state, _random_state())
+            _apply(path, "random state", _set_random_state, random)
+        # What can be put back whole comes first: of an optimizer's masters the weights keep no low bits.
+        for name in ("scaler", "model", "optimizer"):
             if name in wanted:
                 put_back.callback(_putting_back(path, name, wanted[name], content[name]))
                 _apply(path, name, functools.partial(_load, wanted[name]), content[name])
-        if restores_random and "random" in content:
-            put_back.callback(_set_random_state, _random_state())
-            _apply(path, "random state", _set_random_state, content["random"])
         put_back.pop_all()
+    if random is not None:
+        _set_random_state(random)  # whatever loading has drawn
     extra: dict[str, Any] = content.get("extra", {})
     return extra
 

@@ -426,3 +426,38 @@ def test_a_directory_and_a_link_to_nothing_are_told(tmp_path):
         load_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"link\.pt does not exist\.$"):
         load_checkpoint(tmp_path / "link.pt")
+
+
+@pytest.mark.parametrize("masters", ["fp32", "kahan"])
+def test_a_random_state_that_does_not_fit_leaves_the_masters_alone(tmp_path, masters):
+    def trained(steps):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4).bfloat16()
+        optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), masters=masters)
+        return model, optimizer, [step(model, optimizer, number) for number in range(steps)]
+
+    def step(model, optimizer, number):
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(number)).bfloat16()
+        model(inputs).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    path = tmp_path / "state.pt"
+    model, optimizer, _ = trained(3)
+    save_checkpoint(path, model=model, optimizer=optimizer)
+    content = torch.load(path)
+    content["random"]["cpu"] = torch.zeros(3, dtype=torch.uint8)
+    torch.save(content, path)
+    model, optimizer, _ = trained(7)
+    twin, other, _ = trained(7)
+    before = torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=r"random state of .* does not fit.*Nothing was changed"):
+        load_checkpoint(path, model=model, optimizer=optimizer)
+    assert torch.equal(torch.get_rng_state(), before)
+    for number in range(20, 60):
+        step(model, optimizer, number)
+        step(twin, other, number)
+    for left, right in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(left, right)
+    if masters == "fp32":
+        assert all(map(torch.equal, optimizer.master_params(), other.master_params()))
