@@ -135,8 +135,9 @@ class Plan:
             here = [key for key in here if module_of(key) not in both]
             floats = {name for name in floats & keys.keys() if module_of(keys[name]) not in both}
         new = [key for name, key in keys.items() if name in floats - found.keys()]
-        added = [f"{self._named(key)} is in the model and not in the plan" for key in new if key not in here]
-        return sure, [*self._lost(here, found, unclear, new), *added]
+        lost = [key for key in here if key not in found.values()]
+        added = [f"{self._named(key)} is in the model and not in the plan" for key in new if key not in lost]
+        return sure, [*self._lost(lost, unclear, new), *added]
 
     def _nearest_graph(self, new: list[Item], title: str) -> tuple[dict[str, str], dict[str, int], str]:
         """The match with the graph of that title, or of several such, or of none, the one that fits best."""
@@ -161,15 +162,13 @@ class Plan:
         nodes = self.graphs[title].items()
         return [Item("old", key, places.get(key) or place_of_key(key), decided) for key, decided in nodes]
 
-    def _lost(
-        self, wanted: Iterable[str], found: Mapping[str, str], unclear: Mapping[str, int], new: Collection[str]
-    ) -> Iterator[str]:
-        for key in wanted:
+    def _lost(self, lost: Iterable[str], unclear: Mapping[str, int], new: Collection[str]) -> Iterator[str]:
+        for key in lost:
             if key in unclear:
                 yield f"{self._named(key)} of the plan may be any of {plural(unclear[key], 'node')} of the model"
             elif key in new:
                 yield f"{self._named(key)} reads other values in the model than in the plan"
-            elif key not in found.values() and place_of_key(key).op not in _MADE:
+            elif place_of_key(key).op not in _MADE:
                 yield f"{self._named(key)} is in the plan and not in the model"
 
     def _named(self, key: str) -> str:
