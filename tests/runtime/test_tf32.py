@@ -8,12 +8,17 @@ import torch
 from fxamp.errors import OptionError
 from fxamp.runtime.tf32 import set_tf32, tf32_state
 
+MATMUL, CONV, RNN = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+
 
 @pytest.fixture(autouse=True)
 def restored():
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    """torch's own state: as in a new process."""
     yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    MATMUL.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_asking_changes_nothing():
@@ -51,6 +56,63 @@ def test_every_state_is_come_back_to(matmul, convolution, enabled):
     assert set_tf32(before).matmul is enabled
     assert tf32_state() == before
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (matmul, convolution)
+
+
+def newer(precision):
+    torch.backends.fp32_precision = precision
+
+
+def one_of_cudnn(switch, precision):
+    switch.fp32_precision = precision
+
+
+STATES = {  # by torch's newer switches, beside which the older ones raise or do not reach everything
+    "all tf32": lambda: newer("tf32"),
+    "all ieee": lambda: newer("ieee"),
+    "conv ieee": lambda: one_of_cudnn(CONV, "ieee"),
+    "rnn ieee": lambda: one_of_cudnn(RNN, "ieee"),
+    "rnn none": lambda: one_of_cudnn(RNN, "none"),
+    "matmul tf32": lambda: one_of_cudnn(MATMUL, "tf32"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+}
+
+
+def asked(get):
+    try:
+        return get()
+    except RuntimeError:
+        return "refused"
+
+
+def everything():
+    """What each switch says, the older ones where they do not refuse."""
+    return (
+        *(switch.fp32_precision for switch in (torch.backends, MATMUL, torch.backends.cudnn, CONV, RNN)),
+        torch.backends.mkldnn.matmul.fp32_precision,
+        asked(torch.get_float32_matmul_precision),
+    )
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("state", STATES)
+def test_a_state_of_the_newer_switches_is_switched_and_come_back_to(state, enabled):
+    STATES[state]()
+    began = everything()
+    before = set_tf32(enabled)
+    for switch in (MATMUL, CONV, RNN):
+        assert (switch.fp32_precision == "tf32") is enabled
+    assert asked(torch.get_float32_matmul_precision) != "refused" or began[-1] == "refused"
+    set_tf32(before)
+    now = everything()
+    assert now[:-1] == began[:-1]
+    assert began[-1] in (now[-1], "refused")
+
+
+def test_medium_is_kept_where_tf32_is_only_switched_on():
+    torch.set_float32_matmul_precision("medium")
+    set_tf32(True)
+    assert torch.get_float32_matmul_precision() == "medium"
 
 
 @pytest.mark.parametrize("wrong", [5, "off", None, 1])
