@@ -33,13 +33,14 @@ from fxamp.runtime.apex_casts import (
 )
 from fxamp.runtime.apex_options import BRIEF, LEVELS, check_output_dtype, check_whole, properties, table
 from fxamp.runtime.apex_prepare import (
-    IS_UNSCALED,
     PENDING_FOUND_INF,
+    SCALED_BY,
     add_back,
     add_back_unreached,
     check_models,
     check_optimizers,
     check_options,
+    check_scaled_by,
     converted_all,
     low_of,
     prepared,
@@ -197,6 +198,7 @@ def scale_loss(
         NotInitializedError: initialize was not called.
         OptionError: the loss is no tensor, loss_id is out of range, a flag is none, there is no optimizer, or one did
             not come from initialize.
+        StepOrderError: gradients stand scaled, by another loss's delay_unscale.
     """
     session = _current("scale_loss")
     if session.properties is None:
@@ -213,7 +215,9 @@ def scale_loss(
     delay_overflow_check = checked_flag("delay_overflow_check", delay_overflow_check)
     scaler = session.scalers[loss_id]
     every = _initialized(optimizers)
-    with _standing_gradients(every):
+    for optimizer in every:
+        check_scaled_by(optimizer, loss_id)
+    with _standing_gradients(every, loss_id):
         yield scaler.scale(loss.float())
         if delay_unscale:
             for optimizer in every:
@@ -229,7 +233,7 @@ def _initialized(optimizers: Any) -> list[torch.optim.Optimizer]:
     if not every:
         raise OptionError("scale_loss() got no optimizer; give those whose parameters the loss reaches.")
     for optimizer in every:
-        if not hasattr(optimizer, IS_UNSCALED):
+        if not hasattr(optimizer, SCALED_BY):
             raise OptionError(
                 f"scale_loss() got a {type(optimizer).__name__} that initialize() did not return; use what it returned."
             )
@@ -237,19 +241,19 @@ def _initialized(optimizers: Any) -> list[torch.optim.Optimizer]:
 
 
 @contextlib.contextmanager
-def _standing_gradients(optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
+def _standing_gradients(optimizers: list[torch.optim.Optimizer], loss_id: int) -> Iterator[None]:
     """Set unscaled gradients aside; after an error they stand again, whatever happened to the new ones."""
     for optimizer in optimizers:
         gradients.take_over(optimizer)
-    were_unscaled = [getattr(optimizer, IS_UNSCALED) for optimizer in optimizers]
+    were_scaled_by = [getattr(optimizer, SCALED_BY) for optimizer in optimizers]
     were_empty = [without_gradients(optimizer) for optimizer in optimizers]
     for optimizer in optimizers:
-        stash(optimizer)
+        stash(optimizer, loss_id)
     try:
         yield
     except BaseException:
-        for optimizer, was_unscaled, empty in zip(optimizers, were_unscaled, were_empty, strict=True):
-            put_back(optimizer, was_unscaled, empty)
+        for optimizer, scaled_by, empty in zip(optimizers, were_scaled_by, were_empty, strict=True):
+            put_back(optimizer, scaled_by, empty)
         raise
 
 
@@ -259,7 +263,7 @@ def _unscale(scaler: LossScaler, optimizers: list[torch.optim.Optimizer], delay_
     found = [flag for optimizer in optimizers for flag in scaler._found_inf_per_device(optimizer).values()]
     for optimizer in optimizers:
         add_back(optimizer)
-        setattr(optimizer, IS_UNSCALED, True)
+        setattr(optimizer, SCALED_BY, None)
         if not delay_overflow_check:
             getattr(optimizer, PENDING_FOUND_INF).extend(found)
 

@@ -24,7 +24,8 @@ class Properties:
         cast_model_type: dtype of the model's parameters; None keeps them (O1), or picks the device's own
             low precision (O2, O3: float16 on CUDA, bfloat16 on a CPU).
         patch_torch_functions: True in O1, which inserts casts; nothing is patched, the graph is rewritten.
-        keep_batchnorm_fp32: None means the level's own rule.
+        keep_batchnorm_fp32: None means the level's own rule. False at O2: weights and statistics of batch norms stay
+            float32 all the same, for the op takes them beside low inputs at no cost; at O3 the weights are low.
         loss_scale: "dynamic" or a number.
         enabled: False where initialize() was told to do nothing.
     """

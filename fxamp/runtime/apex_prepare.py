@@ -29,15 +29,17 @@ from fxamp.runtime.scaler_state import any_of
 
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 PENDING_FOUND_INF = "_fxamp_found_inf"
-IS_UNSCALED = "_fxamp_gradients_are_unscaled"
+SCALED_BY = "_fxamp_gradients_scaled_by"  # the loss_id whose scale the gradients bear; None: they are unscaled
 STASH = "_fxamp_stashed_gradients"
 SET_BY_LEVEL = ("model", "opt_level", "output_dtype")  # arguments of convert that initialize() gives it
 FIRST_SCALE = 2.0**16  # apex's own
 
 
 def check_models(models: list[torch.nn.Module]) -> None:
-    """Refuse wrapped models and models that were cast by hand."""
-    for model in models:
+    """Refuse wrapped models, models that were cast by hand, and one that is there twice."""
+    for number, model in enumerate(models):
+        if any(model is other for other in models[:number]):
+            raise OptionError(f"model {number} of the list, a {type(model).__name__}, is there before; give each once.")
         if type(model).__name__ in WRAPPERS:
             raise OptionError(f"a model is wrapped in {type(model).__name__}; wrap what initialize() returns instead.")
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -49,8 +51,12 @@ def check_models(models: list[torch.nn.Module]) -> None:
 
 
 def check_optimizers(optimizers: list[torch.optim.Optimizer], chosen: Properties) -> None:
-    """Refuse optimizers that were prepared before, and those that cannot have the masters of their level."""
-    for optimizer in optimizers:
+    """Refuse optimizers that were prepared before, are there twice, or cannot have the masters of their level."""
+    for number, optimizer in enumerate(optimizers):
+        if any(optimizer is other for other in optimizers[:number]):
+            raise OptionError(
+                f"optimizer {number} of the list, a {type(optimizer).__name__}, is there before; give each once."
+            )
         if isinstance(optimizer, MasterWeightOptimizer) or hasattr(optimizer, PENDING_FOUND_INF):
             raise OptionError("A given optimizer should only be passed through initialize() once.")
         if chosen.master_weights:
@@ -180,7 +186,7 @@ def prepared(optimizer: torch.optim.Optimizer, chosen: Properties) -> torch.opti
     if chosen.master_weights:
         optimizer = MasterWeightOptimizer(optimizer)
     setattr(optimizer, PENDING_FOUND_INF, [])
-    setattr(optimizer, IS_UNSCALED, True)
+    setattr(optimizer, SCALED_BY, None)
     setattr(optimizer, STASH, [])
     run = optimizer.step
 
@@ -189,7 +195,7 @@ def prepared(optimizer: torch.optim.Optimizer, chosen: Properties) -> torch.opti
         """Step, unless a scale_loss since the last step found a gradient that is not finite."""
         if closure is not None:
             raise OptionError("apex's interface takes no closure; use LossScaler.step(optimizer, closure=...).")
-        if not getattr(self, IS_UNSCALED) and gradients.has_any(self):
+        if getattr(self, SCALED_BY) is not None and gradients.has_any(self):
             raise StepOrderError(
                 "step() was called while the gradients are scaled: scale_loss(..., delay_unscale=True) came last. The "
                 "last backward before a step belongs into scale_loss(loss, optimizer); zero_grad() drops them."
@@ -211,7 +217,7 @@ def prepared(optimizer: torch.optim.Optimizer, chosen: Properties) -> torch.opti
     def zero_grad(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         """Clear the gradients, and those that are set aside."""
         getattr(self, STASH).clear()
-        setattr(self, IS_UNSCALED, True)
+        setattr(self, SCALED_BY, None)
         clear(*args, **kwargs)
 
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers wrap a method
@@ -242,9 +248,26 @@ def scaler_of(chosen: Properties, min_scale: float | None, max_scale: float) -> 
     return scaler
 
 
-def stash(optimizer: torch.optim.Optimizer) -> None:
+def check_scaled_by(optimizer: torch.optim.Optimizer, loss_id: int) -> None:
+    """Refuse to add gradients to those that bear another loss's scale.
+
+    Raises:
+        StepOrderError: what stands cannot be unscaled with what comes.
+    """
+    standing = getattr(optimizer, SCALED_BY)
+    if standing not in (None, loss_id) and gradients.has_any(optimizer):
+        raise StepOrderError(
+            f"the gradients that stand bear the scale of loss {standing}, of scale_loss(..., loss_id={standing}, "
+            f"delay_unscale=True), and loss_id={loss_id} has its own: leave delay_unscale out, each backward is then "
+            "unscaled by its own scale and added."
+        )
+
+
+def stash(optimizer: torch.optim.Optimizer, loss_id: int) -> None:
     """Set unscaled gradients of an earlier backward aside, so that the next one's can be unscaled alone."""
-    if not getattr(optimizer, IS_UNSCALED):
+    standing = getattr(optimizer, SCALED_BY)
+    setattr(optimizer, SCALED_BY, loss_id)
+    if standing is not None:
         if not gradients.has_any(optimizer):  # zeroed since, and with them what was set aside for a delayed unscale
             getattr(optimizer, STASH).clear()
         return
@@ -252,7 +275,6 @@ def stash(optimizer: torch.optim.Optimizer) -> None:
         if parameter.grad is not None:
             getattr(optimizer, STASH).append((parameter, parameter.grad))
             parameter.grad = None
-    setattr(optimizer, IS_UNSCALED, False)
 
 
 def add_back(optimizer: torch.optim.Optimizer) -> None:
@@ -272,7 +294,7 @@ def add_back_unreached(optimizer: torch.optim.Optimizer) -> None:
     """After a backward that stays scaled: where it has left an optimizer no gradient, those of before stand again."""
     if getattr(optimizer, STASH) and not gradients.has_any(optimizer):
         add_back(optimizer)
-        setattr(optimizer, IS_UNSCALED, True)
+        setattr(optimizer, SCALED_BY, None)
 
 
 def without_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -280,19 +302,20 @@ def without_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for parameter in gradients.parameters(optimizer) if parameter.grad is None]
 
 
-def put_back(optimizer: torch.optim.Optimizer, was_unscaled: bool, empty: list[torch.Tensor]) -> None:
+def put_back(optimizer: torch.optim.Optimizer, scaled_by: int | None, empty: list[torch.Tensor]) -> None:
     """After an error: the gradients as they stood before `stash`, without what a broken backward left.
 
     Where scaled gradients stood, those of the broken backward are among them, as after `loss.backward()`.
 
     Args:
+        scaled_by: the loss whose scale they bore, None for none.
         empty: the parameters that had none.
     """
+    setattr(optimizer, SCALED_BY, scaled_by)
     for parameter in empty:
         parameter.grad = None
         mirror_gradient(parameter)
-    if was_unscaled:
+    if scaled_by is None:
         for parameter in gradients.parameters(optimizer):
             parameter.grad = None
         add_back(optimizer)
-        setattr(optimizer, IS_UNSCALED, True)

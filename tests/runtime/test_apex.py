@@ -195,6 +195,41 @@ def test_each_loss_has_its_scaler_and_gradients_add_up_unscaled():
     }
 
 
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_delayed_backward_is_not_unscaled_by_another_losss_scale(opt_level):
+    linear = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = amp.initialize(
+        linear, torch.optim.SGD(linear.parameters(), 1.0), opt_level=opt_level, num_losses=2, convert=convert
+    )
+    backward(model, optimizer, 0.5, delay_unscale=True)
+    gradient = model.weight.grad.clone()
+    with pytest.raises(
+        StepOrderError, match=r"bear the scale of loss 0.*loss_id=1 has its own: leave delay_unscale out"
+    ):
+        backward(model, optimizer, 0.25, loss_id=1)
+    assert torch.equal(model.weight.grad, gradient)
+    backward(model, optimizer, 0.25)
+    backward(model, optimizer, 0.125, loss_id=1)
+    assert next(amp.master_params(optimizer)).grad.item() == 0.875
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model, optimizer, 0.5, delay_unscale=True)
+    optimizer.zero_grad()
+    backward(model, optimizer, 0.25, loss_id=1)
+    assert next(amp.master_params(optimizer)).grad.item() == 0.25
+
+
+@pytest.mark.parametrize("twice", ["model", "optimizer"])
+def test_what_is_given_twice_is_refused_before_anything_is_changed(twice):
+    linear = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(linear.parameters(), 1.0)
+    models, optimizers = ([linear, linear], optimizer) if twice == "model" else (linear, [optimizer, optimizer])
+    with pytest.raises(OptionError, match=rf"{twice} 1 of the list, a (Linear|SGD), is there before; give each once"):
+        amp.initialize(models, optimizers, opt_level="O2")
+    assert linear.weight.dtype == torch.float32
+    amp.initialize(linear, optimizer, opt_level="O2")
+
+
 def test_bounds_of_the_scale():
     start("O1", min_loss_scale=64.0, max_loss_scale=256.0)
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 256.0
