@@ -215,8 +215,7 @@ def scale_loss(
     delay_overflow_check = checked_flag("delay_overflow_check", delay_overflow_check)
     scaler = session.scalers[loss_id]
     every = _initialized(optimizers)
-    for optimizer in every:
-        check_scaled_by(optimizer, loss_id)
+    check_scaled_by(every, loss_id)
     with _standing_gradients(every, loss_id):
         yield scaler.scale(loss.float())
         if delay_unscale:

@@ -15,7 +15,7 @@ from fxamp.errors import CaptureError, OptionError
 from fxamp.runtime import gradients
 from fxamp.runtime.apex_casts import registry
 from fxamp.runtime.apex_options import Properties
-from fxamp.runtime.arguments import check_names
+from fxamp.runtime.arguments import check_names, check_needs_no_closure
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.fixed_scalers import StaticLossScaler
 from fxamp.runtime.master_checks import check_arguments
@@ -59,6 +59,9 @@ def check_optimizers(optimizers: list[torch.optim.Optimizer], chosen: Properties
             )
         if isinstance(optimizer, MasterWeightOptimizer) or hasattr(optimizer, PENDING_FOUND_INF):
             raise OptionError("A given optimizer should only be passed through initialize() once.")
+        check_needs_no_closure(
+            optimizer, "initialize(): scale_loss() is one backward a step; use fxamp.convert() and a LossScaler"
+        )
         if chosen.master_weights:
             check_arguments(optimizer, "fp32", BUCKET_BYTES)
 
@@ -194,7 +197,10 @@ def prepared(optimizer: torch.optim.Optimizer, chosen: Properties) -> torch.opti
     def step(self: torch.optim.Optimizer, closure: None = None) -> Any:
         """Step, unless a scale_loss since the last step found a gradient that is not finite."""
         if closure is not None:
-            raise OptionError("apex's interface takes no closure; use LossScaler.step(optimizer, closure=...).")
+            raise OptionError(
+                "apex's interface takes no closure: scale_loss() comes before the step. With fxamp.convert() and a "
+                "LossScaler, scaler.step(optimizer, closure=...) takes one."
+            )
         if getattr(self, SCALED_BY) is not None and gradients.has_any(self):
             raise StepOrderError(
                 "step() was called while the gradients are scaled: scale_loss(..., delay_unscale=True) came last. The "
@@ -243,24 +249,25 @@ def scaler_of(chosen: Properties, min_scale: float | None, max_scale: float) -> 
             )
         scaler = LossScaler(first, min_scale=floor, max_scale=max_scale)
     else:
-        scaler = StaticLossScaler(float(chosen.loss_scale))
+        scaler = StaticLossScaler(checked_scale("loss_scale", chosen.loss_scale, ANY_SCALE))
     scaler.allows_half_gradients = not chosen.master_weights and chosen.opt_level in ("O2", "O3")
     return scaler
 
 
-def check_scaled_by(optimizer: torch.optim.Optimizer, loss_id: int) -> None:
+def check_scaled_by(optimizers: list[torch.optim.Optimizer], loss_id: int) -> None:
     """Refuse to add gradients to those that bear another loss's scale.
 
     Raises:
         StepOrderError: what stands cannot be unscaled with what comes.
     """
-    standing = getattr(optimizer, SCALED_BY)
-    if standing not in (None, loss_id) and gradients.has_any(optimizer):
-        raise StepOrderError(
-            f"the gradients that stand bear the scale of loss {standing}, of scale_loss(..., loss_id={standing}, "
-            f"delay_unscale=True), and loss_id={loss_id} has its own: leave delay_unscale out, each backward is then "
-            "unscaled by its own scale and added."
-        )
+    for optimizer in optimizers:
+        standing = getattr(optimizer, SCALED_BY)
+        if standing not in (None, loss_id) and gradients.has_any(optimizer):
+            raise StepOrderError(
+                f"the gradients that stand bear the scale of loss {standing}, of scale_loss(..., loss_id={standing}, "
+                f"delay_unscale=True), and loss_id={loss_id} has its own: leave delay_unscale out, each backward is "
+                "then unscaled by its own scale and added."
+            )
 
 
 def stash(optimizer: torch.optim.Optimizer, loss_id: int) -> None:

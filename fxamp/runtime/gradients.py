@@ -1,13 +1,9 @@
-"""Questions about the gradients of an optimizer: where they are, whether they are finite, how large."""
+"""Questions about the gradients of an optimizer: where they are, and whether they are finite."""
 
 import dataclasses
 import logging
-import math
-import numbers
 import operator
-import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -85,7 +81,7 @@ def values_of(parameter: torch.Tensor) -> torch.Tensor | None:
             gradient = gradient.float().coalesce().to(torch.float16)
             parameter.grad = gradient
         gradient = gradient._values()
-    return _local_numbers(gradient)
+    return local_numbers(gradient)
 
 
 def summed_values_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -97,10 +93,11 @@ def summed_values_of(parameter: torch.Tensor) -> torch.Tensor | None:
     if gradient is None or not gradient.is_sparse or gradient.dtype is torch.float16 or gradient.is_coalesced():
         return values_of(parameter)
     wide = gradient.float() if gradient.dtype is torch.bfloat16 else gradient
-    return _local_numbers(wide.coalesce()._values())
+    return local_numbers(wide.coalesce()._values())
 
 
-def _local_numbers(gradient: torch.Tensor) -> torch.Tensor:
+def local_numbers(gradient: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a dense gradient, as real numbers."""
     gradient = distributed.local(gradient)
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
@@ -166,7 +163,7 @@ def unscale_and_check(
 
 
 def refuse_half(optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> None:
-    """Refuse fp16 gradients: unscaled in place they would vanish below 2^-24.
+    """Refuse fp16 gradients, also complex ones: unscaled in place they would vanish below 2^-24.
 
     Raises:
         OptionError: names the parameters and the one-line remedy.
@@ -178,6 +175,14 @@ def refuse_half(optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor])
         for name, parameter in names(optimizer)
         if parameter.grad is not None and parameter.grad.dtype == torch.float16
     ]
+    if not half:
+        halves = [
+            name for name, each in names(optimizer) if each.grad is not None and each.grad.dtype == torch.complex32
+        ]
+        raise OptionError(
+            f"{listed(halves)} have complex32 gradients, whose float16 parts lose everything below 2^-24 when unscaled "
+            "in place; keep the parameters complex64."
+        )
     raise OptionError(
         f"Attempting to unscale FP16 gradients: {listed(half)} have float16 gradients, which lose "
         "everything below 2^-24 when unscaled in place. Wrap the optimizer, which keeps float32 masters: "
@@ -196,77 +201,6 @@ def warn_of_pure_bfloat16(optimizer: torch.optim.Optimizer) -> None:
             type(optimizer).__name__,
             listed(pure),
         )
-
-
-def total_norm(gradients: list[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
-    """Euclidean norm of all gradients together, 0-d float32, computed as torch's clip_grad_norm_ does.
-
-    16-bit gradients are read in float32, so that their norm cannot overflow. Of no gradients it is a 0 on `device`.
-    """
-    if not gradients:
-        return torch.zeros((), device=device)
-    per_tensor: list[torch.Tensor] = []
-    with torch.no_grad():
-        for same in _by_device(gradients):
-            low = [gradient for gradient in same if gradient.dtype.itemsize == 2]
-            high = [gradient for gradient in same if gradient.dtype.itemsize != 2]
-            per_tensor.extend(torch._foreach_norm(high, 2.0) if high else ())
-            per_tensor.extend(torch._foreach_norm(low, 2.0, dtype=torch.float32) if low else ())
-        first = per_tensor[0].device
-        stacked = torch.stack([norm.to(first) for norm in per_tensor])
-        total: torch.Tensor = torch.linalg.vector_norm(stacked, 2.0)
-    return total.float()
-
-
-def global_norm(optimizer: torch.optim.Optimizer, process_group: Any = None) -> torch.Tensor:
-    """Euclidean norm of all gradients of an optimizer over all ranks that share them, 0-d float32.
-
-    A part that several ranks hold counts once: of a DTensor, norms are added over its sharded mesh dimensions alone.
-
-    Args:
-        process_group: ranks that hold shards as plain tensors; then all gradients are taken for such shards.
-    """
-    bins: dict[tuple[Any, ...], list[torch.Tensor]] = defaultdict(list)
-    device = torch.device("cpu")
-    for parameter in parameters(optimizer):
-        device = distributed.local(parameter).device
-        shared = parameter if parameter.grad is None else parameter.grad
-        found = bins[(process_group,) if process_group is not None else distributed.shard_groups(shared)]
-        values = summed_values_of(parameter)
-        if values is not None:
-            added = distributed.without_partial(parameter.grad)  # type: ignore[arg-type]
-            found.append(values if added is parameter.grad else _local_numbers(added))
-    norms = [distributed.norm_over(total_norm(found, device), groups) for groups, found in bins.items()]
-    if len(norms) == 1:
-        return norms[0]
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])) if norms else torch.zeros(())
-
-
-def check_max_norm(max_norm: object) -> None:
-    """Refuse what is no norm to clip to.
-
-    Raises:
-        OptionError: anything but a number >= 0 (math.inf is one) or None.
-    """
-    if max_norm is None:
-        return
-    is_number = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
-    if not is_number or not max_norm >= 0 or sys.float_info.max < max_norm < math.inf:  # type: ignore[operator]
-        raise OptionError(
-            f"max_grad_norm={max_norm!r} must be a number >= 0 (math.inf only measures), or None for no clipping."
-        )
-
-
-def multiply_(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply gradients in place by a 0-d tensor on any device."""
-    with torch.no_grad():
-        for same in _by_device(gradients):
-            torch._foreach_mul_(same, factor.to(same[0].device))
-
-
-def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """min(1, max_norm / (norm + 1e-6)), 0-d; the 1e-6 is torch's."""
-    return ((norm + 1e-6).reciprocal() * max_norm).clamp(max=1.0)
 
 
 def nonfinite_names(optimizer: torch.optim.Optimizer, known: Mapping[torch.Tensor, str]) -> list[str]:
@@ -349,10 +283,3 @@ def why_none(optimizer: torch.optim.Optimizer, had_history: bool | None) -> str:
         "re-created, or moved with new parameters, after the optimizer was built. Build it from "
         "model.parameters() of the model that gives the loss."
     )
-
-
-def _by_device(gradients: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    grouped: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        grouped[gradient.device].append(gradient)
-    return list(grouped.values())

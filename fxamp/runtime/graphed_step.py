@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fxamp.errors import OptionError
 from fxamp.recorded import as_if_recorded
-from fxamp.runtime import gradients
-from fxamp.runtime.arguments import check_needs_no_closure
+from fxamp.runtime import clipping, gradients
 from fxamp.runtime.cuda_graph import Recorder
 from fxamp.runtime.device_rates import DeviceRates, reads_rate_from_device
 from fxamp.runtime.device_skip import settle
 from fxamp.runtime.distributed import local
 from fxamp.runtime.entries import Entries
 from fxamp.runtime.fixed_scalers import NoOpLossScaler
+from fxamp.runtime.graphed_checks import check_arguments, check_loss
 from fxamp.runtime.optimizer_steps import note_step
 from fxamp.runtime.scaler import LossScaler
 from fxamp.runtime.step_result import StepResult
@@ -63,7 +62,8 @@ class GraphedStep:
         max_graphs: shapes (and other reasons to recapture) beyond this many run eagerly.
 
     Raises:
-        OptionError: an argument of another kind, or a scaler that is not one of this package's.
+        OptionError: an argument of another kind, or a scaler that is not one of this package's; of a call, a loss that
+            is not one number with a gradient.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class GraphedStep:
         max_grad_norm: float | None = None,
         max_graphs: int = MAX_GRAPHS,
     ) -> None:
-        _check(model, loss_fn, optimizer, scaler, max_graphs)
-        gradients.check_max_norm(max_grad_norm)
+        check_arguments(model, loss_fn, optimizer, scaler, max_graphs)
+        clipping.check_max_norm(max_grad_norm)
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
@@ -191,6 +191,7 @@ class GraphedStep:
 
     def _step(self, inputs: Any, targets: Any) -> tuple[torch.Tensor, StepResult]:
         loss = self.loss_fn(_call(self.model, inputs), targets)
+        check_loss(loss)
         self.scaler.scale(loss).backward()
         result = self.scaler.step(self.optimizer, max_grad_norm=self.max_grad_norm)
         self.scaler.update()
@@ -296,26 +297,6 @@ class _Graph:
     def is_moved(self) -> bool:
         """Whether a weight is elsewhere than it was: `.to()`, `.data =`."""
         return list(map(_ADDRESS, self._weights)) != self._addresses
-
-
-def _check(model: object, loss_fn: object, optimizer: object, scaler: object, max_graphs: object) -> None:
-    order = "The order is GraphedStep(model, loss_fn, optimizer, scaler)."
-    if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, LossScaler):
-        raise OptionError(
-            f"scaler is a {type(scaler).__name__}, whose step reads the device; use fxamp.LossScaler, "
-            "which loads its state: LossScaler().load_state_dict(scaler.state_dict())."
-        )
-    if scaler is not None and not isinstance(scaler, LossScaler):
-        raise OptionError(f"scaler is a {type(scaler).__name__}, not a fxamp.LossScaler or None. {order}")
-    if not isinstance(model, torch.nn.Module):
-        raise OptionError(f"model is a {type(model).__name__}, not a torch.nn.Module. {order}")
-    if not callable(loss_fn):
-        raise OptionError(f"loss_fn is a {type(loss_fn).__name__}, which cannot be called. {order}")
-    if not isinstance(getattr(optimizer, "param_groups", None), list):
-        raise OptionError(f"optimizer is a {type(optimizer).__name__}, not an optimizer. {order}")
-    check_needs_no_closure(optimizer, "GraphedStep() runs one forward and backward a step")
-    if isinstance(max_graphs, bool) or not isinstance(max_graphs, int) or max_graphs < 0:
-        raise OptionError(f"max_graphs={max_graphs!r} must be an integer >= 0.")
 
 
 _ADDRESS = torch.Tensor.data_ptr

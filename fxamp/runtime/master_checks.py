@@ -49,6 +49,19 @@ def _refuse_around(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
+def check_group(group: Any) -> None:
+    """Refuse what is no group of parameters; what is in one, torch checks.
+
+    Raises:
+        OptionError: says what was given instead.
+    """
+    if not isinstance(group, dict) or group.get("params") is None:
+        known = f"a dict with {', '.join(map(repr, group)) or 'nothing'}" if isinstance(group, dict) else repr(group)
+        raise OptionError(
+            f'add_param_group() got {known[:200]}; it takes a dict such as {{"params": layer.parameters(), "lr": 0.1}}.'
+        )
+
+
 def check_closure(optimizer: torch.optim.Optimizer, closure: Any) -> None:
     """Refuse what cannot be called, and nothing where the optimizer needs a closure."""
     if closure is None:

@@ -15,7 +15,7 @@ from fxamp.runtime import gradients, master_gradients
 from fxamp.runtime.device_skip import settle, step_unless, takes_found_inf
 from fxamp.runtime.layouts import Layouts
 from fxamp.runtime.loaded_masters import LoadedMasters, check_masters
-from fxamp.runtime.master_checks import check_arguments, check_closure, check_is_state, check_state
+from fxamp.runtime.master_checks import check_arguments, check_closure, check_group, check_is_state, check_state
 from fxamp.runtime.masters import (
     MASTER,
     attach_master,
@@ -122,7 +122,12 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         return self.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its low-precision parameters get masters."""
+        """Add a group; its low-precision parameters get masters.
+
+        Raises:
+            OptionError: no dict with "params".
+        """
+        check_group(param_group)
         self.optimizer.add_param_group(param_group)
         self._adopt(self.optimizer.param_groups[-1]["params"])
 

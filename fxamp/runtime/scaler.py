@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from fxamp.runtime import arguments, collapse, distributed, gradients, host_step
+from fxamp.runtime import arguments, clipping, collapse, distributed, gradients, host_step
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.scale_rule import ScaleRule
 from fxamp.runtime.scaler_base import ScalerBase, needs_scaling
@@ -169,7 +169,7 @@ class LossScaler(ScalerBase):
         """
         gradients.check_optimizer(optimizer, "step()")
         args, closure = host_step.take_closure(optimizer, args, closure, kwargs)
-        gradients.check_max_norm(max_grad_norm)
+        clipping.check_max_norm(max_grad_norm)
         gradients.take_over(optimizer)
         if optimizer not in self._looked_at:
             self._looked_at.add(optimizer)
@@ -246,16 +246,16 @@ class LossScaler(ScalerBase):
         self, optimizer: torch.optim.Optimizer, max_norm: float, divisor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Norm of the unscaled gradients; clips them, or folds clipping into the divisor still to apply."""
-        norm = gradients.global_norm(optimizer, self.process_group)
+        norm = clipping.global_norm(optimizer, self.process_group)
         if divisor is not None:
             norm = norm.to(divisor.device) / divisor
         if max_norm == math.inf:
             return norm, divisor
-        factor = gradients.clip_factor(norm, max_norm)
+        factor = clipping.clip_factor(norm, max_norm)
         if self._enabled:  # a step that will be skipped: its gradients stay as they are, to be named
             factor = torch.where(norm < math.inf, factor, torch.ones_like(factor))
         if divisor is None:
-            gradients.multiply_(gradients.dense(optimizer), factor)
+            clipping.multiply_(gradients.dense(optimizer), factor)
             return norm, None
         return norm, divisor / factor
 

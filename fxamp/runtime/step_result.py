@@ -10,7 +10,7 @@ import torch
 
 from fxamp import recorded
 from fxamp.errors import FxampError, OptionError
-from fxamp.runtime import gradients
+from fxamp.runtime import clipping, gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +152,8 @@ class StepResult:
                 is_scaled = self._scaled_gradients and parameter.grad.dtype.itemsize == 2
                 (low if is_scaled else high).append(found)
         if not low:
-            return float(gradients.total_norm(high))
-        return math.hypot(float(gradients.total_norm(low)) / self.scale, float(gradients.total_norm(high)))
+            return float(clipping.total_norm(high))
+        return math.hypot(float(clipping.total_norm(low)) / self.scale, float(clipping.total_norm(high)))
 
     @property
     def is_stale(self) -> bool:

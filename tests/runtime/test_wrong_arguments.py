@@ -90,6 +90,15 @@ WRONG = {
         lambda: fxamp.GraphedStep(torch.nn.Linear(2, 2), torch.nn.functional.mse_loss, lbfgs()),
         "LBFGS.*closure",
     ),
+    "graph_loss_of_many": (lambda: graphed(lambda y, _: y), r"loss_fn returned a tensor of shape \(4, 2\).*\.mean"),
+    "graph_loss_complex": (lambda: graphed(lambda y, _: y.sum() * 1j), "loss_fn returned .*complex64"),
+    "graph_loss_detached": (lambda: graphed(lambda y, _: y.sum().detach()), "loss_fn returned .*needs no gradient"),
+    "graph_loss_pair": (lambda: graphed(lambda y, _: (y.sum(), y)), "loss_fn returned a tuple"),
+    "graph_no_loss": (lambda: graphed(lambda y, _: None), "loss_fn returned a NoneType"),
+    "masters_no_group": (lambda: mastered().add_param_group(None), r"add_param_group\(\) got None; it takes a dict"),
+    "masters_empty_group": (lambda: mastered().add_param_group({}), "got a dict with nothing; it takes"),
+    "masters_group_typo": (lambda: mastered().add_param_group({"param": []}), "got a dict with 'param'; it takes"),
+    "complex_half": (lambda: unscaled(torch.complex32), "0.*have complex32 gradients.*keep the parameters complex64"),
     "step_norm_huge": (lambda: step(max_grad_norm=HUGE), "max_grad_norm=1000.* number >= 0"),
     "choose_bools": (lambda: fxamp.choose_scale(torch.tensor([True])), "max_abs_grad.*torch.bool"),
     "choose_huge": (lambda: fxamp.choose_scale(HUGE), "max_abs_grad=1000"),
@@ -106,9 +115,28 @@ WRONG = {
     "apex_convert": (lambda: initialize(convert=5), "convert=5.*called"),
     "apex_delay": (lambda: scale_loss(delay_unscale="yes"), "delay_unscale='yes' must be True or False"),
     "apex_delay_check": (lambda: scale_loss(delay_overflow_check=torch.ones(3)), "delay_overflow_check="),
+    "apex_scale_zero": (lambda: initialize(loss_scale=0), "loss_scale=0.0 must be finite and > 0"),
+    "apex_lbfgs": (lambda: amp.initialize(torch.nn.Linear(2, 2), lbfgs()), "LBFGS.*needs a closure"),
     "apex_state_inf": (lambda: load_apex({"loss_scale": 1.0, "unskipped": math.inf}), "loss_scaler0.*unskipped"),
     "apex_state_tensor": (lambda: load_apex(torch.ones(3)), "loss_scaler0"),
 }
+
+
+def graphed(loss_fn):
+    model = torch.nn.Linear(3, 2)
+    fxamp.GraphedStep(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), fxamp.LossScaler())(torch.ones(4, 3), 0)
+
+
+def mastered():
+    return fxamp.MasterWeightOptimizer(torch.optim.SGD(torch.nn.Linear(2, 2).half().parameters(), 0.1))
+
+
+def unscaled(dtype):
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+    parameter.grad = torch.zeros_like(parameter)
+    scaler = fxamp.LossScaler()
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD([parameter], 0.1))
 
 
 def step(*args, **kwargs):
