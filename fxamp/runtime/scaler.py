@@ -149,6 +149,10 @@ class LossScaler(ScalerBase):
     ) -> StepResult:
         """Unscale (if not done), clip, and step the optimizer unless a gradient is not finite.
 
+        As in torch, between unscale_() and step() no other scaled backward may reach these parameters: it adds scaled
+        gradients to unscaled ones. Nor is seen what is written into gradients past autograd's count (`p.grad.data`) or
+        by a hook of the step, and what an optimizer's own numbers do with finite gradients (Adafactor squares them).
+
         Args:
             args, kwargs: go to `optimizer.step`.
             closure: re-evaluates the model for optimizers such as L-BFGS and SAM: zero_grad, loss, backward
