@@ -13,7 +13,7 @@ from fxamp.inplace import mutated
 from fxamp.numerics.extent import Extent
 from fxamp.numerics.flow import CallFlow, Edge, Flow
 from fxamp.numerics.reach import bad_values, reach_of
-from fxamp.numerics.twin import given_to, reads_of, root_of, twins
+from fxamp.numerics.twin import reads_of, root_of, twins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +42,6 @@ class Origin:
 def origin_of(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
     """The first bad node of what reaches the outputs, or else of the gradients that reach a parameter or an input.
 
-    Before those comes what low precision made infinite in the forward and a clamp of fxamp's own made finite: the
-    gradients are of numbers that are wrong by then.
-
     Of several graphs the first has the forward's, and the last, whose backward is first, the backward's.
 
     Args:
@@ -66,8 +63,6 @@ def origin_of(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
         found = next(
             (origin for flow in backwards if (origin := _gradient_origin(flow, led.of(flow))) is not None), None
         )
-        if found is not None:
-            found = next((origin for flow in call.parts if (origin := _clamped_origin(flow)) is not None), found)
     if found is not None and found.phase == "input" and _is_from_around(call, found):
         return dataclasses.replace(found, phase="between graphs")
     return found
@@ -163,8 +158,6 @@ def _reached(flow: Flow, readers: list[fx.Node]) -> list[fx.Node]:
             read = flow.reads.get((given.name, node.name))
             if read is not None and not read.is_finite:
                 frontier += [given, *(nodes[writer] for writer in _writers(flow, (given.name, node.name)))]
-            elif _is_bad(flow, node):
-                frontier += _behind_a_clamp(flow, given)
     return [node for node in nodes.values() if node in reached]
 
 
@@ -176,32 +169,6 @@ def _writers(flow: Flow, edge: Edge) -> Iterator[str]:
         seen.add(writer)
         yield writer
         writer = flow.earlier.get(writer)
-
-
-def _behind_a_clamp(flow: Flow, given: fx.Node) -> list[fx.Node]:
-    """What low precision alone made infinite, and a cast or clamp of fxamp's own made finite again, if anything.
-
-    The model knows nothing of that clamp, so what overflows behind it did not begin there.
-    """
-    while ir.mark(given).role and given.all_input_nodes:
-        given = given_to(given)
-        if _is_bad(flow, given):
-            return [] if _is_expected(flow, given) else [given]
-    return []
-
-
-def _clamped_origin(flow: Flow) -> Origin | None:
-    """The first node that low precision alone made infinite, of what a cast or clamp of fxamp's own made finite."""
-    good = [node for node in flow.variant.graph.nodes if node.name in flow.values and not _is_bad(flow, node)]
-    return _first_new(flow, _reached(flow, [bad for node in good for bad in _behind_a_clamp(flow, node)]))
-
-
-def _is_expected(flow: Flow, node: fx.Node) -> bool:
-    """Whether it is as bad in fp32; without that run, whether it looks like a mask."""
-    own, name = flow.values[node.name], root_of(node).name
-    if flow.exact is None or name not in flow.exact.values:
-        return own.is_mask
-    return _bad_counts(own) == _bad_counts(flow.exact.values[name])
 
 
 def _first_new(flow: Flow, among: list[fx.Node]) -> Origin | None:

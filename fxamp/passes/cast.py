@@ -1,7 +1,7 @@
 """Put a cast on every edge whose two ends differ in precision."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -27,7 +27,8 @@ class InsertCasts(Pass):
     2. A cast stands directly behind the value, or behind the write it must see; a weight's before its first use, and so
        does one whose reader has gradients where the value had none: forward may differentiate by an input. Inside of a
        torch.func transform stands none: what it gives is cast after it, what it takes before it.
-    3. Only float32 tensors are cast; a mask with numbers beyond the low range is clamped to it first.
+    3. Only float32 tensors are cast; a mask with numbers beyond the low range is clamped to it first. Where low ops
+       came before, infinities stay: they are an overflow, which the scaler and `find_nan` must see.
     4. Outputs come back in `output_dtype`.
     5. A value that was widened for this reader (see fxamp.capture.promotion) is read as it was before.
     """
@@ -45,6 +46,7 @@ class InsertCasts(Pass):
             dtype = self.policy.low if precision == "low" else torch.float32
             ir.set_mark(node, type=with_dtype(ir.mark(node).type, dtype))
         regions, modes = grad_regions(graph), grad_modes(graph, self.has_gradients)
+        after_low = _after_low(graph)
         made: dict[tuple[object, ...], fx.Node] = {}
         for reader, read, dtype in wanted:
             if (narrow := _narrow_source(read.value, dtype)) is not None:
@@ -56,7 +58,14 @@ class InsertCasts(Pass):
             key = (read.value, dtype, aliases.epoch(read.value, reader), region)
             if key not in made:
                 place = _before(reader) if at_reader else _behind(read.value, reader)
-                made[key] = _make_cast(graph, read.value, reader, dtype, aliases, self.policy.low, place)
+                limits = (
+                    torch.finfo(dtype)
+                    if dtype == self.policy.low and _is_tainted(read.value, reader, aliases)
+                    else None
+                )
+                with graph.inserting_before(place):
+                    source = read.value if limits is None else _clamped(read.value, limits, aliases, after_low)
+                    made[key] = _make_cast(graph, source, read.value, dtype, self.policy.low)
             ir.replace_operand(reader, read, made[key])
         for node in [node for node in graph.nodes if ir.PROMOTED in node.meta and not node.users]:
             graph.erase_node(node)
@@ -94,28 +103,48 @@ def _narrow_source(value: fx.Node, dtype: torch.dtype) -> fx.Node | None:
     return source if any(found.dtype == dtype for found in tensors_in(ir.mark(source).type)) else None
 
 
-def _make_cast(
-    graph: fx.Graph,
-    value: fx.Node,
-    reader: fx.Node,
-    dtype: torch.dtype,
-    aliases: Aliases,
-    low: torch.dtype,
-    place: fx.Node,
-) -> fx.Node:
-    with graph.inserting_before(place):
-        source = value
-        writer = aliases.last_writer(value, reader)
-        if dtype == low and (ir.mark(value).tainted or (writer is not None and ir.mark(writer).tainted)):
-            limits = torch.finfo(low)
-            source = graph.call_method("clamp", (value, limits.min, limits.max))
-            _describe(source, value, ir.mark(value).type, "cast")
-            ir.set_mark(source, op="clamp", precision="high")
-        cast = graph.call_method("to", (source, dtype))
+def _make_cast(graph: fx.Graph, source: fx.Node, value: fx.Node, dtype: torch.dtype, low: torch.dtype) -> fx.Node:
+    """A cast of the source, which is the value, or that as it is clamped."""
+    cast = graph.call_method("to", (source, dtype))
     kind = converted(ir.mark(value).type, dtype)
     _describe(cast, value, kind, "weight cast" if ir.is_weight(value) else "cast")
     ir.set_mark(cast, op="to", precision="low" if dtype == low else "high")
     return cast
+
+
+def _is_tainted(value: fx.Node, reader: fx.Node, aliases: Aliases) -> bool:
+    writer = aliases.last_writer(value, reader)
+    return ir.mark(value).tainted or (writer is not None and ir.mark(writer).tainted)
+
+
+def _after_low(graph: fx.Graph) -> set[fx.Node]:
+    """Low ops, and what is computed of their results."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_low = node.op.startswith("call") and ir.mark(node).precision == "low"
+        if is_low or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _clamped(value: fx.Node, limits: torch.finfo, aliases: Aliases, after_low: set[fx.Node]) -> fx.Node:
+    """Finite numbers clamped to the low range; of a copy where the value is written later, since clamp saves it."""
+    source = _added(value, "clone", (value,)) if value in aliases.storage_of else value
+    clamped = _added(value, "clamp", (source, limits.min, limits.max))
+    if value not in after_low:
+        return clamped
+    detached = _added(value, "detach", (source,))  # gradients go one way: through clamp
+    is_infinite = _added(value, "isinf", (detached,))
+    ir.set_mark(is_infinite, type=converted(ir.mark(value).type, torch.bool), precision="none")
+    return _added(value, "where", (detached, is_infinite, clamped))
+
+
+def _added(value: fx.Node, op: str, args: tuple[Any, ...]) -> fx.Node:
+    """A method of the value's own that clamps it, in its dtype."""
+    node = value.graph.call_method(op, args)
+    _describe(node, value, ir.mark(value).type, "cast")
+    ir.set_mark(node, op=op, precision="high")
+    return node
 
 
 def _describe(node: fx.Node, value: fx.Node, kind: ValueType, role: ir.Role) -> None:

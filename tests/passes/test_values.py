@@ -189,6 +189,40 @@ def test_numbers_of_made_tensors_are_judged_one_by_one():
     assert_precision(setting, {"new_tensor": "low"})
 
 
+def test_an_infinity_of_a_low_op_is_not_clamped_away():
+    """An overflow that became 65504 would be a wrong number without a word: no step is skipped, no NaN is found."""
+
+    def model(x, w):
+        return F.linear(F.linear(x, w) * 300.0 * 1e5, w)  # the first product is low, the second beyond its range
+
+    setting = captured(model, X, W, chosen=policy(FP16))
+    run_steps(PIPELINE, setting)
+    assert [ir.mark(node_of(setting, "mul", number)).precision for number in (0, 1)] == ["low", "high"]
+    assert run_graph(setting, X * 1e-4, W * 1e-2)[0].isfinite().all()  # up to 2e4
+    top = torch.eye(8) * 0.5
+    assert torch.equal(run_graph(setting, X + 1.0, top)[0], torch.full((8, 8), 32752.0))  # a finite number saturates
+    assert not run_graph(setting, X + 1e4, top)[0].isfinite().any()  # and an overflow stays one
+
+
+def test_a_clamped_value_that_is_written_in_place_has_its_gradient():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.relu, self.b = nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.b(self.relu(self.a(x) * 1e-5 * 1e5)).mean()
+
+    model = Model()
+    twin = copy.deepcopy(model)
+    converted = fxamp.convert(twin, torch.float16, (X,), overrides={"relu": "allow"})
+    assert {"clone", "clamp", "where"} <= {row.op for row in fxamp.report(converted).rows if row.role == "cast"}
+    converted(X).backward()
+    model(X).backward()
+    for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=0, atol=1e-2 * float(theirs.grad.abs().max()))
+
+
 def test_a_mask_made_by_full_is_tainted():
     def model(q, keep):
         mask = torch.full((4, 4), -1e9).triu(1)
