@@ -28,6 +28,7 @@ from torch import fx, nn
 from fxamp.dtypes import dtype_name
 from fxamp.errors import OptionError, warn
 from fxamp.ir import Reason
+from fxamp.lists import OpLists
 from fxamp.override_keys import is_within
 from fxamp.review.match import Item, Place, fit, is_widening, match, place_of, place_of_key
 from fxamp.review.plan_file import line_of, read_plan, text_of
@@ -115,7 +116,9 @@ class Plan:
         1. The plan's graph of the same title is taken, or else the one with the most nodes in common. Where several of
            that title have the same nodes, and decide otherwise about some (weights, or numbers, did not fit one of
            them), these are left to the rules, which know such conditions.
-        2. A preview's types are assumed, and the ops inside of a module may be others: there whole modules count.
+        2. On a line that was edited, `u * v` to `u * u`, what the plan runs low is left to the rules, which know what
+           overflows; but for GEMMs.
+        3. A preview's types are assumed, and the ops inside of a module may be others: there whole modules count.
         """
         parts = {node.name: str(node.target) for node in graph.nodes if node.meta.get("boundary")}
         if self.blocks and not parts:
@@ -127,7 +130,9 @@ class Plan:
         found, unclear, chosen = self._nearest_graph(items, title)
         wanted = self.graphs.get(chosen, {})
         open_ones = self._open_in(chosen)
-        sure = {name: wanted[key] for name, key in found.items() if key not in open_ones}
+        places = {item.name: item.place for item in items}
+        edited = [key for name, key in found.items() if self._is_edited(chosen, key, places[name])]
+        sure = {name: wanted[key] for name, key in found.items() if key not in {*open_ones, *edited}}
         floats = {row.name for row in rows if "float32" in row.dtype and not is_widening(row)} - parts.keys()
         here = [key for key in wanted if not any(is_within(module_of(key), path) for path in parts.values())]
         if is_preview:
@@ -137,7 +142,16 @@ class Plan:
         new = [key for name, key in keys.items() if name in floats - found.keys()]
         lost = [key for key in here if key not in found.values()]
         added = [f"{self._named(key)} is in the model and not in the plan" for key in new if key not in lost]
-        return sure, [*self._lost(lost, unclear, new), *added]
+        told = [f"{self._named(key)}, low in the plan, stands on a line that was edited" for key in edited]
+        return sure, [*self._lost(lost, unclear, new), *told, *added]
+
+    def _is_edited(self, title: str, key: str, now: Place) -> bool:
+        """Whether a node that the plan runs low, and not for its op alone, stands on another line; unknown lines are
+        the same."""
+        was = self.places.get(title, {}).get(key)
+        if was is None or self.graphs[title][key] != "low" or OpLists.default().colour(now.op) == "allow":
+            return False
+        return was.text != now.text and bool(was.text and now.text)
 
     def _nearest_graph(self, new: list[Item], title: str) -> tuple[dict[str, str], dict[str, int], str]:
         """The match with the graph of that title, or of several such, or of none, the one that fits best."""

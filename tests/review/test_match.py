@@ -154,6 +154,40 @@ def test_an_equal_op_put_in_before_does_not_shift_the_decisions(tmp_path):
     assert ":sin#0 is in the model and not in the plan" in str(said[0].message)
 
 
+class Product(Plain):
+    def forward(self, x):
+        y, z = self.a(x), self.b(x)
+        w = y * z
+        return self.a(w) + y
+
+
+class Square(Plain):
+    def forward(self, x):
+        y, z = self.a(x), self.b(x)
+        w = z * z
+        return self.a(w) + y
+
+
+class Swapped(Plain):
+    def forward(self, x):
+        y, z = self.a(x), self.b(x)
+        w = z * y
+        return self.a(w) + y
+
+
+def test_an_edited_line_is_left_to_the_rules_where_the_plan_runs_it_low(tmp_path):
+    """Between the same neighbours, of the same ops, and yet a square, which overflows from 256."""
+    plan = report(converted(Product())).save_plan(tmp_path / "plan.json")
+    assert decided(converted(Product(), plan=plan), "y * z")["", "mul"] == "low"
+    with pytest.warns(UserWarning, match=":mul#0, low in the plan, stands on a line that was edited"):
+        edited = converted(Square(), plan=plan)
+    assert decided(edited, "z * z")["", "mul"] == "high"
+    high = report(converted(Product(), overrides={"mul": "deny"})).save_plan(tmp_path / "high.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decided(converted(Swapped(), plan=high), "z * y")["", "mul"] == "high"  # which no rule would say
+
+
 def test_a_renamed_module_keeps_its_decisions(tmp_path):
     plan = report(converted(Renamed(), overrides={"inner.b": "deny"})).save_plan(tmp_path / "plan.json")
     with warnings.catch_warnings():
