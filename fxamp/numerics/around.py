@@ -44,6 +44,15 @@ class Around(TorchFunctionMode):
         self.known: set[Node] = set()
         self.makers: dict[StorageWeakRef, Made] = {}
 
+    def __enter__(self) -> "Around":
+        self.outside, running.view = getattr(running, "view", None), None  # this call may stand in a part of another
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        running.view = self.outside
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = _looked_at((args, {name: value for name, value in kwargs.items() if name != "out"}))

@@ -20,14 +20,20 @@ def made_around(call: CallFlow, exact: CallFlow, origin: Origin | None) -> Made 
     """
     if origin is not None and not is_of_output(origin):
         arrived = call.arrived.get((origin.flow.part.number, origin.node))
-        return _first(arrived.begun_by(), exact) if origin.phase == "between graphs" and arrived else None
+        return _first_behind([arrived], call, exact) if origin.phase == "between graphs" and arrived else None
     new = [made for made in call.made if made.is_new]
     if call.error is not None:
         return _first(new, exact)
     if not all(extent.is_finite for extent in call.outputs):
-        return _first((each for made in call.given for each in made.begun_by()), exact)
+        return _first_behind(call.given, call, exact)
     has_bad_gradients = origin is not None or not all(extent.is_finite for extent in call.gradients.values())
     return call.unmade if has_bad_gradients else next(filter(lambda made: _is_only_mixed(made, exact), new), None)
+
+
+def _first_behind(bad: list[Made], call: CallFlow, exact: CallFlow) -> Made | None:
+    """Of what bad values come of, in the order of the run: an infinity comes before the NaN that it becomes."""
+    begun = {id(each) for made in bad for each in made.begun_by()}
+    return _first((made for made in call.made if id(made) in begun), exact)
 
 
 def _first(among: Iterable[Made], exact: CallFlow) -> Made | None:

@@ -276,6 +276,26 @@ def test_what_reaches_the_output_is_named_and_no_infinity_on_the_way_that_is_har
     assert found.is_bad_in_float32
 
 
+def overflow_before_nan(h, scale):
+    t = (h @ h.mT) * 3e4 * 3e4  # infinite in float16
+    return h + (t - t).sum()
+
+
+def log_before_nan(h, scale):
+    z = torch.log(h * 0.0)  # in float32 too
+    return h + z.mean() * 0.0
+
+
+@pytest.mark.parametrize(
+    ("make", "op", "is_bad_in_float32"), [(overflow_before_nan, "mul", False), (log_before_nan, "log", True)]
+)
+@LOOKS
+def test_the_infinity_is_named_and_not_the_nan_that_it_becomes(make, op, is_bad_in_float32, look):
+    found = look(between(make=make))
+    assert (found.op, found.source, found.module) == (op, line_of(make), "")
+    assert found.is_bad_in_float32 is is_bad_in_float32
+
+
 @LOOKS
 def test_a_hook_around_the_graphs_that_makes_a_gradient_bad_is_no_matter_of_the_loss(look):
     def hooked(out, h, scale):
