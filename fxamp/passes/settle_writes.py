@@ -27,7 +27,8 @@ class SettleWrites(Pass):
 
     1. A low GEMM result that is later written by a float32 op, or shares storage with such a value, is copied
        first; every reader reads the copy, so every reader sees the write.
-    2. An in-place GEMM on storage that is float32 is computed aside and copied in.
+    2. An in-place GEMM on storage that is float32 is computed aside and copied in; so is a float32 op on a buffer that
+       is stored low (O3).
     """
 
     policy: Policy
@@ -42,8 +43,10 @@ class SettleWrites(Pass):
 
 
 def _to_separate(ruling: Ruling, storage: Storage) -> list[fx.Node]:
-    """The nodes that make low values in a storage that must be high."""
+    """The nodes that make low values in a storage that must be high, and float32 writes into one that is stored low."""
     nodes = [node for node in storage.nodes if node in ruling.participants]
+    if _is_stored_low(storage):
+        return [node for node in nodes if mutated(node) and ruling.is_fixed(node, "high") and can_separate(node)]
     if not must_be_high(ruling, storage):
         return []
     return [node for node in nodes if ruling.is_fixed(node, "low") and can_separate(node)]
@@ -54,11 +57,15 @@ def must_be_high(ruling: Ruling, storage: Storage) -> bool:
 
     A buffer that is stored low (O3) is not.
     """
-    if any(node.meta.get("stored_low") for node in storage.nodes):
+    if _is_stored_low(storage):
         return False
     return storage.external or any(
         ruling.is_fixed(node, "high") for node in (*storage.nodes, *storage.writers) if node in ruling.participants
     )
+
+
+def _is_stored_low(storage: Storage) -> bool:
+    return any(node.meta.get("stored_low") for node in storage.nodes)
 
 
 def can_separate(node: fx.Node) -> bool:

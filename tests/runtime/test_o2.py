@@ -94,3 +94,22 @@ def test_a_script_written_for_apex(opt_level):
         losses.append(float(loss.detach()))
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] in (1.0, 2.0**16)
+
+
+def test_at_o3_a_float32_op_on_a_buffer_that_is_stored_low_is_computed_aside_and_reported_as_it_runs():
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(8, 8)
+            self.register_buffer("state", torch.ones(8))
+
+        def forward(self, x):
+            self.state.mul_(0.5).mul_(1e5)  # which float16 does not hold
+            return self.fc(x) + self.state
+
+    x = torch.zeros(2, 8)
+    model = fxamp.convert(Counting(), torch.float16, (x,), opt_level="O3")
+    model(x)
+    assert model.state.dtype == torch.float16 and torch.equal(model.state, torch.full((8,), 5e4).half())
+    rows = {(row.op, row.precision) for row in fxamp.report(model).rows if row.op in ("buffer", "mul", "copy")}
+    assert rows == {("buffer", "low"), ("mul", "low"), ("mul", "high"), ("copy", "low")}
