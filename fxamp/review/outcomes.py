@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from fxamp import ir
+from fxamp.dtypes import is_inexact
 from fxamp.errors import FxampError, OptionError
 from fxamp.passes.alias import find_aliases
 from fxamp.passes.losses import MOVES
@@ -14,6 +16,7 @@ from fxamp.passes.policy import LEVELS
 from fxamp.review.report import Report, build_report, require_engine
 from fxamp.review.rows import Row
 from fxamp.review.trials import Trials
+from fxamp.value_types import tensors_in
 
 _Rows = Mapping[tuple[int, str], Row]
 
@@ -60,11 +63,16 @@ class Outcomes:
 
         1. All that share memory into which something writes have one precision.
         2. What only moves numbers on from a result that the caller gets in float32 moves that.
+        3. What reads no floating tensor has torch's default dtype.
         """
-        if row.op in MOVES:
+        graph = self.graphs[row.graph].graph
+        node = next(node for node in graph.nodes if node.name == row.name)
+        kinds = [found.dtype for given in node.all_input_nodes for found in tensors_in(ir.mark(given).type)]
+        reads_floats = any(dtype is None or is_inexact(dtype) for dtype in kinds)
+        if row.op in MOVES or not reads_floats:
             return True
         if row.graph not in self._written:
-            storages = find_aliases(self.graphs[row.graph].graph).storages
+            storages = find_aliases(graph).storages
             self._written[row.graph] = frozenset(node.name for storage in storages for node in storage.nodes)
         return row.name in self._written[row.graph]
 

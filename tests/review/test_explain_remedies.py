@@ -162,6 +162,21 @@ def test_what_another_nodes_override_makes_low_names_both():
     assert 'overrides={"sin": "allow"}) runs sin, and with it mul_3, low' in text
 
 
+def test_what_reads_no_floats_is_not_said_to_run_low_by_an_override():
+    class Phases(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.fc(x + torch.sin(torch.arange(16) * 1000.0))
+
+    converted = fxamp.convert(Phases(), FP16, (torch.ones(4, 16),))
+    text = explain(converted, "mul")
+    assert '{"mul": "allow"} alone does not: no floating-point operand decides its dtype' in text
+    assert '{"mul": "allow"}) runs' not in text
+
+
 def test_what_shares_written_memory_is_told_so():
     text = explain(made("shifted", dtype=BF16, level="strict"), "setitem_1")
     assert '{"setitem_1": "allow"} alone does not: shares storage that is written in place' in text
