@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from fxamp import ir
+from fxamp.dtypes import is_inexact
 from fxamp.ir import Reason
 from fxamp.passes.alias import Aliases, find_aliases, grad_modes, grad_regions
 from fxamp.passes.base import Pass
@@ -118,11 +119,13 @@ def _is_tainted(value: fx.Node, reader: fx.Node, aliases: Aliases) -> bool:
 
 
 def _after_low(graph: fx.Graph) -> set[fx.Node]:
-    """Low ops, and what is computed of their results."""
+    """Low ops that compute numbers (a clear one overflows nowhere), and what is made of these numbers, not of sizes."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        is_low = node.op.startswith("call") and ir.mark(node).precision == "low"
-        if is_low or not found.isdisjoint(node.all_input_nodes):
+        mark = ir.mark(node)
+        is_low = node.op.startswith("call") and mark.precision == "low" and mark.colour != "clear"
+        holds_floats = any(kind.dtype is None or is_inexact(kind.dtype) for kind in tensors_in(mark.type))
+        if holds_floats and (is_low or not found.isdisjoint(node.all_input_nodes)):
             found.add(node)
     return found
 
