@@ -204,6 +204,18 @@ def test_an_infinity_of_a_low_op_is_not_clamped_away():
     assert not run_graph(setting, X + 1e4, top)[0].isfinite().any()  # and an overflow stays one
 
 
+def test_a_mask_of_a_low_results_size_is_a_mask_all_the_same():
+    def model(x, w):
+        q = F.linear(x, w)
+        mask = torch.full((q.shape[0], q.shape[0]), -1e9).triu(1)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    setting = captured(model, X, W, chosen=policy(FP16))
+    run_steps(PIPELINE, setting)
+    targets = [node.target for node in setting.graph.nodes]
+    assert "clamp" in targets and "isinf" not in targets
+
+
 def test_a_clamped_value_that_is_written_in_place_has_its_gradient():
     class Model(nn.Module):
         def __init__(self):
