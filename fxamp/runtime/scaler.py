@@ -110,8 +110,7 @@ class LossScaler(ScalerBase):
 
     def _unscale_(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         state.pop("unscaled", None)
-        if state["stage"] is OptState.STEPPED:
-            raise self._order_error("unscale_()", "this optimizer was already stepped since the last update()")
+        state.pop("has_mixed_gradients", None)
         widen = getattr(optimizer, "widen_gradients_", None)
         if widen is not None:
             widen()
@@ -149,9 +148,8 @@ class LossScaler(ScalerBase):
     ) -> StepResult:
         """Unscale (if not done), clip, and step the optimizer unless a gradient is not finite.
 
-        As in torch, between unscale_() and step() no other scaled backward may reach these parameters: it adds scaled
-        gradients to unscaled ones. Nor is seen what is written into gradients past autograd's count (`p.grad.data`) or
-        by a hook of the step, and what an optimizer's own numbers do with finite gradients (Adafactor squares them).
+        Not seen is what is written into gradients past autograd's count (`p.grad.data`) or by a hook of the step, and
+        what an optimizer's own numbers do with finite gradients (Adafactor squares them).
 
         Args:
             args, kwargs: go to `optimizer.step`.
@@ -166,8 +164,8 @@ class LossScaler(ScalerBase):
             What happened, readable lazily.
 
         Raises:
-            StepOrderError: called twice since the last update(), before any scale(), or with parameters that were added
-                since unscale_().
+            StepOrderError: called twice since the last update(), before any scale(), with parameters that were added
+                since unscale_(), or with gradients to which another scaled backward has added since (torch mixes them).
             OptionError: no optimizer; fp16 gradients under an optimizer without masters; a negative or NaN
                 max_grad_norm; two closures, one that cannot be called, or what no step of torch takes.
         """
@@ -183,8 +181,12 @@ class LossScaler(ScalerBase):
         if closure is not None and self._scale is None:
             self._lazy_init_scale_growth_tracker(next(gradients.parameters(optimizer)).device)
         state = self._state_of(optimizer, "step()")
-        if state["stage"] is OptState.STEPPED:
-            raise self._order_error("step()", "this optimizer was already stepped since the last update()")
+        if state.get("has_mixed_gradients") and gradients.has_any(optimizer):
+            raise self._order_error(
+                "step()",
+                "after unscale_() a backward of another scaled loss has reached these gradients, which are scaled "
+                "again in part: unscale after the last backward()",
+            )
         if closure is not None:
             result = host_step.step_with_closure(self, optimizer, closure, max_grad_norm, args, kwargs)
         # What unscale_() has found counts, also of gradients that are gone.

@@ -6,12 +6,12 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import _refresh_per_optimizer_state
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxamp.dtypes import NAMES
 from fxamp.errors import FxampError, OptionError, nearest
-from fxamp.runtime import gradients, scaler_state
+from fxamp.runtime import gradients, late_backward, scaler_state
 from fxamp.runtime.arguments import checked_device, checked_flag, number_in, refuse_containers
 from fxamp.runtime.copies import copy_on
 from fxamp.runtime.scale_rule import ScaleRule, checked_scale
@@ -112,11 +112,12 @@ class ScalerBase(torch.amp.GradScaler):
             self._scale_calls += 1
             self._had_history = gradients.require_grad(outputs)
         try:
-            return super().scale(outputs)
+            scaled = super().scale(outputs)
         except ValueError as error:
             raise OptionError(
                 f"scale() was given a {type(outputs).__name__}; it takes tensors or an iterable of them."
             ) from error
+        return late_backward.watch(self, scaled) if self._enabled else scaled
 
     def forget_iteration(self) -> None:
         """Begin a new iteration: every optimizer may be unscaled and stepped again."""
@@ -129,6 +130,8 @@ class ScalerBase(torch.amp.GradScaler):
         gradients.check_optimizer(optimizer, called)
         state = self._per_optimizer_states[id(optimizer)]
         state.setdefault("optimizer", weakref.ref(optimizer))
+        if state["stage"] is OptState.STEPPED:
+            raise self._order_error(called, "this optimizer was already stepped since the last update()")
         return state
 
     def _order_error(self, called: str, reason: str) -> StepOrderError:
