@@ -31,23 +31,17 @@ from fxamp.runtime.apex_casts import (
     register_half_function,
     register_promote_function,
 )
+from fxamp.runtime.apex_gradients import SCALED_BY, add_back, check_scaled_by, leave_scaled, standing_gradients
 from fxamp.runtime.apex_options import BRIEF, LEVELS, check_output_dtype, check_whole, properties, table
 from fxamp.runtime.apex_prepare import (
     PENDING_FOUND_INF,
-    SCALED_BY,
-    add_back,
-    add_back_unreached,
     check_models,
     check_optimizers,
     check_options,
-    check_scaled_by,
     converted_all,
     low_of,
     prepared,
-    put_back,
     scaler_of,
-    stash,
-    without_gradients,
 )
 from fxamp.runtime.apex_state import AmpState, Session, load, saved
 from fxamp.runtime.arguments import checked_flag
@@ -216,11 +210,10 @@ def scale_loss(
     scaler = session.scalers[loss_id]
     every = _initialized(optimizers)
     check_scaled_by(every, loss_id)
-    with _standing_gradients(every, loss_id):
+    with standing_gradients(every, scaler, loss_id):
         yield scaler.scale(loss.float())
         if delay_unscale:
-            for optimizer in every:
-                add_back_unreached(optimizer)
+            leave_scaled(every, scaler)
         else:
             _unscale(scaler, every, delay_overflow_check)
     if not delay_unscale:
@@ -237,23 +230,6 @@ def _initialized(optimizers: Any) -> list[torch.optim.Optimizer]:
                 f"scale_loss() got a {type(optimizer).__name__} that initialize() did not return; use what it returned."
             )
     return every
-
-
-@contextlib.contextmanager
-def _standing_gradients(optimizers: list[torch.optim.Optimizer], loss_id: int) -> Iterator[None]:
-    """Set unscaled gradients aside; after an error they stand again, whatever happened to the new ones."""
-    for optimizer in optimizers:
-        gradients.take_over(optimizer)
-    were_scaled_by = [getattr(optimizer, SCALED_BY) for optimizer in optimizers]
-    were_empty = [without_gradients(optimizer) for optimizer in optimizers]
-    for optimizer in optimizers:
-        stash(optimizer, loss_id)
-    try:
-        yield
-    except BaseException:
-        for optimizer, scaled_by, empty in zip(optimizers, were_scaled_by, were_empty, strict=True):
-            put_back(optimizer, scaled_by, empty)
-        raise
 
 
 def _unscale(scaler: LossScaler, optimizers: list[torch.optim.Optimizer], delay_overflow_check: bool) -> None:

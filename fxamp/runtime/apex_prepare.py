@@ -14,6 +14,7 @@ from fxamp.dtypes import resolve_dtype
 from fxamp.errors import CaptureError, OptionError
 from fxamp.runtime import gradients
 from fxamp.runtime.apex_casts import registry
+from fxamp.runtime.apex_gradients import SCALED_BY, STASH
 from fxamp.runtime.apex_options import Properties
 from fxamp.runtime.arguments import check_names, check_needs_no_closure
 from fxamp.runtime.device_skip import settle, step_unless
@@ -29,8 +30,6 @@ from fxamp.runtime.scaler_state import any_of
 
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 PENDING_FOUND_INF = "_fxamp_found_inf"
-SCALED_BY = "_fxamp_gradients_scaled_by"  # the loss_id whose scale the gradients bear; None: they are unscaled
-STASH = "_fxamp_stashed_gradients"
 SET_BY_LEVEL = ("model", "opt_level", "output_dtype")  # arguments of convert that initialize() gives it
 FIRST_SCALE = 2.0**16  # apex's own
 
@@ -252,77 +251,3 @@ def scaler_of(chosen: Properties, min_scale: float | None, max_scale: float) -> 
         scaler = StaticLossScaler(checked_scale("loss_scale", chosen.loss_scale, ANY_SCALE))
     scaler.allows_half_gradients = not chosen.master_weights and chosen.opt_level in ("O2", "O3")
     return scaler
-
-
-def check_scaled_by(optimizers: list[torch.optim.Optimizer], loss_id: int) -> None:
-    """Refuse to add gradients to those that bear another loss's scale.
-
-    Raises:
-        StepOrderError: what stands cannot be unscaled with what comes.
-    """
-    for optimizer in optimizers:
-        standing = getattr(optimizer, SCALED_BY)
-        if standing not in (None, loss_id) and gradients.has_any(optimizer):
-            raise StepOrderError(
-                f"the gradients that stand bear the scale of loss {standing}, of scale_loss(..., loss_id={standing}, "
-                f"delay_unscale=True), and loss_id={loss_id} has its own: leave delay_unscale out, each backward is "
-                "then unscaled by its own scale and added."
-            )
-
-
-def stash(optimizer: torch.optim.Optimizer, loss_id: int) -> None:
-    """Set unscaled gradients of an earlier backward aside, so that the next one's can be unscaled alone."""
-    standing = getattr(optimizer, SCALED_BY)
-    setattr(optimizer, SCALED_BY, loss_id)
-    if standing is not None:
-        if not gradients.has_any(optimizer):  # zeroed since, and with them what was set aside for a delayed unscale
-            getattr(optimizer, STASH).clear()
-        return
-    for parameter in gradients.parameters(optimizer):
-        if parameter.grad is not None:
-            getattr(optimizer, STASH).append((parameter, parameter.grad))
-            parameter.grad = None
-
-
-def add_back(optimizer: torch.optim.Optimizer) -> None:
-    """Add the gradients that `stash` set aside to the new ones."""
-    stash: list[tuple[torch.Tensor, torch.Tensor]] = getattr(optimizer, STASH)
-    for parameter, gradient in stash:
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad.add_(gradient)
-    stash.clear()
-    if isinstance(optimizer, MasterWeightOptimizer):
-        optimizer.widen_gradients_()  # zeros that zero_grad(set_to_none=False) left are of 16 bits
-
-
-def add_back_unreached(optimizer: torch.optim.Optimizer) -> None:
-    """After a backward that stays scaled: where it has left an optimizer no gradient, those of before stand again."""
-    if getattr(optimizer, STASH) and not gradients.has_any(optimizer):
-        add_back(optimizer)
-        setattr(optimizer, SCALED_BY, None)
-
-
-def without_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters that have no gradient."""
-    return [parameter for parameter in gradients.parameters(optimizer) if parameter.grad is None]
-
-
-def put_back(optimizer: torch.optim.Optimizer, scaled_by: int | None, empty: list[torch.Tensor]) -> None:
-    """After an error: the gradients as they stood before `stash`, without what a broken backward left.
-
-    Where scaled gradients stood, those of the broken backward are among them, as after `loss.backward()`.
-
-    Args:
-        scaled_by: the loss whose scale they bore, None for none.
-        empty: the parameters that had none.
-    """
-    setattr(optimizer, SCALED_BY, scaled_by)
-    for parameter in empty:
-        parameter.grad = None
-        mirror_gradient(parameter)
-    if scaled_by is None:
-        for parameter in gradients.parameters(optimizer):
-            parameter.grad = None
-        add_back(optimizer)

@@ -195,6 +195,46 @@ def test_each_loss_has_its_scaler_and_gradients_add_up_unscaled():
     }
 
 
+@pytest.mark.parametrize("moved", ["overflow", "growth", "loaded"])
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_delayed_backward_follows_the_scale_that_another_optimizers_moves(opt_level, moved):
+    """One loss_id for both, apex's default: what stands scaled by 2^16 is not unscaled by another scale."""
+    first, second = (torch.nn.Linear(1, 1, bias=False) for _ in range(2))
+    models, (one, other) = amp.initialize(
+        [first, second],
+        [torch.optim.SGD(first.parameters(), 1.0), torch.optim.SGD(second.parameters(), 1.0)],
+        opt_level=opt_level,
+        convert=convert,
+    )
+    backward(models[0], one, 0.5, delay_unscale=True)
+    backward(models[0], one, 0.25, delay_unscale=True)
+    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    if moved == "loaded":
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
+    elif moved == "growth":
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": scale, "unskipped": 1999}})
+        backward(models[1], other, 0.25)
+    else:
+        backward(models[1], other, math.inf)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == {"overflow": scale / 2, "growth": scale * 2}.get(moved, 8)
+    backward(models[0], one, 0.125, delay_unscale=True)
+    backward(models[0], one, 1.0)
+    assert next(amp.master_params(one)).grad.item() == 1.875
+
+
+def test_after_an_error_in_the_block_delayed_gradients_bear_the_scale_they_were_given():
+    linear = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = amp.initialize(
+        linear, torch.optim.SGD(linear.parameters(), 1.0), opt_level="O1", convert=convert
+    )
+    backward(model, optimizer, 0.5, delay_unscale=True)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
+    with pytest.raises(KeyError), amp.scale_loss(model(torch.ones(1, 1)).sum(), optimizer):
+        raise KeyError
+    backward(model, optimizer, 0.25)
+    assert model.weight.grad.item() == 0.75
+
+
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_a_delayed_backward_is_not_unscaled_by_another_losss_scale(opt_level):
     linear = torch.nn.Linear(1, 1, bias=False)
