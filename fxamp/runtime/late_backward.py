@@ -43,6 +43,8 @@ class _Begins:
         self._scaler = scaler
 
     def __call__(self, gradient: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():  # compiled autograd traces this, and has no end to call at
+            return
         before = [
             (state, optimizer, gradients.stamp(optimizer)) for state, optimizer in _between(self._scaler) if optimizer
         ]

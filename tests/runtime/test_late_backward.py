@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 
 import fxamp
 from fxamp.runtime.master_weights import MasterWeightOptimizer
@@ -209,3 +210,16 @@ def test_a_list_stays_a_list():
     scaled = scaler.scale([loss_of(weight), (loss_of(weight), torch.ones(()))])
     assert isinstance(scaled, list) and isinstance(scaled[1], tuple)
     assert fxamp.LossScaler(enabled=False).scale([1]) == [1]
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_autograd_traces_the_hook(fresh_dynamo, fullgraph):
+    """What it traces is not watched, and steps as under torch's scaler."""
+    weight, optimizer, scaler = both()
+    scaler.scale(loss_of(weight)).backward()
+    scaler.unscale_(optimizer)
+    other = torch.nn.Parameter(torch.ones(2))
+    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=fullgraph)):
+        scaler.scale(loss_of(other)).backward()
+    scaler.step(optimizer)
+    assert other.grad.tolist() == [256.0, 512.0] and weight.tolist() == [0.875, 1.75]
