@@ -15,7 +15,7 @@ from fxamp.counting import run
 from fxamp.counting import table as tables
 from fxamp.counting.counts import Counter, Counts, SavedTensors, count_step
 from fxamp.counting.run import MORE_WAYS, count
-from fxamp.counting.table import count_all, main, ratio, ratios_text, worse_than_autocast
+from fxamp.counting.table import count_all, main, mean_ratio, ratios_text, worse_than_autocast
 from fxamp.counting.zoo import MODELS, PUBLISHED, MissingPackageError, Step, from_torchvision, from_transformers
 from fxamp.errors import CaptureError
 
@@ -168,10 +168,10 @@ def test_no_model_is_worse_than_autocast(tiny_on_fake_cuda):
 
 def test_tables(tiny_on_fake_cuda):
     text = ratios_text(tiny_on_fake_cuda)
-    assert "cast launches" in text and str(round(ratio(tiny_on_fake_cuda, "casts", "half"), 3)) in text
+    assert "cast launches" in text and str(round(mean_ratio(tiny_on_fake_cuda, "cast launches", "half"), 3)) in text
     worse = {"m": {"autocast": Counts(casts=1, nbytes=4), "O1": Counts(casts=2, nbytes=4)}}
     assert worse_than_autocast(worse, "O1") == ["m: cast launches 2.000"]
-    assert ratio(worse, "casts", "O1") == 2.0
+    assert mean_ratio(worse, "cast launches", "O1") == 2.0
 
 
 def test_the_command_prints_a_table_and_names_what_it_does_not_know(capsys):

@@ -61,11 +61,18 @@ def test_a_region_is_replaced_and_the_rest_stays(tmp_path):
 
 def test_counts(tmp_path):
     costs = {"fp32": 10, "autocast": 20, "O1 balanced": 15, "O2": 21, "half": 5}
-    row = {way: dataclasses.asdict(Counts(launches=cost, casts=cost, nbytes=cost)) for way, cost in costs.items()}
+    row = {
+        way: dataclasses.asdict(Counts(launches=cost, casts=cost, nbytes=cost, saved_nbytes=cost))
+        for way, cost in costs.items()
+    }
     record(tmp_path, "count", {"gpt2_small": row})
     text = region(tmp_path, "count")
-    assert "| against autocast, 1 models | O1 balanced | O2 | pure half |" in text
-    assert "| kernel launches | 0.750 | 1.050 | 0.250 |" in text
+    assert "| against autocast, 1 models | O1 balanced | goal | O2 | goal | pure half |" in text
+    assert "| kernel launches | 0.750 | 0.76 | 1.050 | 0.74 | 0.250 |" in text
+    said = " ".join(text.split())
+    assert "Missed: O1 balanced, cast launches: 0.750, goal 0.15; above it gpt2_small 0.750. O2, cast" in said
+    assert "O2, bytes moved: 1.050, goal 0.88; above it gpt2_small 1.050." in said
+    assert "O1 balanced, kernel launches" not in said and "O1 balanced, bytes moved" not in said, "goals that are met"
     assert "Worse than autocast, O2: gpt2_small cast launches 1.050, gpt2_small kernel launches 1.050" in text
     assert "`tools/count` (CPU with" in text and "python 3." in text
 

@@ -18,12 +18,13 @@ from fxamp.counting import gpu_models_table, ranks, results, scale
 from fxamp.counting.speed import judge
 from fxamp.counting.speed import table as speed_table
 from fxamp.counting.table import (
-    MEASURES,
-    TRANSFORMERS,
+    GOALS,
     counted,
     from_json,
+    labels,
+    mean_ratio,
+    missed_goals,
     not_counted,
-    ratio,
     worse_than_autocast,
 )
 from fxamp.errors import OptionError, nearest
@@ -71,28 +72,32 @@ def _prose(text: str) -> str:
 # ------------------------------------------------------------------------------------------------------ tables
 
 COUNTED_WAYS = ("O1 strict", "O1 balanced", "O2", "half")
+WITH_GOALS = ("O1 balanced", "O2")
 
 
 def count(data: Any) -> str:
-    """Ratios to autocast, and where fxamp is worse."""
+    """Ratios to autocast with their goals, which are missed and by whom, and where fxamp is worse."""
     whole = from_json(data)
     table = counted(whole)
     ways = [way for way in COUNTED_WAYS if way in next(iter(table.values()))]
-    rows = [[label, *(f"{ratio(table, key, way):.3f}" for way in ways)] for label, key in MEASURES.items()]
-    if set(table) & set(TRANSFORMERS):
-        shares = (f"{ratio(table, 'nbytes', way, TRANSFORMERS):.3f}" for way in ways)
-        rows.append(["bytes moved, transformers", *shares])
-    headers = [
-        f"against autocast, {len(table)} models",
-        *("pure half" if way == "half" else way for way in ways),
-    ]
+    rows, headers = [], [f"against autocast, {len(table)} models"]
+    for way in ways:
+        headers += ["pure half" if way == "half" else way, *(["goal"] if way in WITH_GOALS else [])]
+    for label in labels(table):
+        cells = [label]
+        for way in ways:
+            cells += [f"{mean_ratio(table, label, way):.3f}"]
+            cells += [f"{GOALS[label][way]:.2f}"] if way in WITH_GOALS else []
+        rows.append(cells)
+    missed = [line for way in ways for line in missed_goals(table, way)]
     worse = []
     for way in ways:
         lines = [] if way == "half" else worse_than_autocast(table, way)
         worse += [f"{way}: {', '.join(line.replace(':', '') for line in lines)}."] if lines else []
+    verdict = f"Missed: {'. '.join(missed)}." if missed else "Every goal is met."
     losses = f"Worse than autocast, {' '.join(worse)}" if worse else "No model is worse than autocast in any of these."
     missing = [f"Not counted: {line}." for line in not_counted(whole)]
-    return "\n\n".join([results.as_table(rows, headers), *map(_prose, [losses, *missing])])
+    return "\n\n".join([results.as_table(rows, headers), *map(_prose, [verdict, losses, *missing])])
 
 
 def train(data: Any) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,15 @@ TRANSFORMERS = (
     "swin_t", "convnext_tiny", "vit_b_16", "nn_transformer", "hf_bert_mlm", "hf_gpt2", "hf_t5", "hf_llama", "hf_vit",
     "hf_whisper",
 )  # fmt: skip
+TRANSFORMER_BYTES = "bytes moved, transformers"
+GOALS = {
+    "cast launches": {"O1 balanced": 0.15, "O2": 0.05},
+    "kernel launches": {"O1 balanced": 0.76, "O2": 0.74},
+    "bytes moved": {"O1 balanced": 0.91, "O2": 0.88},
+    "bytes saved for backward": {"O1 balanced": 0.86, "O2": 0.84},
+    TRANSFORMER_BYTES: {"O1 balanced": 0.80, "O2": 0.75},
+}
+"""The most that the mean ratio to autocast should be: row of a table -> way -> ratio."""
 KNOWN = tuple({**PUBLISHED, **MODELS})
 HEADERS = ("model", "way", "launches", "casts", "forward", "tensors cast", "GB", "cast GB", "saved GB")
 
@@ -89,24 +99,42 @@ def from_json(data: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Coun
     }
 
 
-def ratio(table: Counted, measure: str, way: str, models: Sequence[str] = ()) -> float:
-    """Geometric mean over the models of a way's count divided by autocast's (a count of 0 counts as 1)."""
-    chosen = [name for name in table if not models or name in models]
-    logs = [
-        math.log(max(getattr(table[name][way], measure), 1) / max(getattr(table[name]["autocast"], measure), 1))
+def ratios(table: Counted, label: str, way: str) -> dict[str, float]:
+    """Of the models in a row of the table of ratios: a way's count divided by autocast's (0 counts as 1)."""
+    measure = "nbytes" if label == TRANSFORMER_BYTES else MEASURES[label]
+    chosen = [name for name in table if label != TRANSFORMER_BYTES or name in TRANSFORMERS]
+    return {
+        name: max(getattr(table[name][way], measure), 1) / max(getattr(table[name]["autocast"], measure), 1)
         for name in chosen
-    ]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+    }
+
+
+def labels(table: Counted) -> list[str]:
+    """The rows of the table of ratios that these models have."""
+    return [*MEASURES, *([TRANSFORMER_BYTES] if set(table) & set(TRANSFORMERS) else [])]
+
+
+def mean_ratio(table: Counted, label: str, way: str) -> float:
+    """Geometric mean of `ratios`."""
+    return statistics.geometric_mean(ratios(table, label, way).values())
+
+
+def missed_goals(table: Counted, way: str) -> list[str]:
+    """A line for each goal that a way misses, and the models that are above it."""
+    lines = []
+    for label in labels(table):
+        goal = GOALS[label].get(way, math.inf)
+        if (mean := mean_ratio(table, label, way)) > goal:
+            above = {name: each for name, each in ratios(table, label, way).items() if each > goal}
+            named = ", ".join(f"{name} {each:.3f}" for name, each in sorted(above.items(), key=lambda pair: -pair[1]))
+            lines.append(f"{way}, {label}: {mean:.3f}, goal {goal}; above it {named}")
+    return lines
 
 
 def worse_than_autocast(table: Counted, way: str) -> list[str]:
     """A line "model: measure 1.020" for each count in which a way is worse than autocast, by 0.05% at least."""
-    return [
-        f"{name}: {label} {getattr(row[way], measure) / max(getattr(row['autocast'], measure), 1):.3f}"
-        for name, row in table.items()
-        for label, measure in MEASURES.items()
-        if getattr(row[way], measure) >= 1.0005 * max(getattr(row["autocast"], measure), 1)
-    ]
+    of = {label: ratios(table, label, way) for label in MEASURES}
+    return [f"{name}: {label} {of[label][name]:.3f}" for name in table for label in of if of[label][name] >= 1.0005]
 
 
 def counts_text(table: Table) -> str:
@@ -131,10 +159,7 @@ def ratios_text(table: Table) -> str:
     if not complete:
         return "no model was counted in every way"
     ways = [way for way in next(iter(complete.values())) if way not in ("fp32", "autocast")]
-    rows = [(label, *(round(ratio(complete, key, way), 3) for way in ways)) for label, key in MEASURES.items()]
-    if any(name in TRANSFORMERS for name in complete):
-        shares = (round(ratio(complete, "nbytes", way, TRANSFORMERS), 3) for way in ways)
-        rows.append(("bytes moved, transformers", *shares))
+    rows = [(label, *(round(mean_ratio(complete, label, way), 3) for way in ways)) for label in labels(complete)]
     lines = [tabulate(rows, headers=(f"against autocast, geomean of {len(complete)}", *ways))]
     for way in ways:
         lines += [f"{way} is worse than autocast: {line}" for line in worse_than_autocast(complete, way)]
