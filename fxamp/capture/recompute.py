@@ -137,8 +137,12 @@ def _members(graph: fx.Graph, region: Region) -> dict[fx.Node, None]:
         if node.meta.get(ir.REGION) is region and node.op not in ("get_attr", "placeholder", "output")
     }
     for node in reversed(graph.nodes):
-        if _is_made(node) and node.users and all(user in own for user in node.users):
-            own.add(node)
+        if not _is_made(node):
+            continue
+        parts = [user for user in node.users if user.target is operator.getitem] if ir.is_tuple(node) else []
+        readers = [reader for user in node.users for reader in (user.users if user in parts else [user])]
+        if readers and all(reader in own for reader in readers):
+            own.update([node, *parts])
     below: set[fx.Node] = set()
     for node in graph.nodes:
         if node in own or any(given in below for given in node.all_input_nodes):
@@ -151,11 +155,11 @@ def _members(graph: fx.Graph, region: Region) -> dict[fx.Node, None]:
 
 
 def _is_made(node: fx.Node) -> bool:
-    if node.op in ("get_attr", "placeholder", "output"):
-        return False
-    if node.target is operator.getitem:
-        return isinstance(node.args[0], fx.Node) and _is_made(node.args[0])
-    return bool(ir.mark(node).role)
+    """Whether the passes made a node; what they made of several values goes whole, or its values are passed one by one:
+    of a tuple torch's checkpoint sees no tensor, and a reentrant one would send its gradients back on a way of its own.
+    """
+    is_part = node.target is operator.getitem and ir.is_tuple(node.args[0])  # type: ignore[arg-type]
+    return node.op not in ("get_attr", "placeholder", "output") and not is_part and bool(ir.mark(node).role)
 
 
 def _inner_graph(members: Iterable[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.Graph:

@@ -12,7 +12,7 @@ from fxamp import ir
 from fxamp.errors import InvariantError
 from fxamp.inplace import mutated
 from fxamp.ir import Reason
-from fxamp.passes.alias import Aliases, find_aliases, grad_regions
+from fxamp.passes.alias import Aliases, find_aliases, grad_modes, grad_regions
 from fxamp.passes.base import Pass
 from fxamp.passes.costs import GATHERS
 from fxamp.passes.reads import READ_NO_NUMBER, asked_dtype
@@ -62,7 +62,8 @@ class PackWeights(Pass):
 
     1. A bucket holds weights in the order of their first use, up to `bucket_bytes` of low copies; casts at the start
        of the forward would run last in backward, when nothing is left to overlap an all-reduce with.
-    2. Weights that reach different outputs are in different buckets: an unused auxiliary head stays unused.
+    2. Weights to which gradients come back from different outputs are in different buckets: an unused auxiliary head,
+       or what stands before a `detach()`, gets no gradient, and no hook of a parameter is called with None.
     3. Buckets do not cross the border of a torch.no_grad region.
     4. Alone stay a weight that is written in place, a table that is only gathered from, and a bucket of one whose
        copy does not grow.
@@ -182,8 +183,9 @@ def can_pack(node: fx.Node, aliases: Aliases) -> bool:
 
 
 def outputs_reached(graph: fx.Graph, aliases: Aliases) -> dict[fx.Node, int]:
-    """For each node the outputs of the graph that depend on it, as bits."""
+    """For each node the outputs of the graph from which a gradient comes back to it, as bits."""
     reached: dict[fx.Node, int] = defaultdict(int)
+    regions, modes = grad_regions(graph), grad_modes(graph, at_start=True)
     for node in reversed(graph.nodes):
         if node.op == "output":
             for position, value in enumerate(ir.nodes_in(node.args)):
@@ -193,9 +195,19 @@ def outputs_reached(graph: fx.Graph, aliases: Aliases) -> dict[fx.Node, int]:
             storage = aliases.storage_of.get(written)
             for member in storage.nodes if storage else ():
                 reached[node] |= reached[member]
+        if not modes[regions[node]] or _ends_gradients(node):
+            continue
         for value in node.all_input_nodes:
             reached[value] |= reached[node]
     return reached
+
+
+def _ends_gradients(node: fx.Node) -> bool:
+    """Whether no gradient goes through a node, whatever it is given: `h.detach()`, `h.data`, `h.argmax(-1)`."""
+    if ir.mark(node).op == "detach" or (node.target is getattr and node.args[1] == "data"):
+        return True
+    dtypes = [found.dtype for found in tensors_in(ir.mark(node).type)]
+    return bool(dtypes) and not any(d is None or d.is_floating_point or d.is_complex for d in dtypes)
 
 
 def growth_of(cast: fx.Node) -> Growth | None:

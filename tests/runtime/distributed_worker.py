@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from fxamp.errors import OptionError, ScaleCollapseError
 from fxamp.runtime.distributed import local, reduce_gradients_in
@@ -142,6 +143,34 @@ def converted_under_data_parallel():
         assert all(agrees(parameter) for parameter in ddp.parameters())
         results.append([parameter.detach().clone() for parameter in ddp.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+class Checkpoints(torch.nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.first, self.middle, self.last = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        return self.last(checkpoint(lambda h: self.middle(h).relu(), h, use_reentrant=self.use_reentrant))
+
+
+def checkpoints_under_data_parallel(use_reentrant):
+    """Gradients are those of the whole batch in one process, on all ranks."""
+    import fxamp
+
+    torch.manual_seed(0)
+    model = Checkpoints(use_reentrant)
+    whole = fxamp.convert(copy.deepcopy(model), dtype=torch.bfloat16)
+    ddp = DistributedDataParallel(fxamp.convert(model, dtype=torch.bfloat16))
+    batches = [torch.randn(4, 8).requires_grad_() for _ in range(dist.get_world_size())]
+    ddp(batches[dist.get_rank()]).square().sum().backward()
+    for batch in batches:
+        (whole(batch).square().sum() / len(batches)).backward()
+    for one, other in zip(ddp.parameters(), whole.parameters(), strict=True):
+        assert agrees(one.grad)
+        torch.testing.assert_close(one.grad, other.grad, rtol=2**-7, atol=0.02)
 
 
 def lowered_from_different_seeds(synchronise, holds_first):
@@ -508,6 +537,8 @@ CHECKS = {
     "fsdp_masters": lambda: fully_sharded(momentum, torch.bfloat16),
     "fsdp_blocks": lambda: converted_blocks_fully_sharded(at_root=False),
     "fsdp_blocks_and_root": lambda: converted_blocks_fully_sharded(at_root=True),
+    "checkpoints": lambda: checkpoints_under_data_parallel(use_reentrant=False),
+    "checkpoints_reentrant": lambda: checkpoints_under_data_parallel(use_reentrant=True),
     "fsdp_outside": sharded_weight_outside_of_its_unit,
     "norm": lambda: norm_of_gradients(LossScaler(16.0)),
     "norm_unscaled": lambda: norm_of_gradients(LossScaler(dtype=torch.bfloat16)),

@@ -300,6 +300,66 @@ def test_hooks_on_parameters(nets, x):
     assert_equal_grads(nets)
 
 
+class Apart(nn.Module):
+    """Three layers whose gradients come back on ways of their own."""
+
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = (nn.Linear(16, 16) for _ in range(3))
+        self.way = way
+
+    def forward(self, x):
+        return getattr(self, self.way)(self.first(x))
+
+    def reentrant(self, h):
+        return self.last(checkpoint(self.middle, h, use_reentrant=True))
+
+    def reentrant_twice(self, h):
+        h = checkpoint(lambda h: self.middle(h) + self.last(h), h, use_reentrant=True)
+        return checkpoint(self.last, h, use_reentrant=True)
+
+    def not_reentrant(self, h):
+        return self.last(checkpoint(self.middle, h, use_reentrant=False))
+
+    def detached(self, h):
+        return self.last(self.middle(h.detach()))
+
+    def data(self, h):
+        return self.last(self.middle(h.data))
+
+    def without_gradients(self, h):
+        with torch.no_grad():
+            h = self.middle(h)
+        return self.last(h)
+
+    def decided(self, h):
+        return self.last(h) * (self.middle(h).argmax(-1, keepdim=True) > 7)
+
+
+@pytest.mark.parametrize(
+    "way", ["reentrant", "reentrant_twice", "not_reentrant", "detached", "data", "without_gradients", "decided"]
+)
+def test_hooks_are_called_as_in_float32(way):
+    """Once for each parameter that has a gradient, with it, and never with None (DDP's hooks take that for one)."""
+    calls = {}
+    nets = {"fp32": Apart(way), "fxamp": fxamp.convert(Apart(way), torch.bfloat16)}
+    given = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for kind, net in nets.items():
+        calls[kind] = found = []
+        for name, parameter in net.named_parameters():
+            parameter.register_hook(lambda g, name=name, found=found: found.append((name, "grad", g is None)))
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name, found=found: found.append((name, "post", p.grad is None))
+            )
+        net(given).square().sum().backward()
+    without = [{name for name, p in net.named_parameters() if p.grad is None} for net in nets.values()]
+    assert without[0] == without[1]
+    # Of the same weight in two reentrant checkpoints eager sends the gradients one by one.
+    assert sorted(calls["fxamp"]) == sorted(set(calls["fp32"]))
+    assert not any(is_none for _, _, is_none in calls["fxamp"])
+
+
 # -------------------------------------------------------------------------------------- torch's other callers
 
 
