@@ -25,6 +25,7 @@ class Normalise(Pass):
     2. A conversion relative to another value that changes nothing in an fp32 run disappears.
     3. One that changes something there names its dtype: `mask.to(y)` is `mask.to(float32)`.
        `x.type(dtype)` is another spelling of `x.to(dtype)`; with a type that the user names it stays.
+       `1 / x` is `x.__rtruediv__(1)`, a reciprocal times a number: it has lists of its own.
     4. A list of tensors passed whole (`cat(x.chunk(2))`) is passed item by item. A module that stays whole is given a
        tuple of a class (a PackedSequence) as it is: float32, as all that modules give and such classes hold.
     5. Operands that torch knows by position stand there: `torch.add(input=x, other=y)` is `torch.add(x, y)`.
@@ -148,7 +149,11 @@ def _is_made_empty(node: Any) -> bool:
 
 
 def _respell(graph: fx.Graph, node: fx.Node) -> bool:
-    """`x.type(dtype)` -> `x.to(dtype)`, and `x.type(y.type())` -> `x.type_as(y)`."""
+    """`x.type(dtype)` -> `x.to(dtype)`, `x.type(y.type())` -> `x.type_as(y)`, `1 / x` -> what Python makes of it."""
+    if node.target is operator.truediv and type(node.args[0]) in (int, float) and ir.is_tensor(node):
+        node.op, node.target, node.args = "call_method", "__rtruediv__", (node.args[1], node.args[0])
+        ir.set_mark(node, op="rtruediv")
+        return True
     kind = ir.argument_of(node, 1, "dtype")
     if node.op != "call_method" or node.target != "type":
         return False

@@ -1,5 +1,7 @@
 """Casts that kernels do inside disappear; each rule is proved over values."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -219,7 +221,7 @@ def test_what_the_user_cast_down_stays():
     "function", [lambda m, x: m[1](m[0](x).exp()), lambda m, x: x.exp() * m[0](x), lambda m, x: m[0](x).softmax(-1)]
 )
 def test_gradients(function, monkeypatch):
-    """Rules 3 and 4 change no gradient; rule 2 rounds the saved result, so within one rounding of bfloat16."""
+    """In a model; of each op below. Rule 2 rounds the saved result, so within one rounding of bfloat16."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -282,6 +284,104 @@ def test_a_low_kernel_rounds_once(op, low, device):
     for given in (values, values[::7]):  # contiguous and strided kernels
         apart = steps_apart(function_of(op)(given), function_of(op)(given.float()).to(low))
         assert apart <= (0 if ROUNDS_ONCE[op] == "exact" else 1)
+
+
+def steps_of_gradients(op: str, low: torch.dtype, device: str) -> float:
+    """The most that the gradient of a low op is from that of the two casts, in the last place of the latter.
+
+    Over all values whose results are finite and normal, for gradients of 2^-10 to 2^10. inf where one alone is finite.
+    """
+    limits, most = torch.finfo(low), 0.0
+    values = patterns(low, device)
+    results = function_of(op)(values.float()).to(low).float().abs()
+    values = values[(results == 0) & (values.abs() < 1) | (results >= limits.tiny) & results.isfinite()]
+    for size in (2.0**-10, 2.0**-5, 1.0, 2.0**5, 2.0**10):
+        found = []
+        for wide in (True, False):
+            given = values.clone().requires_grad_()
+            result = function_of(op)(given.float()).to(low) if wide else function_of(op)(given)
+            (gradient,) = torch.autograd.grad(result, given, torch.full_like(result, size))
+            found.append(gradient.double())
+        expected, ours = found
+        is_finite = expected.abs() < limits.max / 2
+        if not ours[is_finite].isfinite().all():
+            return math.inf
+        step = expected[is_finite].abs().clamp(min=limits.tiny) * limits.eps
+        most = max(most, float(((ours - expected)[is_finite].abs() / step).max()))
+    return most
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("op", ROUNDS_ONCE)
+def test_the_gradient_of_a_low_kernel_is_as_good(op, low, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    assert steps_of_gradients(op, low, device) <= 2
+
+
+@pytest.mark.parametrize(
+    "op", ["reciprocal", "rsqrt", "expm1", "tanh", "sigmoid", "atan", "acos", "log10", "tan", "erfc"]
+)
+def test_what_has_a_worse_gradient_keeps_its_casts(op):
+    assert steps_of_gradients(op, FP16, "cpu") > 2 and op not in ROUNDS_ONCE
+
+
+@pytest.mark.parametrize("level", ["strict", "balanced", "aggressive"])
+@pytest.mark.parametrize("op", [torch.expm1, torch.reciprocal, torch.rsqrt, lambda x: 1 / x])
+def test_gradients_where_a_low_backward_would_overflow_or_cancel(op, level):
+    """As near to float32's as with the casts that CUDA's autocast makes."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+            with torch.no_grad():
+                self.first.weight.mul_(1e-4)
+                self.first.bias.fill_(-7.0 if op is torch.expm1 else 1e-3)
+
+        def forward(self, x):
+            return self.last(op(self.first(x)))
+
+    plain = Model()
+    converted = fxamp.convert(Model(), FP16, (X,), level=level)
+    for model in (plain, converted):
+        (model(X).sum() * (1.0 if op is torch.expm1 else 2**-8)).backward()
+    for name, parameter in converted.first.named_parameters():
+        expected = plain.first.get_parameter(name).grad
+        assert (parameter.grad - expected).norm() <= 0.01 * expected.norm(), name
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("op", PROMOTES)
+def test_a_promoting_kernel_has_the_gradients_of_the_cast(op, low):
+    values, function = patterns(low), getattr(torch, op)
+    for other in (torch.full((65536,), 1.7), values.float().flip(0), torch.logspace(-30, 30, 65536)):
+        for flipped in (False, True):
+            found = []
+            for wide in (True, False):
+                given = values.clone().requires_grad_(), other.clone().requires_grad_()
+                pair = (given[0].float() if wide else given[0], given[1])
+                result = function(*(reversed(pair) if flipped else pair))
+                found.append(torch.autograd.grad(result.sum(), given))
+            for ours, expected in zip(*found, strict=True):
+                assert torch.equal(ours.nan_to_num(nan=1.5), expected.nan_to_num(nan=1.5))
+
+
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("op", TAKES_DTYPE)
+def test_a_kernel_with_a_dtype_has_the_gradients_of_the_cast(op, low):
+    function, rng = getattr(torch, op), torch.Generator().manual_seed(0)
+    for shape in ((7,), (3, 5), (4, 1, 33), (2, 300)):
+        values, weights = torch.randn(shape, generator=rng).to(low), torch.randn(shape, generator=rng)
+        found = []
+        for wide in (True, False):
+            given = values.clone().requires_grad_()
+            result = function(given.float(), -1) if wide else function(given, -1, dtype=FP32)
+            factors = weights if result.shape == weights.shape else weights[..., 0]
+            found.append(torch.autograd.grad((result * factors).sum(), given)[0])
+        assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("device", DEVICES)
