@@ -167,7 +167,12 @@ def _is_torchs(owner: Any) -> bool:
 def _casts_arguments(kind: Kind, function: Function) -> Function:
     if not callable(function):
         raise OptionError(f"a {type(function).__name__} is no function; a decorator of amp takes one.")
-    if inspect.isclass(function):  # of a module, or an autograd.Function: what the lists know by its dotted path
+    if inspect.isclass(function) and not issubclass(function, nn.Module | torch.autograd.Function):
+        raise OptionError(
+            f"{function.__name__} is a class, and neither a torch.nn.Module nor a torch.autograd.Function: it computes "
+            "nothing. Give the function that does."
+        )
+    if inspect.isclass(function):  # what the lists know by its dotted path
         registry[kind].append(f"{function.__module__}.{function.__qualname__}")
         return function
 

@@ -5,6 +5,7 @@ import copy
 import functools
 import io
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 
 from fxamp.errors import CheckpointError, nearest
 from fxamp.runtime.arguments import checked_flag
-from fxamp.runtime.master_checks import check_groups, group_keys
+from fxamp.runtime.gradients import has_masters
+from fxamp.runtime.master_checks import check_groups, check_state, group_keys
 from fxamp.whole import checked_path, put_whole, remove_drafts
 
 FORMAT = 1
@@ -57,7 +59,7 @@ def save_checkpoint(
     content.update({name: part.state_dict() for name, part in parts.items()})
     try:
         remove_drafts(path)
-        put_whole(path, lambda file: torch.save(content, file), check=_check_readable)
+        put_whole(path, functools.partial(_write, content), check=_check_readable)
     except Exception as error:
         # torch.save() makes an error about its archive of a full disk's.
         failed = error.__context__ if isinstance(error.__context__, OSError) else error
@@ -174,6 +176,8 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
         raise CheckpointError(f"{path} does not exist.{nearest(path.name, beside)}")
     try:
         content = torch.load(path, map_location=map_location, weights_only=True)
+        if isinstance(content, Mapping) and "fxamp_checkpoint" in content:
+            _check_sums(path)
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint: it is damaged, or no file of torch.save ({type(error).__name__}: "
@@ -182,6 +186,22 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint.")
     return dict(content)
+
+
+def _check_sums(path: Path) -> None:
+    """Compare what the file holds with the check sums in it, which torch writes and does not read."""
+    with zipfile.ZipFile(path) as archive:
+        if damaged := archive.testzip():
+            raise zipfile.BadZipFile(f"the check sum of {damaged} is wrong")
+
+
+def _write(content: dict[str, Any], file: Any) -> None:
+    chosen = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        torch.save(content, file)
+    finally:
+        torch.serialization.set_crc32_options(chosen)
 
 
 def _as_plain_weights(path: Path, content: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
@@ -243,12 +263,16 @@ def _apply(path: Path, name: str, load: Callable[[Any], object], state: Any) -> 
         load(state)
     except Exception as error:  # whatever a class raises at a state that is not its own
         reason = str(error).rstrip(".")
+        if isinstance(error, KeyError):
+            reason = f"it lacks {reason}, so it is of another class"
         raise CheckpointError(f"the {name} of {path} does not fit: {reason}. Nothing was changed.") from error
 
 
 def _load(part: Any, state: Any) -> None:
     is_optimizer = isinstance(part, torch.optim.Optimizer)
     keys = group_keys(part) if is_optimizer else []
+    if is_optimizer and not has_masters(part):  # which look themselves
+        check_state(part, state)
     part.load_state_dict(state)
     if is_optimizer:
         check_groups(part.param_groups, keys)

@@ -1,6 +1,7 @@
 """Steps that the host decides: disabled scalers, and optimizers that take a closure."""
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from fxamp.errors import OptionError, nearest
 from fxamp.runtime import distributed, gradients
 from fxamp.runtime.arguments import check_needs_no_closure
-from fxamp.runtime.optimizer_trees import is_torchs
+from fxamp.runtime.optimizer_trees import NUMBERS, is_torchs, own_attributes
 from fxamp.runtime.step_result import StepResult, plain_result
 
 if TYPE_CHECKING:
@@ -27,14 +28,18 @@ class _OverflowInClosure(Exception):
 def take_closure(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], closure: Closure | None, kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], Closure | None]:
-    """A closure may come by name or, as torch's optimizers take it, first by position.
+    """A closure may come by name or, as torch's optimizers take it, first by position, before other arguments.
+
+    By name also where the optimizer's step has another name for it: `kwargs` loses it then.
 
     Raises:
         OptionError: two closures, or one that cannot be called; something else for a step that takes a closure alone;
             none for one that needs it.
     """
-    if is_torchs(optimizer) or gradients.has_masters(optimizer):
+    if is_torchs(getattr(optimizer, "optimizer", optimizer) if gradients.has_masters(optimizer) else optimizer):
         _refuse_others(optimizer, args, kwargs)
+    if closure is None and not args and callable(kwargs.get(name := _first_argument(optimizer))):
+        closure = kwargs.pop(name)
     given = [each for each in (*args, closure) if callable(each)]
     if closure is not None and (len(given) != 1 or not callable(closure)):
         raise OptionError(
@@ -42,11 +47,17 @@ def take_closure(
             if not callable(closure)
             else "step() was given two closures, by position and as closure=; pass one."
         )
-    if closure is None and len(args) == 1 and callable(args[0]):
-        return (), args[0]
+    if closure is None and args and callable(args[0]):
+        return args[1:], args[0]
     if closure is None and not args:
         check_needs_no_closure(optimizer, "step() without a closure")
     return (args[1:] if closure is not None and args[:1] == (None,) else args), closure
+
+
+def _first_argument(optimizer: torch.optim.Optimizer) -> str:
+    """The name under which an optimizer's step takes its closure."""
+    inner = getattr(optimizer, "optimizer", optimizer) if gradients.has_masters(optimizer) else optimizer
+    return next(iter(inspect.signature(inner.step).parameters), "closure")
 
 
 def _refuse_others(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -87,6 +98,8 @@ def plain_step(
         about = scaler._about(optimizer)  # float32 gradients have been clipped in place
     elif closure is None:
         clip()
+        if not gradients.has_any(optimizer):
+            scaler.warn_of_none(optimizer)
         returned = optimizer.step(*args, **kwargs)
     else:
 
@@ -170,7 +183,7 @@ def step_with_closure(
 
 
 class _Backup:
-    """Parameters, and the optimizer's own state dict, to return to."""
+    """Parameters, the optimizer's own state dict and the numbers that it keeps on itself, to return to."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -181,6 +194,9 @@ class _Backup:
         self._groups = [
             {key: _cloned(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
+        self._counters = {
+            name: value for name, value in own_attributes(optimizer).items() if isinstance(value, NUMBERS)
+        }
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -192,6 +208,7 @@ class _Backup:
             for created in group.keys() - values.keys() - {"params"}:
                 del group[created]
             group.update(values)
+        vars(self._optimizer).update(self._counters)
 
 
 def _cloned(tree: Any) -> Any:

@@ -1,15 +1,21 @@
 """What a MasterWeightOptimizer can be given: its arguments, and the states that it loads."""
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from fxamp.errors import OptionError, nearest
 from fxamp.runtime.arguments import check_needs_no_closure
-from fxamp.runtime.gradients import has_masters
+from fxamp.runtime.gradients import has_masters, parameters
+from fxamp.runtime.masters import is_low
+from fxamp.runtime.optimizer_trees import own_attributes
+from fxamp.runtime.stand_ins import ELEMENTWISE
 
 MODES = ("fp32", "kahan", "stochastic")
+LIKE_THEIR_PARAMETERS = frozenset(set(ELEMENTWISE) - {torch.optim.Adafactor})
+"""Optimizers whose state is of 0-d tensors and of tensors of the parameter's shape."""
 
 
 def check_arguments(optimizer: Any, masters: Any, bucket_bytes: Any) -> None:
@@ -23,6 +29,7 @@ def check_arguments(optimizer: Any, masters: Any, bucket_bytes: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"MasterWeightOptimizer takes a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
     _refuse_around(optimizer)
+    _refuse_own_list(optimizer)
     if masters not in MODES:
         raise OptionError(
             f"masters={masters!r} is not a mode. Allowed: {', '.join(MODES)}.{nearest(str(masters), MODES)}"
@@ -49,6 +56,28 @@ def _refuse_around(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
+def _refuse_own_list(optimizer: torch.optim.Optimizer) -> None:
+    """Masters stand in the groups during a step; what an optimizer keeps elsewhere it would update itself."""
+    low = {id(parameter) for parameter in parameters(optimizer) if is_low(parameter)}
+    shared = {id(group["params"]) for group in optimizer.param_groups}  # L-BFGS keeps the group's own list
+    for name, value in own_attributes(optimizer).items() if low else ():
+        if any(id(tensor) in low for tensor in _tensors_in(value, shared)):
+            raise OptionError(
+                f"MasterWeightOptimizer cannot wrap {type(optimizer).__name__}: it keeps parameters in an attribute of "
+                f"its own, {name!r}, and would update the 16-bit ones there, past the masters in its groups. Keep the "
+                "parameters float32 (opt_level='O1') and use it as it is."
+            )
+
+
+def _tensors_in(value: Any, shared: set[int], depth: int = 4) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and id(value) not in shared and isinstance(value, list | tuple | set | frozenset | Mapping):
+        inside = [*value, *value.values()] if isinstance(value, Mapping) else value
+        for each in inside:
+            yield from _tensors_in(each, shared, depth - 1)
+
+
 def check_group(group: Any) -> None:
     """Refuse what is no group of parameters; what is in one, torch checks.
 
@@ -60,6 +89,22 @@ def check_group(group: Any) -> None:
         raise OptionError(
             f'add_param_group() got {known[:200]}; it takes a dict such as {{"params": layer.parameters(), "lr": 0.1}}.'
         )
+
+
+def check_step_arguments(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments beside the closure for a step that takes none.
+
+    Raises:
+        OptionError: names the first, and the optimizer.
+    """
+    if not args and not kwargs:
+        return
+    try:
+        inspect.signature(optimizer.step).bind(None, *args, **kwargs)
+    except TypeError as error:
+        given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+        name = type(optimizer).__name__
+        raise OptionError(f"step() was given {given[0]}, which {name} does not take: {error}.") from error
 
 
 def check_closure(optimizer: torch.optim.Optimizer, closure: Any) -> None:
@@ -112,6 +157,22 @@ def check_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> N
             raise OptionError(
                 f"group {number} of the state is of {len(indices)} parameters, of the optimizer of "
                 f"{len(mine['params'])}: the state is another model's."
+            )
+        for index, parameter in zip(indices, mine["params"], strict=True):
+            _check_entry(optimizer, index, state["state"].get(index, {}), parameter)
+
+
+def _check_entry(optimizer: torch.optim.Optimizer, index: object, entry: Any, parameter: torch.Tensor) -> None:
+    """torch loads numbers of any shape, and a fused step reads them past their end."""
+    if not isinstance(entry, Mapping):
+        raise OptionError(f"the state of parameter {index} is a {type(entry).__name__}, not a dict.")
+    if type(optimizer) not in LIKE_THEIR_PARAMETERS:
+        return
+    for key, value in entry.items():
+        if key != "step" and isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
+            raise OptionError(
+                f"{key!r} of parameter {index} has shape {tuple(value.shape)} in the state, the parameter has "
+                f"{tuple(parameter.shape)}: the state is another model's."
             )
 
 

@@ -15,7 +15,14 @@ from fxamp.runtime import gradients, master_gradients
 from fxamp.runtime.device_skip import settle, step_unless, takes_found_inf
 from fxamp.runtime.layouts import Layouts
 from fxamp.runtime.loaded_masters import LoadedMasters, check_masters
-from fxamp.runtime.master_checks import check_arguments, check_closure, check_group, check_is_state, check_state
+from fxamp.runtime.master_checks import (
+    check_arguments,
+    check_closure,
+    check_group,
+    check_is_state,
+    check_state,
+    check_step_arguments,
+)
 from fxamp.runtime.masters import (
     MASTER,
     attach_master,
@@ -191,7 +198,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo  # torch.compile around a training step: masters are attributes of tensors
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Update masters from the gradients, and parameters from the masters.
 
         A scaler (ours or torch's) sets the attributes `grad_scale` (0-d float32, still to divide by, or None)
@@ -199,7 +206,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: re-evaluates the model and returns the loss; all parameters are then one bucket.
+            args, kwargs: go to the step of an optimizer of another package.
+
+        Raises:
+            OptionError: a closure that cannot be called, or none for an optimizer that needs one; arguments that its
+                step does not take.
         """
+        check_step_arguments(self.optimizer, args, kwargs)
         settle(self.optimizer)
         self._loaded.settle(self._rounding, is_last=True)
         self._unseen.take(self)
@@ -209,16 +222,19 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before wrapping
         check_closure(self.optimizer, closure)
         if closure is not None:
-            return self._call_whole(self.optimizer.step, closure, gives_back=False)
-        returned = self._step_all(grad_scale, found_inf)
+            return self._call_whole(self.optimizer.step, closure, *args, gives_back=False, **kwargs)
+        run = functools.partial(self.optimizer.step, *([None, *args] if args else []), **kwargs)
+        returned = self._step_all(grad_scale, found_inf, run)
         master_gradients.mark_used(gradients.parameters(self))
         return returned
 
-    def _step_all(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> Any:
+    def _step_all(
+        self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None, whole: Callable[[], Any]
+    ) -> Any:
         bare = step_of_each(self.optimizer)
         divides = bare is not None and found_inf is not None and takes_found_inf(self.optimizer)  # in its kernels
         inverse = None if grad_scale is None or divides else grad_scale.reciprocal()
-        run = bare or self.optimizer.step
+        run = bare or whole
         if found_inf is not None:
             divisor = grad_scale if divides else None
             run = functools.partial(step_unless, self.optimizer, found_inf, run, grad_scale=divisor)

@@ -88,13 +88,14 @@ class LossScaler(ScalerBase):
         parameter is then a float32 tensor), because their true values may vanish in 16 bits.
 
         Raises:
-            StepOrderError: before any scale(), after step() in the same iteration, or once more when the gradients
-                have changed: another backward has added scaled gradients to unscaled ones.
+            StepOrderError: no scale() since the last update(), after step() in the same iteration, or once more when
+                the gradients have changed: another backward has added scaled gradients to unscaled ones.
             OptionError: fp16 gradients under an optimizer without masters.
         """
         if not self._enabled:
             return
         state = self._state_of(optimizer, "unscale_()")
+        self._check_scaled(optimizer, state, "unscale_()")
         if state["stage"] is OptState.UNSCALED:
             before: gradients.Stamp | None = state.get("unscaled")
             if before is None or before.holds(optimizer):
@@ -164,8 +165,8 @@ class LossScaler(ScalerBase):
             What happened, readable lazily.
 
         Raises:
-            StepOrderError: called twice since the last update(), before any scale(), with parameters that were added
-                since unscale_(), or with gradients to which another scaled backward has added since (torch mixes them).
+            StepOrderError: called twice since the last update(), no scale() since, parameters that were added after
+                unscale_(), or gradients to which another scaled backward has added since (torch mixes them).
             OptionError: no optimizer; fp16 gradients under an optimizer without masters; a negative or NaN
                 max_grad_norm; two closures, one that cannot be called, or what no step of torch takes.
         """
@@ -181,6 +182,8 @@ class LossScaler(ScalerBase):
         if closure is not None and self._scale is None:
             self._lazy_init_scale_growth_tracker(next(gradients.parameters(optimizer)).device)
         state = self._state_of(optimizer, "step()")
+        if closure is None:
+            self._check_scaled(optimizer, state, "step()")
         if state.get("has_mixed_gradients") and gradients.has_any(optimizer):
             raise self._order_error(
                 "step()",
@@ -276,12 +279,16 @@ class LossScaler(ScalerBase):
         return found_inf
 
     def _empty_step(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> StepResult:
-        if not self._has_warned_empty:
-            self._has_warned_empty = True
-            log.warning("step() did nothing: %s", gradients.why_none(optimizer, self._had_history))
+        self.warn_of_none(optimizer)
         state["found_inf_per_device"] = {}
         assert self._scale is not None
         return result_of(optimizer, torch.ones_like(self._scale), self._scale, self._about(optimizer))
+
+    def warn_of_none(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say once why there is no gradient to step with."""
+        if not self._has_warned_empty:
+            self._has_warned_empty = True
+            log.warning("step() did nothing: %s", gradients.why_none(optimizer, self._had_history))
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Move the scale by what this iteration's steps found, or set it. Safe to call without a step.

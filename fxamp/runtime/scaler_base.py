@@ -110,7 +110,7 @@ class ScalerBase(torch.amp.GradScaler):
         if self._enabled:
             refuse_containers(outputs)
             self._scale_calls += 1
-            self._had_history = gradients.require_grad(outputs)
+        self._had_history = gradients.require_grad(outputs)
         try:
             scaled = super().scale(outputs)
         except ValueError as error:
@@ -134,6 +134,16 @@ class ScalerBase(torch.amp.GradScaler):
             raise self._order_error(called, "this optimizer was already stepped since the last update()")
         return state
 
+    def _check_scaled(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], called: str) -> None:
+        """Gradients of before an update() bear the scale of then, or none."""
+        is_new = self._scale_calls > self._scale_calls_at_update
+        if state["stage"] is OptState.READY and not is_new and gradients.has_any(optimizer):
+            raise self._order_error(
+                called,
+                "no loss was scaled since the last update(): the gradients bear the scale of before it, or none. "
+                "update() comes once, after all optimizers' steps",
+            )
+
     def _order_error(self, called: str, reason: str) -> StepOrderError:
         stages = [state["stage"].name for state in self._per_optimizer_states.values()]
         return StepOrderError(
@@ -152,6 +162,8 @@ class ScalerBase(torch.amp.GradScaler):
                 f"new_scale has {new_scale.numel()} elements and requires_grad={new_scale.requires_grad}; "
                 "it must be one element without gradient."
             )
+        if new_scale.is_meta:
+            raise OptionError("new_scale is on the meta device, where tensors have no numbers; give a number.")
         if new_scale.device.type == "cpu":
             return checked_scale("new_scale", new_scale.reshape(1).tolist()[0], self.rule)
         return new_scale

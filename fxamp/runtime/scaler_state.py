@@ -132,6 +132,12 @@ def _checked_rule(scaler: "ScalerBase", state: dict[str, Any]) -> ScaleRule:
         state.get("min_scale", now.min_scale),
         state.get("max_scale", now.max_scale),
     )
+    if rule.min_scale == rule.max_scale and now.min_scale != now.max_scale:
+        raise CheckpointError(
+            f"This is a StaticLossScaler's state, whose scale stays {rule.min_scale:g}, and that of a "
+            f"{type(scaler).__name__} moves: load it into fxamp.StaticLossScaler(), or go on with a fresh "
+            "LossScaler(init_scale=...)."
+        )
     # torch's scale has no bounds: one outside ours is loaded, and clamped by the next update().
     checked_scale("scale", state["scale"], ANY_SCALE)
     return rule

@@ -50,20 +50,28 @@ def load_wide(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], 
         parameters: all that the optimizer has, in order.
 
     Raises:
-        OptionError: the groups are another optimizer's; nothing is changed.
+        OptionError: the groups or the state are another optimizer's; nothing is changed.
     """
     # torch casts loaded state to the dtype of what stands in the groups: let that be float32.
     wide = [torch.empty_like(p, dtype=torch.float32) if is_low(p) else p for p in parameters]
-    groups, entries = optimizer.param_groups, dict(optimizer.state)
-    with StandIns(optimizer, groups, parameters, wide):
-        optimizer.load_state_dict(state)
-        loaded, optimizer.param_groups = optimizer.param_groups, groups
+    groups, entries, now = optimizer.param_groups, dict(optimizer.state), optimizer.state
     try:
+        with StandIns(optimizer, groups, parameters, wide):
+            try:
+                optimizer.load_state_dict(state)
+            finally:
+                loaded, optimizer.param_groups = optimizer.param_groups, groups
         check_groups(loaded, group_keys(optimizer))
-    except OptionError:
+    except Exception as error:
+        optimizer.state = now
         optimizer.state.clear()
         optimizer.state.update(entries)
-        raise
+        if isinstance(error, OptionError):
+            raise
+        raise OptionError(
+            f"{type(optimizer).__name__} cannot load the state: {type(error).__name__} {error}. It is another "
+            "optimizer's, or damaged."
+        ) from error
     for group, values in zip(optimizer.param_groups, loaded, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
 

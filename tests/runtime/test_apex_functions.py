@@ -296,3 +296,9 @@ def test_amp_is_on_and_disabled_in_every_thread():
         assert dtype_of_rounded() == torch.float32
         assert in_another_thread(dtype_of_rounded) == torch.float32
     assert dtype_of_rounded() == in_another_thread(dtype_of_rounded) == torch.float16
+
+
+def test_a_class_that_is_no_op_is_refused_at_once():
+    """Taken, every later initialize() of the process would fail."""
+    with pytest.raises(OptionError, match=r"SGD is a class, and neither a torch.nn.Module nor.*Give the function"):
+        amp.half_function(torch.optim.SGD)

@@ -461,3 +461,55 @@ def test_a_random_state_that_does_not_fit_leaves_the_masters_alone(tmp_path, mas
         assert torch.equal(left, right)
     if masters == "fp32":
         assert all(map(torch.equal, optimizer.master_params(), other.master_params()))
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_file_with_one_wrong_bit_is_refused(tmp_path, checks):
+    """torch writes check sums, and does not read them."""
+    model = torch.nn.Linear(8, 8)
+    torch.serialization.set_crc32_options(checks)
+    try:
+        save_checkpoint(tmp_path / "last.pt", model=model)
+        assert torch.serialization.get_crc32_options() == checks
+    finally:
+        torch.serialization.set_crc32_options(True)
+    load_checkpoint(tmp_path / "last.pt", model=model)
+    content = bytearray((tmp_path / "last.pt").read_bytes())
+    place = content.index(bytes(model.weight.untyped_storage()))
+    content[place + 3] ^= 0x40
+    (tmp_path / "last.pt").write_bytes(content)
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"damaged.*the check sum of .*data/.* is wrong"):
+        load_checkpoint(tmp_path / "last.pt", model=model)
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, MasterWeightOptimizer])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizers_state_of_other_shapes_is_refused(tmp_path, wrap, fused):
+    """A fused step reads past its end, and the process dies."""
+
+    def trained(size):
+        weight = torch.nn.Parameter(torch.ones(size, size, dtype=torch.bfloat16))
+        optimizer = wrap(torch.optim.Adam([weight], fused=fused))
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        return optimizer
+
+    small, large = trained(2), trained(40)
+    save_checkpoint(tmp_path / "last.pt", optimizer=small)
+    before = copy.deepcopy(large.state_dict())
+    with pytest.raises(CheckpointError, match=r"optimizer of .* has shape \(2, 2\).*\(40, 40\).*another model's"):
+        load_checkpoint(tmp_path / "last.pt", optimizer=large)
+    assert_equal(large.state_dict(), before)
+    large.step()
+
+
+def test_a_state_of_another_class_is_said_to_be_one(tmp_path):
+    weight = torch.nn.Parameter(torch.ones(2))
+    sgd, adam = torch.optim.SGD([weight], 0.1, momentum=0.9), torch.optim.Adam([weight])
+    weight.grad = torch.ones_like(weight)
+    sgd.step()
+    save_checkpoint(tmp_path / "last.pt", optimizer=sgd)
+    with pytest.raises(CheckpointError, match=r"it lacks 'step', so it is of another class. Nothing was changed"):
+        load_checkpoint(tmp_path / "last.pt", optimizer=adam)

@@ -70,3 +70,94 @@ def test_states_that_are_no_optimizers_are_refused_and_change_nothing(change, te
     with pytest.raises(OptionError, match=text):
         optimizer.load_state_dict(change(copy.deepcopy(before)))
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+class KeepsAList(torch.optim.SGD):
+    def __init__(self, parameters, kept=list, **options):
+        super().__init__(parameters, 0.1, **options)
+        every = [p for group in self.param_groups for p in group["params"]]
+        self.kept = {"named": {f"p{n}": p for n, p in enumerate(every)}} if kept is dict else kept(every)
+
+
+@pytest.mark.parametrize("kept", [list, tuple, set, dict])
+def test_an_optimizer_with_a_list_of_parameters_of_its_own_is_refused(kept):
+    """It would update the 16-bit ones there, and the masters' rounding would be written over it: nothing is trained."""
+    low, high = torch.nn.Parameter(torch.ones(2).bfloat16()), torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(OptionError, match=r"cannot wrap KeepsAList: it keeps parameters in.*'kept'.*opt_level='O1'"):
+        MasterWeightOptimizer(KeepsAList([low, high], kept))
+    assert not hasattr(low, "_fxamp_master")
+    MasterWeightOptimizer(KeepsAList([high], kept))
+
+
+def test_the_groups_own_list_may_be_kept():
+    weight = torch.nn.Parameter(torch.ones(2).bfloat16())
+    optimizer = MasterWeightOptimizer(torch.optim.LBFGS([weight]))
+    assert optimizer.optimizer._params is optimizer.optimizer.param_groups[0]["params"]
+
+
+class TakesABatchSize(torch.optim.SGD):
+    """As Sophia's: `step(closure=None, bs=...)`."""
+
+    def step(self, closure=None, bs=1):
+        for group in self.param_groups:
+            group["lr"] *= bs
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] /= bs
+
+
+@pytest.mark.parametrize("give", [lambda step: step(bs=4), lambda step: step(None, 4)])
+def test_arguments_of_the_step_go_to_an_optimizer_that_takes_them(give):
+    weight = torch.nn.Parameter(torch.ones(2).bfloat16())
+    optimizer = MasterWeightOptimizer(TakesABatchSize([weight], 0.125))
+    weight.grad = torch.ones_like(weight)
+    give(optimizer.step)
+    assert weight.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("give", [lambda step: step(bs=4), lambda step: step(None, 4)])
+def test_arguments_that_no_step_takes_are_refused(give):
+    weight = torch.nn.Parameter(torch.ones(2).bfloat16())
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([weight], 0.125))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(OptionError, match=r"step.. was given (bs=)?4, which SGD does not take"):
+        give(optimizer.step)
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def trained(kind, size, **options):
+    weight = torch.nn.Parameter(torch.ones(size, size).bfloat16())
+    optimizer = MasterWeightOptimizer(kind([weight], lr=0.125, **options))
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_state_of_other_shapes_is_refused(fused):
+    """A fused step reads past its end."""
+    optimizer, other = (trained(torch.optim.Adam, size, fused=fused) for size in (3, 2))
+    before = copy.deepcopy(optimizer.state_dict())
+    state = other.state_dict()
+    del state["masters"]
+    with pytest.raises(OptionError, match=r"'exp_avg' of parameter 0 has shape \(2, 2\).*\(3, 3\).*another model's"):
+        optimizer.load_state_dict(state)
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("source", [torch.optim.SGD, torch.optim.Adagrad])
+def test_a_state_of_another_class_is_refused_and_nothing_is_changed(source):
+    optimizer = trained(torch.optim.Adam, 3)
+    before = copy.deepcopy(optimizer.state_dict())
+    given = trained(source, 3, **({"momentum": 0.9} if source is torch.optim.SGD else {})).state_dict()
+    with pytest.raises(OptionError, match=r"another optimizer's"):
+        optimizer.load_state_dict(given)
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_damaged_entry_is_refused():
+    optimizer = trained(torch.optim.Adam, 3)
+    given = copy.deepcopy(optimizer.state_dict())
+    given["state"][0] = 5
+    with pytest.raises(OptionError, match="the state of parameter 0 is a int, not a dict"):
+        optimizer.load_state_dict(given)

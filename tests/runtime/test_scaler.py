@@ -11,6 +11,7 @@ import torch
 
 from fxamp.errors import CheckpointError, OptionError, ScaleCollapseError
 from fxamp.runtime import device_skip
+from fxamp.runtime.fixed_scalers import NoOpLossScaler, StaticLossScaler
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
 from fxamp.runtime.scaler_base import StepOrderError
@@ -644,9 +645,133 @@ def test_wrong_order_says_what_was_called_and_the_right_order():
         pickle.dumps(scaler)
 
 
+def test_gradients_of_before_an_update_are_refused():
+    """Their scale may have moved (torch divides by that of now), or they are unscaled already (torch divides twice)."""
+    one, other = parameter(1.0), parameter(1.0)
+    first, second, scaler = torch.optim.SGD([one], 1.0), torch.optim.SGD([other], 1.0), LossScaler()
+    scaler.scale((one + other).sum()).backward()
+    scaler.step(first)
+    scaler.update()
+    for call, name in ((scaler.step, "step"), (scaler.unscale_, "unscale_")):
+        with pytest.raises(
+            StepOrderError, match=rf"{name}\(\) was called, but no loss was scaled since the last update"
+        ):
+            call(second)
+    second.zero_grad()
+    scaler.step(second)
+    scaler.update()
+    scaler.scale(other.sum()).backward()
+    scaler.unscale_(second)
+    scaler.update()
+    with pytest.raises(StepOrderError, match=r"no loss was scaled since.*update\(\) comes once, after all"):
+        scaler.step(second)
+    assert other.item() == 1.0
+
+
+class TakesMore(torch.optim.SGD):
+    """Its step takes more than a closure, under another name."""
+
+    def step(self, evaluate=None, factor=1.0):
+        with torch.enable_grad():
+            loss = evaluate() if evaluate is not None else None
+        for group in self.param_groups:
+            group["lr"] *= factor
+        super().step()
+        for group in self.param_groups:
+            group["lr"] /= factor
+        return loss
+
+
+TakesMore.__module__ = "elsewhere"
+
+
+@pytest.mark.parametrize("has_masters", [False, True])
+@pytest.mark.parametrize("call", [
+    lambda step, optimizer, closure: step(optimizer, closure, 2.0),
+    lambda step, optimizer, closure: step(optimizer, evaluate=closure, factor=2.0),
+    lambda step, optimizer, closure: step(optimizer, closure=closure, factor=2.0),
+])  # fmt: skip
+def test_a_closure_is_known_however_it_is_given(call, has_masters):
+    """Of one that is not, gradients would be scaled, and an overflow not seen."""
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.bfloat16 if has_masters else torch.float32))
+    optimizer, scaler = TakesMore([weight], 0.125), LossScaler(1024.0)
+    if has_masters:
+        optimizer = MasterWeightOptimizer(optimizer)
+    factor = 1.0
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight.float().square() * factor).sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    for expected in ([0.5, 1.0], [0.25, 0.5]):
+        assert not call(scaler.step, optimizer, closure).skipped
+        scaler.update()
+        assert weight.tolist() == expected
+    factor = math.inf
+    assert call(scaler.step, optimizer, closure).skipped
+    assert weight.tolist() == [0.25, 0.5]
+
+
+def test_a_skipped_closure_puts_back_what_the_optimizer_counts():
+    class Counts(torch.optim.SGD):
+        def __init__(self, parameters):
+            super().__init__(parameters, 0.1)
+            self.steps = 0
+
+        def step(self, closure=None):
+            self.steps += 1
+            return super().step(closure)
+
+    Counts.__module__ = "elsewhere"
+    weight = parameter(1.0)
+    optimizer, scaler = Counts([weight]), LossScaler()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight * math.inf).sum()
+        scaler.scale(loss).backward()
+        return loss
+
+    assert scaler.step(optimizer, closure=closure).skipped
+    assert optimizer.steps == 0
+
+
+def test_a_scale_on_the_meta_device_is_refused():
+    weight = parameter(1.0)
+    scaler = LossScaler()
+    backward(scaler, weight, [1.0])
+    with pytest.raises(OptionError, match="new_scale is on the meta device"):
+        scaler.update(torch.ones(1, device="meta"))
+
+
+def test_the_state_of_a_static_scaler_is_no_dynamic_ones():
+    state = StaticLossScaler(2.0**20).state_dict()
+    scaler = LossScaler(8.0)
+    with pytest.raises(CheckpointError, match=r"StaticLossScaler's state, whose scale stays 1.04858e\+06"):
+        scaler.load_state_dict(state)
+    assert scaler.get_scale() == 8.0
+    bound = LossScaler(8.0, min_scale=8.0, max_scale=8.0)
+    bound.load_state_dict(bound.state_dict())
+    StaticLossScaler(2.0).load_state_dict(state)
+
+
+@pytest.mark.parametrize("scaler", [LossScaler(enabled=False), NoOpLossScaler()])
+def test_a_scaler_that_does_nothing_says_why_there_are_no_gradients(scaler, caplog):
+    weight, other = parameter(1.0), parameter(1.0)
+    optimizer = torch.optim.SGD([other], 0.1)
+    scaler.scale(weight.sum()).backward()
+    for _ in range(2):
+        scaler.step(optimizer)
+    (record,) = [r for r in caplog.records if "step() did nothing" in r.message]
+    assert "although the loss that was scaled last requires grad" in record.message
+
+
 def test_fp16_gradients_without_masters_are_refused_by_name():
     model = torch.nn.Linear(1, 1).half()
     optimizer, scaler = torch.optim.SGD(model.named_parameters(), 1.0), LossScaler(device="cpu")
+    scaler.scale(torch.ones(()))
     model.weight.grad = torch.ones_like(model.weight)
     with pytest.raises(OptionError, match=r"weight have float16.*MasterWeightOptimizer\(optimizer\)"):
         scaler.step(optimizer)
@@ -835,6 +960,7 @@ def test_pure_bfloat16_is_warned_of_once(caplog):
         scaler = LossScaler(device="cpu")
         optimizer = optimizer or MasterWeightOptimizer(torch.optim.SGD([weight], 0.1))
         for _ in range(2):
+            scaler.scale(torch.ones(()))
             weight.grad = torch.ones_like(weight)
             scaler.step(optimizer)
             scaler.update()
