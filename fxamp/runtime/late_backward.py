@@ -4,6 +4,8 @@
     scaler.scale(penalty).backward()  # into the same gradients
     scaler.step(optimizer)            # StepOrderError: part of them is scaled still
 
+And a backward inside of an optimizer's step that the scaler was given no closure for.
+
 A backward of another model's loss (a generator's, between the discriminator's unscale_ and step) is no such thing, nor
 is clipping. So what counts is whether a backward that starts at a scaled loss has changed the gradients: they are
 looked at as it starts and as it ends, and only while an optimizer stands between unscale_() and step().
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from fxamp.errors import OptionError
 from fxamp.runtime import gradients
 from fxamp.runtime.plain import must_be_plain
 
@@ -45,6 +48,11 @@ class _Begins:
     def __call__(self, gradient: torch.Tensor) -> None:
         if torch.compiler.is_compiling():  # compiled autograd traces this, and has no end to call at
             return
+        if self._scaler.is_stepping:
+            raise OptionError(
+                "the optimizer's step began a backward of a scaled loss, whose gradients nobody unscales or checks. "
+                "Give the function that re-evaluates the model as scaler.step(optimizer, closure=...)."
+            )
         before = [
             (state, optimizer, gradients.stamp(optimizer)) for state, optimizer in _between(self._scaler) if optimizer
         ]

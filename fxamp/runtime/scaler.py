@@ -95,7 +95,6 @@ class LossScaler(ScalerBase):
         if not self._enabled:
             return
         state = self._state_of(optimizer, "unscale_()")
-        self._check_scaled(optimizer, state, "unscale_()")
         if state["stage"] is OptState.UNSCALED:
             before: gradients.Stamp | None = state.get("unscaled")
             if before is None or before.holds(optimizer):
@@ -105,6 +104,7 @@ class LossScaler(ScalerBase):
                 "it has already been called on this optimizer since the last update(), and its gradients have changed "
                 "since: unscale once, after the last backward() and before clipping",
             )
+        self._check_scaled(optimizer, state, "unscale_()")
         self._unscale_(optimizer, state)
         state["unscaled"] = gradients.stamp(optimizer)
         state["parameters"] = sum(1 for _ in gradients.parameters(optimizer))
@@ -182,14 +182,7 @@ class LossScaler(ScalerBase):
         if closure is not None and self._scale is None:
             self._lazy_init_scale_growth_tracker(next(gradients.parameters(optimizer)).device)
         state = self._state_of(optimizer, "step()")
-        if closure is None:
-            self._check_scaled(optimizer, state, "step()")
-        if state.get("has_mixed_gradients") and gradients.has_any(optimizer):
-            raise self._order_error(
-                "step()",
-                "after unscale_() a backward of another scaled loss has reached these gradients, which are scaled "
-                "again in part: unscale after the last backward()",
-            )
+        self._check_scaled(optimizer, state, "step()", has_closure=closure is not None)
         if closure is not None:
             result = host_step.step_with_closure(self, optimizer, closure, max_grad_norm, args, kwargs)
         # What unscale_() has found counts, also of gradients that are gone.
@@ -228,7 +221,11 @@ class LossScaler(ScalerBase):
         settle(optimizer)
         # Some optimizers write their gradients; one with masters unscales those that are float32 in place.
         about = None if unscales_itself else self._about(optimizer)
-        returned = step_unless(optimizer, found_inf, lambda: optimizer.step(*args, **kwargs), grad_scale=divisor)
+        self.is_stepping = True
+        try:
+            returned = step_unless(optimizer, found_inf, lambda: optimizer.step(*args, **kwargs), grad_scale=divisor)
+        finally:
+            self.is_stepping = False
         about = about or self._about(optimizer)
         return result_of(
             optimizer, found_inf, self._scale, about, norm, returned=returned, scaled_gradients=unscales_itself

@@ -55,6 +55,7 @@ class ScalerBase(torch.amp.GradScaler):
         self._has_warned_empty = False
         self._looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._scale_calls = 0
+        self.is_stepping = False  # an optimizer that was given no closure
         self._had_history: bool | None = None  # whether what was scaled last required grad
         self.forget_iteration()
         if self._enabled and where is not None:
@@ -134,10 +135,20 @@ class ScalerBase(torch.amp.GradScaler):
             raise self._order_error(called, "this optimizer was already stepped since the last update()")
         return state
 
-    def _check_scaled(self, optimizer: torch.optim.Optimizer, state: dict[str, Any], called: str) -> None:
-        """Gradients of before an update() bear the scale of then, or none."""
-        is_new = self._scale_calls > self._scale_calls_at_update
-        if state["stage"] is OptState.READY and not is_new and gradients.has_any(optimizer):
+    def _check_scaled(
+        self, optimizer: torch.optim.Optimizer, state: dict[str, Any], called: str, *, has_closure: bool = False
+    ) -> None:
+        """Refuse gradients that do not bear the scale of now, all of them or none; a closure may make new ones."""
+        if not gradients.has_any(optimizer):
+            return
+        if state.get("has_mixed_gradients"):
+            raise self._order_error(
+                called,
+                "after unscale_() a backward of another scaled loss has reached these gradients, which are scaled "
+                "again in part: unscale after the last backward()",
+            )
+        is_ready = state["stage"] is OptState.READY and not has_closure
+        if is_ready and self._scale_calls == self._scale_calls_at_update:
             raise self._order_error(
                 called,
                 "no loss was scaled since the last update(): the gradients bear the scale of before it, or none. "

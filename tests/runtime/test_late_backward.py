@@ -8,6 +8,7 @@ import torch
 from torch._dynamo import compiled_autograd
 
 import fxamp
+from fxamp.errors import OptionError
 from fxamp.runtime.master_weights import MasterWeightOptimizer
 from fxamp.runtime.scaler import LossScaler
 from fxamp.runtime.scaler_base import StepOrderError
@@ -182,6 +183,27 @@ def test_a_closure_may_scale_as_often_as_it_likes():
         ends.append(weight.detach().clone())
     torch.testing.assert_close(*ends)
     assert not torch.equal(ends[0], torch.tensor([1.0, 2.0]))
+
+
+def test_a_step_that_evaluates_by_itself_is_refused():
+    """Its gradients would be scaled, and nobody would look whether they are finite."""
+
+    class Evaluates(torch.optim.SGD):
+        def step(self, closure=None, *, again=None):
+            with torch.enable_grad():
+                again()
+            super().step()
+
+    Evaluates.__module__ = "elsewhere"
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer, scaler = Evaluates([weight], 0.5), LossScaler(1024.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(weight)).backward()
+        with pytest.raises(OptionError, match=r"began a backward of a scaled loss.*closure=\.\.\."):
+            scaler.step(optimizer, again=lambda: scaler.scale(loss_of(weight)).backward())
+        assert weight.tolist() == [1.0, 2.0]
+        scaler.update()
 
 
 def test_a_compiled_step_scales(fresh_dynamo):
