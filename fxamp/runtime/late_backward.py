@@ -4,7 +4,7 @@
     scaler.scale(penalty).backward()  # into the same gradients
     scaler.step(optimizer)            # StepOrderError: part of them is scaled still
 
-And a backward inside of an optimizer's step that the scaler was given no closure for.
+And a backward inside of an optimizer's step that the scaler was given no closure for. It counts those that it sees.
 
 A backward of another model's loss (a generator's, between the discriminator's unscale_ and step) is no such thing, nor
 is clipping. So what counts is whether a backward that starts at a scaled loss has changed the gradients: they are
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 def watch(scaler: "ScalerBase", scaled: Any) -> Any:
     """What `scale()` returns, with a hook on each tensor that a backward may start at."""
     if isinstance(scaled, torch.Tensor):
-        if scaled.requires_grad and not must_be_plain(scaled):
+        if scaled.requires_grad and must_be_plain(scaled):
+            scaler.backwards += 1  # no hook will say so
+        elif scaled.requires_grad:
             scaled.register_hook(_Begins(scaler))  # type: ignore[no-untyped-call]
     elif isinstance(scaled, list | tuple):
         for each in scaled:
@@ -48,6 +50,7 @@ class _Begins:
     def __call__(self, gradient: torch.Tensor) -> None:
         if torch.compiler.is_compiling():  # compiled autograd traces this, and has no end to call at
             return
+        self._scaler.backwards += 1
         if self._scaler.is_stepping:
             raise OptionError(
                 "the optimizer's step began a backward of a scaled loss, whose gradients nobody unscales or checks. "

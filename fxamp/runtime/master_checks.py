@@ -1,7 +1,8 @@
 """What a MasterWeightOptimizer can be given: its arguments, and the states that it loads."""
 
+import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from fxamp.errors import OptionError, nearest
 from fxamp.runtime.arguments import check_needs_no_closure
 from fxamp.runtime.gradients import has_masters, parameters
 from fxamp.runtime.masters import is_low
-from fxamp.runtime.optimizer_trees import own_attributes
+from fxamp.runtime.optimizer_trees import is_torchs, own_attributes
 from fxamp.runtime.stand_ins import ELEMENTWISE
+from fxamp.runtime.writes import versions_of
 
 MODES = ("fp32", "kahan", "stochastic")
 LIKE_THEIR_PARAMETERS = frozenset(set(ELEMENTWISE) - {torch.optim.Adafactor})
@@ -29,7 +31,6 @@ def check_arguments(optimizer: Any, masters: Any, bucket_bytes: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"MasterWeightOptimizer takes a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
     _refuse_around(optimizer)
-    _refuse_own_list(optimizer)
     if masters not in MODES:
         raise OptionError(
             f"masters={masters!r} is not a mode. Allowed: {', '.join(MODES)}.{nearest(str(masters), MODES)}"
@@ -56,17 +57,43 @@ def _refuse_around(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-def _refuse_own_list(optimizer: torch.optim.Optimizer) -> None:
-    """Masters stand in the groups during a step; what an optimizer keeps elsewhere it would update itself."""
+def own_list(optimizer: torch.optim.Optimizer) -> str:
+    """The attribute in which an optimizer keeps 16-bit parameters beside its groups, "" for none."""
     low = {id(parameter) for parameter in parameters(optimizer) if is_low(parameter)}
     shared = {id(group["params"]) for group in optimizer.param_groups}  # L-BFGS keeps the group's own list
     for name, value in own_attributes(optimizer).items() if low else ():
         if any(id(tensor) in low for tensor in _tensors_in(value, shared)):
+            return name
+    return ""
+
+
+def whole_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    """The optimizer's step with these arguments behind the closure, to call while masters stand in its groups.
+
+    What it keeps elsewhere it would update past them, which nothing else would show: the parameters take the masters'
+    values afterwards, and are never trained.
+
+    Raises:
+        OptionError: of the call: it has written into 16-bit parameters.
+    """
+    step = functools.partial(optimizer.step, *([None, *args] if args else []), **kwargs)
+    name = "" if is_torchs(optimizer) else own_list(optimizer)
+    if not name:
+        return step
+    low = [parameter for parameter in parameters(optimizer) if is_low(parameter)]
+
+    def watched() -> Any:
+        before = versions_of(low)
+        returned = step()
+        if versions_of(low) != before:
             raise OptionError(
-                f"MasterWeightOptimizer cannot wrap {type(optimizer).__name__}: it keeps parameters in an attribute of "
-                f"its own, {name!r}, and would update the 16-bit ones there, past the masters in its groups. Keep the "
-                "parameters float32 (opt_level='O1') and use it as it is."
+                f"MasterWeightOptimizer cannot wrap {type(optimizer).__name__}: it steps parameters that it keeps in "
+                f"an attribute of its own, {name!r}, past the masters in its groups. Keep the parameters float32 "
+                "(opt_level='O1') and use it as it is."
             )
+        return returned
+
+    return watched
 
 
 def _tensors_in(value: Any, shared: set[int], depth: int = 4) -> Iterator[torch.Tensor]:

@@ -22,6 +22,7 @@ from fxamp.runtime.master_checks import (
     check_is_state,
     check_state,
     check_step_arguments,
+    whole_step,
 )
 from fxamp.runtime.masters import (
     MASTER,
@@ -223,8 +224,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         check_closure(self.optimizer, closure)
         if closure is not None:
             return self._call_whole(self.optimizer.step, closure, *args, gives_back=False, **kwargs)
-        run = functools.partial(self.optimizer.step, *([None, *args] if args else []), **kwargs)
-        returned = self._step_all(grad_scale, found_inf, run)
+        returned = self._step_all(grad_scale, found_inf, whole_step(self.optimizer, args, kwargs))
         master_gradients.mark_used(gradients.parameters(self))
         return returned
 

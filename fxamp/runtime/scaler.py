@@ -29,7 +29,8 @@ class LossScaler(ScalerBase):
             result = scaler.step(optimizer, max_grad_norm=1.0)
             scaler.update()
 
-    With default arguments scale, tracker and parameters are torch.amp.GradScaler's after every step, and
+    With default arguments scale, tracker and parameters are torch.amp.GradScaler's after every step (a fused
+    optimizer's parameters to the last bit where the scale is no power of two, by which its kernel divides), and
     either class loads the other's state. No method of a step reads the device: whether an update is
     skipped is decided there (`device_skip` has the ways and what each costs). What the host must know
     (the collapse, the log lines, the history) it learns when the numbers have arrived: at once on a CPU,
@@ -88,8 +89,8 @@ class LossScaler(ScalerBase):
         parameter is then a float32 tensor), because their true values may vanish in 16 bits.
 
         Raises:
-            StepOrderError: no scale() since the last update(), after step() in the same iteration, or once more when
-                the gradients have changed: another backward has added scaled gradients to unscaled ones.
+            StepOrderError: no backward of a scaled loss since update(), after step() in the same iteration, or once
+                more when the gradients have changed: another backward has added scaled gradients to unscaled ones.
             OptionError: fp16 gradients under an optimizer without masters.
         """
         if not self._enabled:
@@ -165,7 +166,7 @@ class LossScaler(ScalerBase):
             What happened, readable lazily.
 
         Raises:
-            StepOrderError: called twice since the last update(), no scale() since, parameters that were added after
+            StepOrderError: called twice since the last update(), no backward since, parameters that were added after
                 unscale_(), or gradients to which another scaled backward has added since (torch mixes them).
             OptionError: no optimizer; fp16 gradients under an optimizer without masters; a negative or NaN
                 max_grad_norm; two closures, one that cannot be called, or what no step of torch takes.

@@ -55,6 +55,8 @@ class ScalerBase(torch.amp.GradScaler):
         self._has_warned_empty = False
         self._looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._scale_calls = 0
+        self.backwards = 0  # of scaled losses, so far
+        self._backwards_at_update = 0
         self.is_stepping = False  # an optimizer that was given no closure
         self._had_history: bool | None = None  # whether what was scaled last required grad
         self.forget_iteration()
@@ -124,6 +126,8 @@ class ScalerBase(torch.amp.GradScaler):
         """Begin a new iteration: every optimizer may be unscaled and stepped again."""
         self._per_optimizer_states = _no_states()
         self._scale_calls_at_update = self._scale_calls
+        self._had_backward = self.backwards > self._backwards_at_update
+        self._backwards_at_update = self.backwards
 
     def _state_of(self, optimizer: torch.optim.Optimizer, called: str) -> dict[str, Any]:
         if self._scale is None:
@@ -148,11 +152,11 @@ class ScalerBase(torch.amp.GradScaler):
                 "again in part: unscale after the last backward()",
             )
         is_ready = state["stage"] is OptState.READY and not has_closure
-        if is_ready and self._scale_calls == self._scale_calls_at_update:
+        if is_ready and self._had_backward and self.backwards == self._backwards_at_update:
             raise self._order_error(
                 called,
-                "no loss was scaled since the last update(): the gradients bear the scale of before it, or none. "
-                "update() comes once, after all optimizers' steps",
+                "no scaled loss had a backward since the last update(): the gradients bear the scale of before it, or "
+                "none. update() comes once, after all optimizers' steps",
             )
 
     def _order_error(self, called: str, reason: str) -> StepOrderError:

@@ -73,20 +73,43 @@ def test_states_that_are_no_optimizers_are_refused_and_change_nothing(change, te
 
 
 class KeepsAList(torch.optim.SGD):
-    def __init__(self, parameters, kept=list, **options):
-        super().__init__(parameters, 0.1, **options)
+    def __init__(self, parameters, kept=list, *, steps_it=True):
+        super().__init__(parameters, 0.1)
         every = [p for group in self.param_groups for p in group["params"]]
         self.kept = {"named": {f"p{n}": p for n, p in enumerate(every)}} if kept is dict else kept(every)
+        self.steps_it = steps_it
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.steps_it:
+            return super().step(closure)
+        for parameter in self.kept["named"].values() if isinstance(self.kept, dict) else self.kept:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad.to(parameter.dtype) * 0.125)
+
+
+KeepsAList.__module__ = "elsewhere"
 
 
 @pytest.mark.parametrize("kept", [list, tuple, set, dict])
-def test_an_optimizer_with_a_list_of_parameters_of_its_own_is_refused(kept):
-    """It would update the 16-bit ones there, and the masters' rounding would be written over it: nothing is trained."""
+def test_an_optimizer_that_steps_a_list_of_its_own_is_refused(kept):
+    """It updates the 16-bit ones there, and the masters' rounding would be written over that: nothing is trained."""
     low, high = torch.nn.Parameter(torch.ones(2).bfloat16()), torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(OptionError, match=r"cannot wrap KeepsAList: it keeps parameters in.*'kept'.*opt_level='O1'"):
-        MasterWeightOptimizer(KeepsAList([low, high], kept))
-    assert not hasattr(low, "_fxamp_master")
-    MasterWeightOptimizer(KeepsAList([high], kept))
+    optimizer = MasterWeightOptimizer(KeepsAList([low, high], kept))
+    low.grad, high.grad = torch.ones_like(low), torch.ones_like(high)
+    with pytest.raises(OptionError, match=r"cannot wrap KeepsAList: it steps parameters.*'kept'.*opt_level='O1'"):
+        optimizer.step()
+    alone = MasterWeightOptimizer(KeepsAList([high], kept))
+    alone.step()
+
+
+@pytest.mark.parametrize("kept", [list, tuple, set, dict])
+def test_an_optimizer_may_keep_a_list_that_it_does_not_step(kept):
+    low = torch.nn.Parameter(torch.ones(2).bfloat16())
+    optimizer = MasterWeightOptimizer(KeepsAList([low], kept, steps_it=False))
+    low.grad = torch.ones_like(low)
+    optimizer.step()
+    assert low.tolist() == [0.8984375, 0.8984375]
 
 
 def test_the_groups_own_list_may_be_kept():
