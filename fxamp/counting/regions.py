@@ -27,6 +27,8 @@ from fxamp.counting.table import (
     not_counted,
     worse_than_autocast,
 )
+from fxamp.demo.suite import table as suite_table
+from fxamp.demo.suite.records import Store
 from fxamp.errors import OptionError, nearest
 
 PAGES = ("README.md", "docs/scale.md", "docs/models.md", "docs/speed.md")
@@ -50,8 +52,11 @@ def rewrite(text: str, folder: Path) -> str:
 
 def region(name: str, folder: Path) -> str:
     """What stands between the marks of a table."""
-    if name not in TABLES:
-        raise OptionError(f"<!-- table: {name} --> is no table.{nearest(name, TABLES)} Known: {', '.join(TABLES)}.")
+    known = [*TABLES, ACCURACY]
+    if name not in known:
+        raise OptionError(f"<!-- table: {name} --> is no table.{nearest(name, known)} Known: {', '.join(known)}.")
+    if name == ACCURACY:
+        return accuracy(folder.parent / "accuracy.json")
     file, command, render = TABLES[name]
     record = results.load(folder / f"{file}.json")
     if record is None:
@@ -98,6 +103,21 @@ def count(data: Any) -> str:
     losses = f"Worse than autocast, {' '.join(worse)}" if worse else "No model is worse than autocast in any of these."
     missing = [f"Not counted: {line}." for line in not_counted(whole)]
     return "\n\n".join([results.as_table(rows, headers), *map(_prose, [verdict, losses, *missing])])
+
+
+ACCURACY = "accuracy"
+IN_SHORT = ("autocast fp16", "O1 balanced fp16", "O2 fp16", "autocast bf16", "O1 balanced bf16", "O2 bf16")
+
+
+def accuracy(path: Path) -> str:
+    """The accuracy suite in short; its own page has every mode."""
+    if not path.exists():
+        return "Not measured yet: `tools/accuracy`."
+    store = Store(path, {})
+    machine = ", ".join(f"{name} {value}" for name, value in store.machine.items())
+    counted_claims = suite_table.count(suite_table.verdicts(store)).partition("\n")[0]
+    parts = [counted_claims, suite_table.overview(store, IN_SHORT).rstrip(), f"`tools/accuracy` ({machine})"]
+    return "\n\n".join(parts)
 
 
 def train(data: Any) -> str:

@@ -69,6 +69,11 @@ def low_already(model: nn.Module) -> str:
     if not floats or not dtypes <= {*LOW_DTYPES} or was_lowered(model):
         return ""
     names = " and ".join(sorted(map(dtype_name, dtypes)))
+    if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
+        return (
+            f"FSDP2 gathers every parameter of {type(model).__qualname__} in {names}, by its MixedPrecisionPolicy: "
+            "nothing is left to convert; the shards keep their dtype."
+        )
     return (
         f"every parameter of {type(model).__qualname__} is {names} by itself, so nothing is left to convert. Convert a "
         "float32 model (model.float()); opt_level='O2' stores weights low and keeps float32 masters of them."

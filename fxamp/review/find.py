@@ -37,10 +37,11 @@ def find_rows(rows: Sequence[Row], name: str) -> tuple[str, list[Row]]:
         found = [row for row in rows if matches(row, name)]
         if found:
             return kind, found
-    with contextlib.suppress(OpListError):
-        op = op_name(name, [row.op for row in rows])
-        if found := [row for row in rows if row.op == op]:
-            return "op", found
+    for spelling in (name, f"nn.{name}"):  # a model that is a LayerNorm itself has no module of that class in it
+        with contextlib.suppress(OpListError):
+            op = op_name(spelling, [row.op for row in rows])
+            if found := [row for row in rows if row.op == op]:
+                return "op", found
     raise OptionError(_unknown(rows, name))
 
 

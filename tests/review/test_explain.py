@@ -199,3 +199,8 @@ def test_an_op_of_the_deny_list_is_offered_the_move_to_another_list():
     text = explain(fxamp.convert(Two(lambda m, x: m.a(x).exp() + x), FP16, (X,)), "exp")
     assert "FXAMP_INFERLIST_ADD=exp moves it to infer" in text
     assert 'overrides={"exp": "allow"}) runs this one low and leaves the list alone' in text
+
+
+def test_a_model_that_is_one_module_itself_is_named_by_its_class():
+    converted = fxamp.convert(torch.nn.LayerNorm(8), dtype=torch.bfloat16, example_inputs=(torch.randn(4, 8),))
+    assert fxamp.explain(converted, "layer_norm") in fxamp.explain(converted, "LayerNorm")

@@ -330,11 +330,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = f"{_title(rows.record())}\n\n{markdown(rows.found.values(), is_dry)}\n"
     path.with_suffix(".md").write_text(text)
     print(text)
-    print(
-        f"{len(rows.found) - rows.undone} rows in {path}, {rows.undone} not run; the same command goes on with those."
-    )
+    rest = f", {rows.undone} not run; the same command goes on with those." if rows.undone else "; none is left."
+    print(f"{len(rows.found) - rows.undone} rows in {path}{rest}")
     if is_dry:
-        print("A dry run on the CPU: every mode was run; its times say nothing about a GPU.")
+        print("A dry run on the CPU: its times say nothing about a GPU.")
     return 0 if any(row["status"] == "ok" for row in rows.found.values()) else 1
 
 

@@ -29,8 +29,14 @@ SEEDS = (1, 2, 3)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, write the page and the plot; returns 0 where every claim holds, else 1."""
-    chosen = _parser().parse_args(arguments)
-    device = torch.device(chosen.device)
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    try:
+        device = torch.device(chosen.device)
+        if not chosen.tables:
+            torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch's own for a device that is not there
+        parser.error(f"--device {chosen.device}: {str(error).splitlines()[0]}")
     if device.type == "cpu":
         torch.set_num_threads(1)
     base = chosen.out / ("accuracy" if device.type == "cpu" else f"accuracy-{device.type}")

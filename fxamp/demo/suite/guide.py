@@ -25,6 +25,11 @@ SMALL = "the published size and data set (a data set to download, days on a GPU)
 
 MODELS = (
     GuideModel(
+        "multi-layer perceptron, MNIST", "7.5.1", ("adversarial",),
+        "a perceptron is the critic there; fully connected layers are in every transformer here too",
+        "784-200-10 on MNIST (a data set to download): an example of CNTK, which is not a framework of this project",
+    ),
+    GuideModel(
         "ResNet-50 v1.5", "7.3.2, 7.4 to 7.6, Table 3", ("classifier",),
         "bottlenecks with the stride in the 3 x 3, batch norm; 8 x 8 scans of digits", f"ImageNet, 50 layers: {SMALL}",
     ),

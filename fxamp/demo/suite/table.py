@@ -22,7 +22,8 @@ fp32's seeds (the ends included). Autocast's rows are held against the same, for
 row says by how much, and in which direction.
 
 Modes: autocast with `torch.amp.GradScaler` (bf16 without a scaler); fxamp `O1` at each `level` with
-`fxamp.LossScaler` (bf16 without); `O2` at level balanced, with `fxamp.MasterWeightOptimizer`.
+`fxamp.LossScaler` (bf16 without); `O2` at level balanced, with `fxamp.MasterWeightOptimizer`. What has no number was
+not run.
 
 Loss curves of all runs: [{base}.png]({base}.png).
 """
@@ -147,22 +148,19 @@ def same_as_autocast(store: Store) -> str:
     return f"{same} of {rows} rows of fxamp have exactly the metrics of autocast in that dtype, seed by seed.\n"
 
 
-def overview(store: Store) -> str:
-    """A row for each task, a column for each mode: the mean metric, marked where it is outside."""
+def overview(store: Store, only: Sequence[str] = tuple(MODES)) -> str:
+    """A row for each task, a column for each of these modes that ran: the mean metric, marked where it is outside."""
+    columns = [mode for mode in _modes(store) if mode in only]
     outside = {(one.task, one.mode) for one in verdicts(store) if not one.holds}
     rows = []
     for task, facts in store.facts():
         modes = summaries(store, task)
         cells = [
-            _mean(modes[mode].metrics) + "\\*" * ((task, mode) in outside) if mode in modes else ""
-            for mode in _modes(store)
+            _mean(modes[mode].metrics) + "\\*" * ((task, mode) in outside) if mode in modes else "" for mode in columns
         ]
         fp32 = modes["fp32"].metrics if "fp32" in modes else []
         rows.append([task, f"{facts.measures} ({'up' if facts.higher_is_better else 'down'})", _spread(fp32), *cells])
-    return (
-        _markdown(rows, ["task", "metric (better)", "fp32's spread", *_modes(store)])
-        + "\n\n\\* outside fp32's spread\n"
-    )
+    return _markdown(rows, ["task", "metric (better)", "fp32's spread", *columns]) + "\n\n\\* outside fp32's spread\n"
 
 
 def task_table(store: Store, task: str) -> str:
