@@ -48,7 +48,8 @@ def test_every_pattern_is_found_at_its_line(pattern, severity, function):
 EDGES = [
     (lambda y: y.sigmoid().log(), "`log` (log), which must not round to 0 or below it"),
     (lambda y: (y + 1).rsqrt(), "`rsqrt` (rsqrt), which must not round to 0 or below it"),
-    (lambda y: 1 / y.sigmoid(), "`div` (truediv), which must not round to 0"),
+    (lambda y: 1 / y.sigmoid(), "`rtruediv` (truediv), which must not round to 0"),
+    (lambda y: y.exp() / y.sigmoid(), "`div` (truediv), which must not round to 0"),
     (lambda y: y.tanh().acos(), "`acos` (acos), which must not round to 1 or past it"),
     (lambda y: (y.sigmoid() + 1).acosh(), "`acosh` (acosh), which must not round to 1 or below it"),
     (lambda y: y.tanh().log1p(), "`log1p` (log1p), which must not round to -1 or below it"),
