@@ -4,8 +4,6 @@
     scaler.scale(penalty).backward()  # into the same gradients
     scaler.step(optimizer)            # StepOrderError: part of them is scaled still
 
-And a backward inside of an optimizer's step that the scaler was given no closure for. It counts those that it sees.
-
 A backward of another model's loss (a generator's, between the discriminator's unscale_ and step) is no such thing, nor
 is clipping. So what counts is whether a backward that starts at a scaled loss has changed the gradients: they are
 looked at as it starts and as it ends, and only while an optimizer stands between unscale_() and step().
@@ -18,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from fxamp.errors import OptionError
 from fxamp.runtime import gradients
 from fxamp.runtime.plain import must_be_plain
 
@@ -27,18 +24,39 @@ if TYPE_CHECKING:
 
 
 def watch(scaler: "ScalerBase", scaled: Any) -> Any:
-    """What `scale()` returns, with a hook on each tensor that a backward may start at."""
+    """What `scale()` returns; it has hooks after unscale_() alone, as one costs as much as all the rest of scale()."""
     if isinstance(scaled, torch.Tensor):
-        if scaled.requires_grad and must_be_plain(scaled):
-            scaler.backwards += 1  # no hook will say so
-        elif scaled.requires_grad:
-            scaled.register_hook(_Begins(scaler))  # type: ignore[no-untyped-call]
+        _note(scaler, scaled)
     elif isinstance(scaled, list | tuple):
         for each in scaled:
             watch(scaler, each)
     else:
         return (watch(scaler, each) for each in scaled)
     return scaled
+
+
+def watch_all(scaler: "ScalerBase") -> None:
+    """At unscale_(): a backward may begin once more at a loss of this iteration that is still there."""
+    for reference in scaler.scaled_losses:
+        if (scaled := reference()) is not None:
+            _hook(scaler, scaled)
+
+
+def _note(scaler: "ScalerBase", scaled: torch.Tensor) -> None:
+    if not scaled.requires_grad:
+        return
+    scaler.losses_to_go_back += 1
+    if torch.compiler.is_compiling():
+        return
+    alive = [reference for reference in scaler.scaled_losses if reference() is not None]
+    scaler.scaled_losses = [*alive, weakref.ref(scaled)]
+    if scaler._per_optimizer_states and next(_between(scaler), None) is not None:
+        _hook(scaler, scaled)
+
+
+def _hook(scaler: "ScalerBase", scaled: torch.Tensor) -> None:
+    if not must_be_plain(scaled):
+        scaled.register_hook(_Begins(scaler))  # type: ignore[no-untyped-call]
 
 
 class _Begins:
@@ -50,12 +68,6 @@ class _Begins:
     def __call__(self, gradient: torch.Tensor) -> None:
         if torch.compiler.is_compiling():  # compiled autograd traces this, and has no end to call at
             return
-        self._scaler.backwards += 1
-        if self._scaler.is_stepping:
-            raise OptionError(
-                "the optimizer's step began a backward of a scaled loss, whose gradients nobody unscales or checks. "
-                "Give the function that re-evaluates the model as scaler.step(optimizer, closure=...)."
-            )
         before = [
             (state, optimizer, gradients.stamp(optimizer)) for state, optimizer in _between(self._scaler) if optimizer
         ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from fxamp.runtime import arguments, clipping, collapse, distributed, gradients, host_step
+from fxamp.runtime import arguments, clipping, collapse, distributed, gradients, host_step, late_backward
 from fxamp.runtime.device_skip import settle, step_unless
 from fxamp.runtime.scale_rule import ScaleRule
 from fxamp.runtime.scaler_base import ScalerBase, needs_scaling
@@ -89,7 +89,7 @@ class LossScaler(ScalerBase):
         parameter is then a float32 tensor), because their true values may vanish in 16 bits.
 
         Raises:
-            StepOrderError: no backward of a scaled loss since update(), after step() in the same iteration, or once
+            StepOrderError: no scale() since the last update(), after step() in the same iteration, or once
                 more when the gradients have changed: another backward has added scaled gradients to unscaled ones.
             OptionError: fp16 gradients under an optimizer without masters.
         """
@@ -120,6 +120,7 @@ class LossScaler(ScalerBase):
             optimizer, self._inverse_scale(), self._no_inf(), self.allows_half_gradients
         )
         state["stage"] = OptState.UNSCALED
+        late_backward.watch_all(self)
 
     def _unscale_grads_(
         self,
@@ -166,7 +167,7 @@ class LossScaler(ScalerBase):
             What happened, readable lazily.
 
         Raises:
-            StepOrderError: called twice since the last update(), no backward since, parameters that were added after
+            StepOrderError: called twice since the last update(), no scale() since, parameters that were added after
                 unscale_(), or gradients to which another scaled backward has added since (torch mixes them).
             OptionError: no optimizer; fp16 gradients under an optimizer without masters; a negative or NaN
                 max_grad_norm; two closures, one that cannot be called, or what no step of torch takes.

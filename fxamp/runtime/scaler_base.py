@@ -55,8 +55,8 @@ class ScalerBase(torch.amp.GradScaler):
         self._has_warned_empty = False
         self._looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._scale_calls = 0
-        self.backwards = 0  # of scaled losses, so far
-        self._backwards_at_update = 0
+        self.losses_to_go_back = 0  # scaled so far, that require grad
+        self._losses_at_update = 0
         self.is_stepping = False  # an optimizer that was given no closure
         self._had_history: bool | None = None  # whether what was scaled last required grad
         self.forget_iteration()
@@ -112,6 +112,11 @@ class ScalerBase(torch.amp.GradScaler):
         """
         if self._enabled:
             refuse_containers(outputs)
+            if self.is_stepping:
+                raise OptionError(
+                    "the optimizer's step scales a loss, whose gradients nobody unscales or checks. Give the function "
+                    "that re-evaluates the model as scaler.step(optimizer, closure=...)."
+                )
             self._scale_calls += 1
         self._had_history = gradients.require_grad(outputs)
         try:
@@ -126,8 +131,9 @@ class ScalerBase(torch.amp.GradScaler):
         """Begin a new iteration: every optimizer may be unscaled and stepped again."""
         self._per_optimizer_states = _no_states()
         self._scale_calls_at_update = self._scale_calls
-        self._had_backward = self.backwards > self._backwards_at_update
-        self._backwards_at_update = self.backwards
+        self._had_losses = self.losses_to_go_back > self._losses_at_update
+        self._losses_at_update = self.losses_to_go_back
+        self.scaled_losses: list[weakref.ref[torch.Tensor]] = []
 
     def _state_of(self, optimizer: torch.optim.Optimizer, called: str) -> dict[str, Any]:
         if self._scale is None:
@@ -152,11 +158,11 @@ class ScalerBase(torch.amp.GradScaler):
                 "again in part: unscale after the last backward()",
             )
         is_ready = state["stage"] is OptState.READY and not has_closure
-        if is_ready and self._had_backward and self.backwards == self._backwards_at_update:
+        if is_ready and self._had_losses and self.losses_to_go_back == self._losses_at_update:
             raise self._order_error(
                 called,
-                "no scaled loss had a backward since the last update(): the gradients bear the scale of before it, or "
-                "none. update() comes once, after all optimizers' steps",
+                "no loss was scaled since the last update(): the gradients bear the scale of before it, or none. "
+                "update() comes once, after all optimizers' steps",
             )
 
     def _order_error(self, called: str, reason: str) -> StepOrderError:

@@ -1,6 +1,8 @@
 """A scaled backward between unscale_() and step(): an error where it reaches the same gradients, nothing elsewhere."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -48,6 +50,38 @@ def test_a_second_loss_after_unscale_is_refused(is_scaled_first, zeroed):
     assert torch.equal(weight.detach(), before - 0.5 * torch.tensor([0.25, 0.5]))
 
 
+def test_the_same_loss_once_more_is_refused():
+    weight, optimizer, scaler = both()
+    scaled = scaler.scale(loss_of(weight))
+    scaled.backward(retain_graph=True)
+    scaler.unscale_(optimizer)
+    scaled.backward()
+    with pytest.raises(StepOrderError, match=REFUSED):
+        scaler.step(optimizer)
+
+
+def test_a_loop_without_unscale_has_no_hooks():
+    """Each would cost as much as all the rest of scale()."""
+    weight, optimizer, scaler = both()
+    for _ in range(2):
+        scaled = scaler.scale(loss_of(weight))
+        scaled.backward()
+        assert not scaled._backward_hooks and len(scaler.scaled_losses) == 1
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_a_copy_made_while_a_loss_is_there_steps_as_the_scaler_would():
+    weight, optimizer, scaler = both()
+    scaled = scaler.scale(loss_of(weight))
+    scaled.backward()
+    for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert twin.scaled_losses == [] and len(scaler.scaled_losses) == 1
+        twin.scale(torch.ones(()))  # which takes the state to a device
+        twin.step(optimizer)
+    assert not torch.equal(weight.detach(), torch.tensor([1.0, 2.0]))
+
+
 def test_losses_of_a_generator_are_watched_too():
     weight, optimizer, scaler = both()
     first, second = scaler.scale(loss_of(weight) for _ in range(2))
@@ -62,7 +96,7 @@ def test_the_sum_of_scaled_losses_counts():
     weight, optimizer, scaler = both()
     scaler.scale(loss_of(weight)).backward()
     scaler.unscale_(optimizer)
-    sum(scaler.scale([loss_of(weight), loss_of(weight)])).backward()
+    sum(scaler.scale([loss_of(weight), loss_of(weight)])).backward()  # scaled after unscale_()
     with pytest.raises(StepOrderError, match=REFUSED):
         scaler.step(optimizer)
 
@@ -200,7 +234,7 @@ def test_a_step_that_evaluates_by_itself_is_refused():
     for _ in range(2):
         optimizer.zero_grad()
         scaler.scale(loss_of(weight)).backward()
-        with pytest.raises(OptionError, match=r"began a backward of a scaled loss.*closure=\.\.\."):
+        with pytest.raises(OptionError, match=r"the optimizer's step scales a loss.*closure=\.\.\."):
             scaler.step(optimizer, again=lambda: scaler.scale(loss_of(weight)).backward())
         assert weight.tolist() == [1.0, 2.0]
         scaler.update()

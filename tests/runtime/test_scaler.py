@@ -654,7 +654,7 @@ def test_gradients_of_before_an_update_are_refused():
     scaler.update()
     for call, name in ((scaler.step, "step"), (scaler.unscale_, "unscale_")):
         with pytest.raises(
-            StepOrderError, match=rf"{name}\(\) was called, but no scaled loss had a backward since the last update"
+            StepOrderError, match=rf"{name}\(\) was called, but no loss was scaled since the last update"
         ):
             call(second)
     second.zero_grad()
@@ -663,7 +663,7 @@ def test_gradients_of_before_an_update_are_refused():
     scaler.scale(other.sum()).backward()
     scaler.unscale_(second)
     scaler.update()
-    with pytest.raises(StepOrderError, match=r"no scaled loss had a backward since.*update\(\) comes once, after all"):
+    with pytest.raises(StepOrderError, match=r"no loss was scaled since.*update\(\) comes once, after all"):
         scaler.step(second)
     assert other.item() == 1.0
 
