@@ -255,6 +255,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     before = results.load(given.save) if given.save and not given.fresh else None
     data: dict[str, list[Point]] = before["data"] if before else {}
     spent = before["seconds"] if before else 0.0
+    if before:
+        known = sum(map(len, data.values()))
+        print(f"{known} points are {given.save}'s; --fresh measures them again", file=sys.stderr)
     for line in measure_all(given.axes, given.points, data):
         print(line, file=sys.stderr, flush=True)
         if given.save:

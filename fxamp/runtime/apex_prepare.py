@@ -164,7 +164,22 @@ def converted(
     if convert is None:
         assert package is not None
         convert = package.convert
+    _check_takes(convert, options)
     return convert(model, **options)
+
+
+def _check_takes(convert: Callable[..., torch.nn.Module], options: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(convert)
+    except (TypeError, ValueError):  # builtins tell none
+        return
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        raise OptionError(
+            f"convert={convert!r} cannot be called with the model and {', '.join(f'{name}=' for name in options)}: "
+            f"{error}. Let it take **options."
+        ) from None
 
 
 def _cast_outputs(module: torch.nn.Module, args: Any, outputs: Any, dtype: torch.dtype) -> Any:

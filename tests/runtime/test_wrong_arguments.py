@@ -113,6 +113,7 @@ WRONG = {
     "apex_scale": (lambda: initialize(loss_scale=HUGE), "loss_scale=1000"),
     "apex_overrides": (lambda: initialize(overrides=5), "overrides=5"),
     "apex_convert": (lambda: initialize(convert=5), "convert=5.*called"),
+    "apex_convert_alone": (lambda: initialize(convert=lambda model: model), "convert=.*dtype=.*unexpected.*options"),
     "apex_delay": (lambda: scale_loss(delay_unscale="yes"), "delay_unscale='yes' must be True or False"),
     "apex_delay_check": (lambda: scale_loss(delay_overflow_check=torch.ones(3)), "delay_overflow_check="),
     "apex_scale_zero": (lambda: initialize(loss_scale=0), "loss_scale=0.0 must be finite and > 0"),
