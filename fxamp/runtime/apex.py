@@ -192,7 +192,8 @@ def scale_loss(
         NotInitializedError: initialize was not called.
         OptionError: the loss is no tensor, loss_id is out of range, a flag is none, there is no optimizer, or one did
             not come from initialize.
-        StepOrderError: gradients stand scaled, by another loss's delay_unscale.
+        StepOrderError: gradients stand scaled, by another loss's delay_unscale, or another block of the same optimizer
+            is open.
     """
     session = _current("scale_loss")
     if session.properties is None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +15,7 @@ from fxamp.runtime.scaler_base import StepOrderError
 
 SCALED_BY = "_fxamp_gradients_scaled_by"  # a ScaledBy; None: the gradients are unscaled
 STASH = "_fxamp_stashed_gradients"
+_in_a_block: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 @dataclasses.dataclass
@@ -43,12 +45,17 @@ class ScaledBy:
 
 
 def check_scaled_by(optimizers: list[torch.optim.Optimizer], loss_id: int) -> None:
-    """Refuse to add gradients to those that bear another loss's scale.
+    """Refuse to add gradients to those that bear another loss's scale, and a block inside of another.
 
     Raises:
         StepOrderError: what stands cannot be unscaled with what comes.
     """
     for optimizer in optimizers:
+        if optimizer in _in_a_block:
+            raise StepOrderError(
+                f"scale_loss(..., loss_id={loss_id}) begins inside of another scale_loss() of this optimizer, which "
+                "would unscale both backwards, each by its own scale: one block after the other."
+            )
         standing: ScaledBy | None = getattr(optimizer, SCALED_BY)
         if standing is not None and standing.loss_id != loss_id and gradients.has_any(optimizer):
             raise StepOrderError(
@@ -67,12 +74,15 @@ def standing_gradients(optimizers: list[torch.optim.Optimizer], scaler: LossScal
     were_empty = [_without_gradients(optimizer) for optimizer in optimizers]
     for optimizer in optimizers:
         _stash(optimizer, scaler, loss_id)
+    _in_a_block.update(optimizers)
     try:
         yield
     except BaseException:
         for optimizer, scaled_by, empty in zip(optimizers, were_scaled_by, were_empty, strict=True):
             _put_back(optimizer, scaled_by, empty)
         raise
+    finally:
+        _in_a_block.difference_update(optimizers)
 
 
 def _stash(optimizer: torch.optim.Optimizer, scaler: LossScaler, loss_id: int) -> None:

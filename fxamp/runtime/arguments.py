@@ -107,7 +107,7 @@ def _needs_closure(kind: type) -> bool:
 
 
 def refuse_containers(outputs: Any) -> None:
-    """Refuse to scale what torch's scaler would walk through without an error: texts, dicts and sets.
+    """Refuse to scale what torch's scaler would walk through without an error: texts, dicts, sets and arrays.
 
     Raises:
         OptionError: says what to give.
@@ -115,3 +115,10 @@ def refuse_containers(outputs: Any) -> None:
     if isinstance(outputs, str | bytes | Mapping | set | frozenset):
         values = "list(outputs.values())" if isinstance(outputs, Mapping) else "a list of the tensors"
         raise OptionError(f"scale() was given a {type(outputs).__name__}; give it one loss, or {values}.")
+    if type(outputs).__module__ == "numpy":
+        raise OptionError(
+            f"scale() was given numpy's {type(outputs).__name__}, which has no gradient; give it the loss."
+        )
+    if isinstance(outputs, list | tuple):
+        for each in outputs:
+            refuse_containers(each)

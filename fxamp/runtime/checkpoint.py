@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from fxamp.errors import CheckpointError, nearest
 from fxamp.runtime.arguments import checked_flag
@@ -53,7 +54,7 @@ def save_checkpoint(
     """
     path = checked_path(path, "the checkpoint cannot be written", error=CheckpointError)
     parts = _checked_parts(model, optimizer, scaler)
-    if not path.parent.is_dir():
+    if not _asked(path.parent, Path.is_dir):
         raise CheckpointError(f"{path.parent} is not a directory; create it before saving {path.name}.")
     content: dict[str, Any] = {"fxamp_checkpoint": FORMAT, "random": _random_state(), "extra": extra}
     content.update({name: part.state_dict() for name, part in parts.items()})
@@ -169,9 +170,9 @@ def _culprit(content: dict[str, Any]) -> str:
 
 
 def _read(path: Path, map_location: Any) -> dict[str, Any]:
-    if path.is_dir():
+    if _asked(path, Path.is_dir):
         raise CheckpointError(f"{path} is a directory; give the file in it that save_checkpoint() wrote.")
-    if not path.is_file():
+    if not _asked(path, Path.is_file):
         beside = [other.name for other in path.parent.glob("*") if other.is_file()] if path.parent.is_dir() else []
         raise CheckpointError(f"{path} does not exist.{nearest(path.name, beside)}")
     try:
@@ -180,12 +181,24 @@ def _read(path: Path, map_location: Any) -> dict[str, Any]:
             _check_sums(path)
     except Exception as error:
         raise CheckpointError(
-            f"{path} cannot be read as a checkpoint: it is damaged, or no file of torch.save ({type(error).__name__}: "
-            f"{error})."
+            f"{path} cannot be read as a checkpoint: it is damaged, no file of torch.save, or map_location= is no "
+            f"device of this machine ({type(error).__name__}: {error})."
         ) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a checkpoint.")
+    if (written := content.get("fxamp_checkpoint", FORMAT)) != FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {written!r}, and this fxamp reads {FORMAT}: take the one that wrote it."
+        )
     return dict(content)
+
+
+def _asked(path: Path, question: Callable[[Path], bool]) -> bool:
+    """Ask the file system about a path, which it may refuse: a name too long, a directory that is not ours."""
+    try:
+        return question(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be reached: {error}.") from error
 
 
 def _check_sums(path: Path) -> None:
@@ -233,8 +246,13 @@ def _putting_back(path: Path, name: str, part: Any, state: Any) -> Callable[[], 
         _check_names(path, now, state)
     before = copy.copy(now)  # with the versions of the modules' entries, an attribute of a state dict
     for key, value in now.items():
+        if is_lazy(value):  # has no numbers yet
+            del before[key]
+            continue
         is_held = isinstance(value, torch.Tensor) and not value.is_meta
         before[key] = value.to("cpu", copy=True) if is_held else copy.deepcopy(value)
+    if len(before) < len(now):
+        return lambda: part.load_state_dict(before, strict=False)
     return lambda: part.load_state_dict(before)
 
 
@@ -245,7 +263,8 @@ def _check_names(path: Path, now: Mapping[str, Any], state: Any) -> None:
     shapes = [
         f"{name} is {_shape(state[name])} in the file, {_shape(now[name])} in the model"
         for name in now.keys() & state.keys()
-        if isinstance(now[name], torch.Tensor) and now[name].shape != getattr(state[name], "shape", None)
+        if isinstance(now[name], torch.Tensor) and not is_lazy(now[name])
+        if now[name].shape != getattr(state[name], "shape", None)
     ]
     if missing or unexpected or shapes:
         raise CheckpointError(

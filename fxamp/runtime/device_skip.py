@@ -37,6 +37,7 @@ from fxamp.runtime.step_result import HostCopy
 log = logging.getLogger("fxamp")
 
 PENDING = "_fxamp_pending"
+_SUPPORTS = "_step_supports_amp_scaling"
 LOOKS_AT_HOST_FLAGS = True  # False makes the CPU take the GPU's ways, for tests of these
 
 
@@ -50,8 +51,17 @@ class _Pending:
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer.step` itself honours an attribute `found_inf`."""
-    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(supports) and not _takes_grad_scaler(type(optimizer).step)
+    supports = getattr(optimizer, _SUPPORTS, False)
+    return bool(supports) and not _takes_grad_scaler(getattr(type(owner_of(optimizer)), "step", lambda: None))
+
+
+def owner_of(optimizer: Any) -> Any:
+    """The optimizer whose step reads `found_inf` and `grad_scale`: itself, or the one to which it hands on what it is
+    asked (`__getattr__`), where those who set them would set them on the wrapper."""
+    if not hasattr(optimizer, _SUPPORTS) or hasattr(type(optimizer), _SUPPORTS) or _SUPPORTS in vars(optimizer):
+        return optimizer
+    inside = (value for value in vars(optimizer).values() if getattr(value, _SUPPORTS, False))
+    return next(map(owner_of, inside), optimizer)
 
 
 @functools.lru_cache(maxsize=64)
@@ -171,12 +181,13 @@ def _kernel_step(
     lacking = _parameters_without_momentum(optimizer)
     # torch's own steps do not wait for the copies that they make of these.
     where = next((parameter.device for parameter in gradients.parameters(optimizer)), found_inf.device)
-    optimizer.grad_scale = None if grad_scale is None else copy_on(where, grad_scale)  # type: ignore[attr-defined]
-    optimizer.found_inf = copy_on(where, found_inf)  # type: ignore[attr-defined]
+    owner = owner_of(optimizer)
+    owner.grad_scale = None if grad_scale is None else copy_on(where, grad_scale)
+    owner.found_inf = copy_on(where, found_inf)
     try:
         returned = run()
     finally:
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        del owner.grad_scale, owner.found_inf
     if lacking:
         _defer(optimizer, found_inf, _momentum_undo(optimizer, lacking, found_inf))
     return returned

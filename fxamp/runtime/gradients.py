@@ -41,12 +41,12 @@ def listed(found: Iterable[str]) -> str:
 
 
 def check_optimizer(optimizer: object, called: str) -> None:
-    """Refuse what has no list of parameter groups.
+    """Refuse what has no list of parameter groups, or no step.
 
     Raises:
         OptionError: names the call and what it was given.
     """
-    if not isinstance(getattr(optimizer, "param_groups", None), list):
+    if not isinstance(getattr(optimizer, "param_groups", None), list) or not hasattr(optimizer, "step"):
         raise OptionError(f"{called} takes an optimizer, got a {type(optimizer).__name__}.")
 
 

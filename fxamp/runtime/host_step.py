@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fxamp.errors import OptionError, nearest
 from fxamp.runtime import distributed, gradients
 from fxamp.runtime.arguments import check_needs_no_closure
+from fxamp.runtime.device_skip import owner_of
 from fxamp.runtime.optimizer_trees import NUMBERS, is_torchs, own_attributes
 from fxamp.runtime.step_result import StepResult, plain_result
 
@@ -52,6 +54,19 @@ def take_closure(
     if closure is None and not args:
         check_needs_no_closure(optimizer, "step() without a closure")
     return (args[1:] if closure is not None and args[:1] == (None,) else args), closure
+
+
+def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something is called as a step begins, which may look at gradients: on it, inside of it, or on all."""
+    inner = getattr(optimizer, "optimizer", None)
+    if any(getattr(each, "_optimizer_step_pre_hooks", None) for each in (optimizer, inner)):
+        return True
+    return any(not _is_ours(hook) for hook in _global_optimizer_pre_hooks.values())
+
+
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    """This package's look at parameters, or know of the scale."""
+    return getattr(hook, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
 
 
 def _first_argument(optimizer: torch.optim.Optimizer) -> str:
@@ -122,11 +137,12 @@ def _one(optimizer: torch.optim.Optimizer) -> torch.Tensor:
 @contextlib.contextmanager
 def _dividing(optimizer: torch.optim.Optimizer, divisor: torch.Tensor | None) -> Iterator[None]:
     """Context: an optimizer with masters divides gradients by this 0-d tensor."""
-    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+    owner = owner_of(optimizer)
+    owner.grad_scale = divisor
     try:
         yield
     finally:
-        del optimizer.grad_scale  # type: ignore[attr-defined]
+        del owner.grad_scale
 
 
 def step_with_closure(
@@ -183,7 +199,7 @@ def step_with_closure(
 
 
 class _Backup:
-    """Parameters, the optimizer's own state dict and the numbers that it keeps on itself, to return to."""
+    """Parameters, the optimizer's own state dict and the numbers and tensors that it keeps on itself, to return to."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -194,9 +210,13 @@ class _Backup:
         self._groups = [
             {key: _cloned(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
-        self._counters = {
-            name: value for name, value in own_attributes(optimizer).items() if isinstance(value, NUMBERS)
-        }
+        inner = getattr(optimizer, "optimizer", None)
+        both = (optimizer, inner) if isinstance(inner, torch.optim.Optimizer) else (optimizer,)
+        kept = [(each, name, value) for each in both for name, value in own_attributes(each).items()]
+        self._numbers = [(each, name, value) for each, name, value in kept if isinstance(value, NUMBERS)]
+        self._tensors = [
+            (each, name, value, value.detach().clone()) for each, name, value in kept if isinstance(value, torch.Tensor)
+        ]
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -208,7 +228,11 @@ class _Backup:
             for created in group.keys() - values.keys() - {"params"}:
                 del group[created]
             group.update(values)
-        vars(self._optimizer).update(self._counters)
+        for optimizer, name, number in self._numbers:
+            vars(optimizer)[name] = number
+        for optimizer, name, tensor, value in self._tensors:
+            tensor.detach().copy_(value)
+            vars(optimizer)[name] = tensor
 
 
 def _cloned(tree: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from fxamp.errors import OptionError, nearest
 from fxamp.runtime.arguments import check_needs_no_closure
+from fxamp.runtime.copies import is_plain
 from fxamp.runtime.gradients import has_masters, parameters
 from fxamp.runtime.masters import is_low
 from fxamp.runtime.optimizer_trees import is_torchs, own_attributes
@@ -40,6 +42,28 @@ def check_arguments(optimizer: Any, masters: Any, bucket_bytes: Any) -> None:
             f"bucket_bytes={bucket_bytes!r} must be a whole number >= 1, of bytes; a parameter that is larger is a "
             "bucket of its own."
         )
+
+
+def check_apart(every: Iterable[torch.Tensor]) -> None:
+    """Refuse 16-bit parameters that share numbers, of which each would have a master of its own.
+
+    Raises:
+        OptionError: gives their shapes.
+    """
+    different = {id(each): each for each in every if is_low(each)}.values()
+    low = [each for each in different if is_plain(each.detach()) and each.is_contiguous()]
+    spans: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
+    for each in low:
+        if each.numel() and (address := each.data_ptr()):
+            spans.setdefault(each.untyped_storage().data_ptr(), []).append((address, address + each.nbytes, each))
+    for found in spans.values():
+        found.sort(key=lambda span: span[:2])
+        for (_, end, first), (start, _, second) in itertools.pairwise(found):
+            if start < end:
+                raise OptionError(
+                    f"two parameters, of shapes {tuple(first.shape)} and {tuple(second.shape)}, share memory, and each "
+                    "would have a master of its own, which undoes the other's updates. Give the optimizer one of them."
+                )
 
 
 def _refuse_around(optimizer: torch.optim.Optimizer) -> None:

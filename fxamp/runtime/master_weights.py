@@ -3,19 +3,21 @@
 import collections
 import copy
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
 
 from fxamp import recorded
+from fxamp.errors import OptionError
 from fxamp.runtime import gradients, master_gradients
 from fxamp.runtime.device_skip import settle, step_unless, takes_found_inf
 from fxamp.runtime.layouts import Layouts
 from fxamp.runtime.loaded_masters import LoadedMasters, check_masters
 from fxamp.runtime.master_checks import (
+    check_apart,
     check_arguments,
     check_closure,
     check_group,
@@ -43,6 +45,7 @@ from fxamp.runtime.stand_ins import ELEMENTWISE, StandIns, buckets, step_of_each
 from fxamp.runtime.unseen_writes import UnseenWrites
 from fxamp.runtime.whole_calls import call_on_stand_ins, give_back_gradients, has_own_method, is_trained
 from fxamp.runtime.wide_state import load_wide, widen_state_
+from fxamp.runtime.writes import versions_of
 
 BUCKET_BYTES = 64 * 2**20  # of float32 gradients alive at once
 HOOK_TABLES = (
@@ -74,7 +77,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     that is not `fused` needs four times that under a loss scaler, because masters and state of the bucket
     are kept for the way back, and at most 64 MiB, or an eighth of that, more. An optimizer of another package,
     which may look at all parameters at once, is stepped as one bucket (under a scaler with one more copy of the
-    gradients).
+    gradients); frozen parameters it does not see.
 
     Args:
         optimizer: any torch.optim.Optimizer, over the model's parameters.
@@ -83,7 +86,8 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         bucket_bytes: of float32 gradients alive at once.
 
     Raises:
-        OptionError: no optimizer, one wrapped already, one around another (Lookahead), or an argument out of range.
+        OptionError: no optimizer, one wrapped already, one around another (Lookahead), parameters that are views of one
+            another, or an argument out of range.
     """
 
     _step_supports_amp_scaling = True
@@ -92,6 +96,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self, optimizer: torch.optim.Optimizer, *, masters: str = "fp32", bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         check_arguments(optimizer, masters, bucket_bytes)
+        check_apart(gradients.parameters(optimizer))
         self.optimizer = optimizer
         self.masters = masters
         self.bucket_bytes = bucket_bytes
@@ -137,6 +142,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         """
         check_group(param_group)
         self.optimizer.add_param_group(param_group)
+        try:
+            check_apart(gradients.parameters(self))
+        except OptionError:
+            self.optimizer.param_groups.pop()
+            raise
         self._adopt(self.optimizer.param_groups[-1]["params"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -238,9 +248,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if found_inf is not None:
             divisor = grad_scale if divides else None
             run = functools.partial(step_unless, self.optimizer, found_inf, run, grad_scale=divisor)
-        if bare is None:
-            every = list(buckets(list(gradients.parameters(self)), sys.maxsize))
-            return self._step_bucket(self.param_groups, every[0], inverse, found_inf, run) if every else None
+        if bare is None:  # it may know parameters by their places: those without a gradient stay among them
+            every = [p for p in gradients.parameters(self) if p.grad is not None or is_trained(self, p)]
+            return self._step_bucket(self.param_groups, every, inverse, found_inf, run)
         for hook in list(self.optimizer._optimizer_step_pre_hooks.values()):
             hook(self.optimizer, (self.optimizer,), {})
         for group in self.param_groups:
@@ -261,13 +271,14 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         with one_at_a_time:
             wide = self._wide(bucket)
             in_a_step.update(map(id, bucket))
+        versions = versions_of(wide)
         keeps_none = type(self.optimizer) in ELEMENTWISE and not recorded.is_capturing(bucket[0].device)
         lent = master_gradients.lent_gradients(bucket, wide, inverse, self._layouts if keeps_none else None)
         try:
             with lent, StandIns(self.optimizer, groups, bucket, wide):
                 returned = run()
             with one_at_a_time:
-                self._take_back(bucket, wide, found_inf)
+                self._take_back(bucket, wide, found_inf, versions)
         finally:
             in_a_step.difference_update(map(id, bucket))
         return returned
@@ -282,9 +293,29 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         widen = ensure_master if self._rounding is None else self._rounding.widened
         return [widen(parameter) if is_low(parameter) else parameter for parameter in bucket]
 
-    def _take_back(self, bucket: list[torch.Tensor], wide: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
-        pairs = [(p, w) for p, w in zip(bucket, wide, strict=True) if w is not p]
-        low, high = [parameter for parameter, _ in pairs], [stand_in for _, stand_in in pairs]
+    def _take_back(
+        self,
+        bucket: list[torch.Tensor],
+        wide: list[torch.Tensor],
+        found_inf: torch.Tensor | None,
+        versions: list[Any] | None = None,
+    ) -> None:
+        """Let parameters take what their stand-ins are now.
+
+        Args:
+            versions: of the stand-ins before. A parameter that has no gradient, and was not stepped all the same, is
+                written past autograd's count, as the optimizer would: somebody may go back through it.
+        """
+        low, high = [], []
+        now = versions_of(wide)
+        for parameter, stand_in, before, after in zip(bucket, wide, versions or repeat(None), now, strict=False):
+            if stand_in is parameter:
+                continue
+            if parameter.grad is not None or before != after:
+                low.append(parameter)
+                high.append(stand_in)
+            elif self._rounding is None:
+                parameter.data.copy_(stand_in)
         if self._rounding is not None:
             self._rounding.take_back(low, high, found_inf)
             return

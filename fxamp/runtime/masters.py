@@ -19,7 +19,7 @@ import torch
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import OptionError
-from fxamp.runtime.copies import by_kind
+from fxamp.runtime.copies import by_kind, is_plain
 from fxamp.runtime.distributed import local, several_ranks
 from fxamp.runtime.writes import Memory
 
@@ -80,12 +80,16 @@ def _is_where_it_was(parameter: torch.Tensor, notes: dict[str, Any]) -> bool:
 
 
 def stored_master(parameter: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's master as it was written last, on the parameter's device: `model.cuda()` moves parameters alone."""
+    """A parameter's master as it was written last, on the parameter's device, and as it lies there: `model.cuda()` and
+    `model.to(memory_format=...)` move parameters alone."""
     master: torch.Tensor | None = parameter.__dict__.get(MASTER)
-    if master is not None and master.device != parameter.device:
+    if master is None:
+        return None
+    is_elsewhere = master.device != parameter.device
+    if is_elsewhere or (laid := _laid_out_as(parameter, master)) is not master:
         is_written = is_master_written(parameter)
         with torch.inference_mode(False):  # whose tensors count no writes
-            master = master.to(parameter.device)
+            master = _laid_out_as(parameter, master.to(parameter.device)) if is_elsewhere else laid
         setattr(parameter, MASTER, master)
         setattr(parameter, WRITTEN, _Version(NO_VERSION if is_written else master._version))
     return master
@@ -101,8 +105,8 @@ def exact_values(parameter: torch.Tensor) -> torch.Tensor:
     """What a low-precision tensor stands for, in float32; its master where that is true by value, not by version."""
     if hasattr(parameter, MASTER):
         reconcile_(parameter)
-        return getattr(parameter, MASTER)  # type: ignore[no-any-return]
-    return parameter.detach().float()
+    master: torch.Tensor | None = getattr(parameter, MASTER, None)
+    return parameter.detach().float() if master is None else master
 
 
 def set_master(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -149,14 +153,26 @@ def ensure_masters(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def attach_master(parameter: torch.Tensor, master: torch.Tensor) -> None:
-    """Make `master` (float32, same shape) the parameter's master; it is not copied."""
+    """Make `master` (float32, same shape) the parameter's master; it is copied where its strides are others."""
     if master.dtype != torch.float32 or master.shape != parameter.shape:
         raise OptionError(
             f"a master is float32 of shape {tuple(parameter.shape)}, got {dtype_name(master.dtype)} of "
             f"{tuple(master.shape)}."
         )
-    setattr(parameter, MASTER, master)
+    setattr(parameter, MASTER, _laid_out_as(parameter, master))
     remember_version(parameter)
+
+
+def _laid_out_as(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """The master with the parameter's strides (`model.to(memory_format=torch.channels_last)`).
+
+    Kernels of fused optimizers go through the memory of weights and gradients, whatever their strides.
+    """
+    if master.stride() == parameter.stride() or not (is_plain(master) and is_plain(parameter.detach())):
+        return master
+    with torch.inference_mode(False), torch.no_grad():
+        laid = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+        return master if laid.stride() == master.stride() else laid.copy_(master)
 
 
 def detach_master(parameter: torch.Tensor) -> None:
@@ -224,6 +240,9 @@ def reconcile_(parameter: torch.Tensor) -> None:
 
     While a step is under way the master is what counts, and the step ends with its rounding.
     """
+    if not is_low(parameter):  # `model.double()`
+        detach_master(parameter)
+        return
     with one_at_a_time, torch.no_grad():
         master = stored_master(parameter)
         assert master is not None

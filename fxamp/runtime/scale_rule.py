@@ -131,7 +131,7 @@ def choose_scale(max_abs_grad: float | torch.Tensor) -> float:
         The scale, for StaticLossScaler or as the `init_scale` of a LossScaler.
 
     Raises:
-        OptionError: zero, negative or not finite, or a tensor without elements or of bools.
+        OptionError: zero, negative or not finite, or a tensor without elements, of bools, or of a kind without max().
 
     Source: Train with Mixed Precision, NVIDIA, section 2.3.2, "Choosing A Scaling Factor".
     """
@@ -139,9 +139,8 @@ def choose_scale(max_abs_grad: float | torch.Tensor) -> float:
         if not max_abs_grad.numel() or max_abs_grad.dtype is torch.bool:
             lacks = "is torch.bool" if max_abs_grad.numel() else "has no element"
             raise OptionError(f"max_abs_grad {lacks}: it is a tensor of shape {tuple(max_abs_grad.shape)}.")
-        if max_abs_grad.is_sparse:
-            max_abs_grad = max_abs_grad.coalesce().values()
-        max_abs_grad = float(max_abs_grad.abs().max())
+        max_abs_grad = _largest(max_abs_grad)
+    max_abs_grad = number_in(max_abs_grad)
     if not is_finite(max_abs_grad) or max_abs_grad <= 0:
         raise OptionError(
             f"max_abs_grad={max_abs_grad!r}: the scale follows from the largest gradient magnitude, which "
@@ -152,6 +151,18 @@ def choose_scale(max_abs_grad: float | torch.Tensor) -> float:
     fraction, exponent = math.frexp(max_abs_grad)
     fits = math.ldexp(fraction, 16) < LARGEST_HALF
     return math.ldexp(1.0, min(LARGEST_EXPONENT, 16 - exponent if fits else 15 - exponent))
+
+
+def _largest(gradient: torch.Tensor) -> float:
+    try:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        return float(values.abs().max())
+    except (RuntimeError, NotImplementedError) as error:
+        kind = f"{gradient.dtype} {gradient.layout} tensor on {gradient.device}"
+        raise OptionError(
+            f"max_abs_grad is a {kind}, whose largest magnitude torch does not tell ({str(error).splitlines()[0]}): "
+            "give a dense float32 tensor, or the number."
+        ) from error
 
 
 def checked_scale(name: str, scale: object, rule: ScaleRule) -> float:

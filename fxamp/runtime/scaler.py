@@ -29,11 +29,11 @@ class LossScaler(ScalerBase):
             result = scaler.step(optimizer, max_grad_norm=1.0)
             scaler.update()
 
-    With default arguments scale, tracker and parameters are torch.amp.GradScaler's after every step (a fused
-    optimizer's parameters to the last bit where the scale is no power of two, by which its kernel divides), and
-    either class loads the other's state. No method of a step reads the device: whether an update is
-    skipped is decided there (`device_skip` has the ways and what each costs). What the host must know
-    (the collapse, the log lines, the history) it learns when the numbers have arrived: at once on a CPU,
+    With default arguments, and as long as the scale is within min_scale..max_scale, scale, tracker and parameters are
+    torch.amp.GradScaler's after every step (a fused optimizer's parameters to the last bit where the scale is no power
+    of two, by which its kernel divides), and either class loads the other's state. No method of a step reads the
+    device: whether an update is skipped is decided there (`device_skip` has the ways and what each costs). What the
+    host must know (the collapse, the log lines, the history) it learns when the numbers have arrived: at once on a CPU,
     two steps late on a GPU; that is harmless, because a non-finite step never changes a parameter.
 
     Args:
@@ -182,7 +182,8 @@ class LossScaler(ScalerBase):
         if not self._enabled:
             return host_step.plain_step(self, optimizer, args, closure, max_grad_norm, kwargs)
         if closure is not None and self._scale is None:
-            self._lazy_init_scale_growth_tracker(next(gradients.parameters(optimizer)).device)
+            first = next(gradients.parameters(optimizer), torch.ones(()))
+            self._lazy_init_scale_growth_tracker(first.device)
         state = self._state_of(optimizer, "step()")
         self._check_scaled(optimizer, state, "step()", has_closure=closure is not None)
         if closure is not None:
@@ -208,6 +209,7 @@ class LossScaler(ScalerBase):
         assert self._scale is not None
         is_scaled = state["stage"] is OptState.READY
         unscales_itself = is_scaled and gradients.has_masters(optimizer) and not self.may_be_below_one()
+        unscales_itself = unscales_itself and not host_step.has_pre_hooks(optimizer)  # which see true gradients
         if unscales_itself:
             self._check_inf_per_device(optimizer)
         elif is_scaled:

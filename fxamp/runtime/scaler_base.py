@@ -121,7 +121,7 @@ class ScalerBase(torch.amp.GradScaler):
         self._had_history = gradients.require_grad(outputs)
         try:
             scaled = super().scale(outputs)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:  # TypeError: of a named tuple
             raise OptionError(
                 f"scale() was given a {type(outputs).__name__}; it takes tensors or an iterable of them."
             ) from error

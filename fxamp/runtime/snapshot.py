@@ -30,7 +30,7 @@ class Snapshot:
     """What an optimizer has before a step.
 
     Parameters with gradients, their state, state under other keys, and group values; of another package's optimizer
-    what it keeps on itself, too (`self.total_steps`).
+    other parameters that are trained, and what it keeps on itself, too (`self.total_steps`).
 
     Args:
         device: of the flag that will say whether the step counts. What is on the host, and the flag not, is put back
@@ -46,9 +46,17 @@ class Snapshot:
         self._undo: list[Callable[[], None]] = []
         self._trees: list[tuple[Any, Any, Any]] = []  # (container, key, a copy of what stands there)
         self._keys: list[tuple[dict[Any, Any], dict[Any, None]]] = []
-        self._stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not is_torchs(optimizer):
+        is_known = is_torchs(optimizer)
+        self._stepped = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None or (parameter.requires_grad and not is_known)
+        ]
+        self._entries: list[tuple[torch.Tensor, dict[Any, Any], dict[Any, Any]]] = []  # (parameter, state, what it has)
+        if not is_known:
             self._note_attributes()
+            self._note_entries()
         self._states = self._note_states()
         self._names, self._counts = _keys_of(self._states)
         self._tensors = [  # (state, key, what stands there)
@@ -78,6 +86,11 @@ class Snapshot:
             own_attributes(optimizer),
             lambda tensor: tensor if id(tensor) in parameters else _copy_of(tensor),
         )
+
+    def _note_entries(self) -> None:
+        for parameter in self._stepped:
+            if isinstance(state := self._optimizer.state.get(parameter), dict):
+                self._entries.append((parameter, state, _with_copies(state)))
 
     def _note_states(self) -> list[dict[Any, Any]]:
         """The states of the parameters that are stepped; what is kept for other things is noted."""
@@ -110,11 +123,13 @@ class Snapshot:
 
     def select_back(self, found_inf: torch.Tensor) -> None:
         """Give parameters and state tensors their old values where found_inf is above 0, on the device. Once."""
-        replaced = [each for each in self._tensors if each[0].get(each[1]) is not each[2]]
-        on_host = {id(tensor) for _, _, tensor in self._hosts} if replaced else set()
-        for state, key, tensor in replaced:
-            copies = self._on_host if id(tensor) in on_host else self._on_device
-            self._trees.append((state, key, copies.value_of(distributed.local(tensor))))
+        every = self._optimizer.state
+        for parameter, state, had in self._entries:
+            if every.get(parameter) is not state:  # `self.state[p] = {...}`
+                self._trees.append((every, parameter, self._before(had)))
+        for state, key, tensor in self._tensors:
+            if state.get(key) is not tensor:
+                self._trees.append((state, key, self._value_before(tensor)))
         if self._on_host.are_changed():
             self._undo.append(functools.partial(_put_all, self._hosts, self._on_host))
         self._look_for_new_keys()
@@ -125,6 +140,19 @@ class Snapshot:
         self._on_device.select_back(skipped)
         select_(pairs, skipped)  # last: what stands at another key now, has there what stood there
         self._tensors, self._trees, self._stepped, self._states, self._parameters = [], [], [], [], []
+        self._entries = []
+
+    def _before(self, had: dict[Any, Any]) -> dict[Any, Any]:
+        return {key: self._value_before(value) if _is_tensor(value) else value for key, value in had.items()}
+
+    def _value_before(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a state's tensor held before the step."""
+        copies = self._on_host if id(tensor) in self._ids_on_host else self._on_device
+        return copies.value_of(distributed.local(tensor))
+
+    @functools.cached_property
+    def _ids_on_host(self) -> set[int]:
+        return {id(tensor) for _, _, tensor in self._hosts}
 
     def _look_for_new_keys(self) -> None:
         if _keys_of(self._states) != (self._names, self._counts):
@@ -189,6 +217,10 @@ def _keys_of(states: list[dict[Any, Any]]) -> tuple[list[Any], list[int]]:
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Where the numbers of dense tensors are; 0 for any other, whose memory is not exchanged."""
     return [t.data_ptr() if type(t) in distributed.PLAIN and t.layout is torch.strided else 0 for t in tensors]
+
+
+def _with_copies(state: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: value if _is_tensor(value) else copied(value, _copy_of) for key, value in state.items()}
 
 
 def _is_tensor(value: Any) -> bool:

@@ -653,3 +653,22 @@ def test_no_optimizer_is_refused():
     model, _ = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
     with pytest.raises(OptionError, match="no optimizer"), amp.scale_loss(model(torch.ones(1, 3)).sum(), []):
         pass
+
+
+def test_a_block_inside_of_another_of_the_same_optimizer_is_refused():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, "O0", loss_scale=1024.0, verbosity=0, num_losses=2)
+    losses = [model(torch.ones(1, 2)).sum() for _ in range(2)]
+    with (
+        pytest.raises(StepOrderError, match="one block after the other"),
+        amp.scale_loss(losses[0], optimizer) as outer,
+    ):
+        outer.backward()
+        with amp.scale_loss(losses[1], optimizer, loss_id=1):
+            pytest.fail("the block was entered")
+    assert model.weight.grad is None
+    for loss_id, loss in enumerate(model(torch.ones(1, 2)).sum() for _ in range(2)):
+        with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+            scaled.backward()
+    assert torch.equal(model.weight.grad, torch.full((1, 2), 2.0))

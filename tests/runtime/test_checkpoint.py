@@ -513,3 +513,43 @@ def test_a_state_of_another_class_is_said_to_be_one(tmp_path):
     save_checkpoint(tmp_path / "last.pt", optimizer=sgd)
     with pytest.raises(CheckpointError, match=r"it lacks 'step', so it is of another class. Nothing was changed"):
         load_checkpoint(tmp_path / "last.pt", optimizer=adam)
+
+
+def test_a_lazy_model_takes_a_checkpoint(tmp_path):
+    trained = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Linear(3, 2))
+    trained(torch.ones(1, 4))
+    save_checkpoint(tmp_path / "last.pt", model=trained)
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Linear(3, 2))
+    load_checkpoint(tmp_path / "last.pt", model=lazy)
+    assert torch.equal(lazy(torch.ones(1, 4)), trained(torch.ones(1, 4)))
+
+
+def test_a_lazy_model_of_another_shape_is_as_it_was(tmp_path):
+    save_checkpoint(tmp_path / "last.pt", model=torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 5)))
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Linear(3, 2))
+    before = lazy[1].weight.detach().clone()
+    with pytest.raises(CheckpointError, match="does not fit"):
+        load_checkpoint(tmp_path / "last.pt", model=lazy)
+    assert torch.equal(lazy[1].weight, before)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a" * 300 + "/last.pt"])
+def test_a_path_that_the_file_system_refuses(name, tmp_path):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="name too long"):
+        load_checkpoint(tmp_path / name, model=model)
+    with pytest.raises(CheckpointError, match="name too long"):
+        save_checkpoint(tmp_path / name, model=model)
+
+
+def test_a_file_of_another_format_is_refused(tmp_path):
+    torch.save({"fxamp_checkpoint": 2, "model": torch.nn.Linear(2, 2).state_dict()}, tmp_path / "last.pt")
+    with pytest.raises(CheckpointError, match="format 2"):
+        load_checkpoint(tmp_path / "last.pt", model=torch.nn.Linear(2, 2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there_is_told_of(tmp_path):
+    save_checkpoint(tmp_path / "last.pt", model=torch.nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match="map_location= is no device"):
+        load_checkpoint(tmp_path / "last.pt", model=torch.nn.Linear(2, 2), map_location="cuda")

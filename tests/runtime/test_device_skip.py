@@ -725,3 +725,39 @@ def test_an_optimizer_around_another_is_what_it_is_under_torchs_scaler(around, b
         for scaler in (LossScaler(16.0), torch.amp.GradScaler("cpu", 16.0))
     ]
     assert torch.equal(*weights)
+
+
+class Replaces(torch.optim.Optimizer):
+    """Puts a new dict in the place of each parameter's state."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    parameter.mul_(0.5)
+                    continue
+                before = self.state[parameter]
+                total = before.get("total", torch.zeros_like(parameter)) + parameter.grad
+                self.state[parameter] = {"total": total, "steps": before.get("steps", 0) + 1, "kept": [total.clone()]}
+                parameter.sub_(total, alpha=group["lr"])
+
+
+@pytest.mark.usefixtures("way_to_skip")
+def test_state_whose_dict_is_another_one_and_parameters_without_gradients():
+    weight, unused = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = Replaces([weight, unused], 0.1), LossScaler(4.0)
+    for factor in (1.0, math.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    settle(optimizer)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.3]))
+    assert unused.item() == 0.25
+    assert optimizer.state[weight]["total"].item() == 2.0
+    assert optimizer.state[weight]["steps"] == 2
+    assert optimizer.state[weight]["kept"][0].item() == 2.0

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from runtime_instruments import PeakBytes, ThirdParty
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxamp.errors import OptionError
 from fxamp.runtime import device_skip, layouts
@@ -987,3 +988,151 @@ def test_a_step_inside_of_a_compiled_function_is_as_ever(scaler):
             optimizer.zero_grad()
         found.append(master_of(model.weight))
     assert torch.equal(*found)
+
+
+class ByPlace(torch.optim.Optimizer):
+    """Keeps its momentum by the places of parameters in their group, and decays those without a gradient too."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.momenta = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                parameter.mul_(0.5)
+                if parameter.grad is not None:
+                    momentum = self.momenta.setdefault(place, torch.zeros_like(parameter))
+                    parameter.sub_(momentum.mul_(0.5).add_(parameter.grad), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("masters", ["fp32", "kahan"])
+def test_an_optimizer_that_knows_parameters_by_their_places_sees_all_of_them(masters):
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        parameters = [torch.nn.Parameter(torch.ones(size, dtype=dtype)) for size in (2, 3, 4)]
+        parameters[2].requires_grad_(False)
+        optimizer = ByPlace(parameters, 0.25)
+        if dtype is torch.bfloat16:
+            optimizer = MasterWeightOptimizer(optimizer, masters=masters)
+        for iteration in range(4):
+            optimizer.zero_grad()
+            parameters[1].grad = torch.full_like(parameters[1], -1.0)
+            if iteration % 2 == 0:
+                parameters[0].grad = torch.full_like(parameters[0], 2.0)
+            optimizer.step()
+        found.append([parameter.detach().float() for parameter in parameters])
+    assert not hasattr(parameters[2], "_fxamp_master") and parameters[2].eq(1.0).all(), "frozen"
+    for ours, theirs in zip(found[1][:2], found[0][:2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
+
+
+def test_a_parameter_without_a_gradient_is_not_written_where_the_optimizer_leaves_it_alone():
+    weight, unused = (torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = MasterWeightOptimizer(ThirdParty([weight, unused], 0.1))
+    loss = (weight * unused).sum()
+    weight.grad = torch.ones_like(weight)
+    version = unused._version
+    optimizer.step()
+    assert unused._version == version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # weight was stepped
+
+
+@pytest.mark.parametrize("make", [KINDS["fused_sgd"], KINDS["fused_adamw"], KINDS["adam"]])
+def test_a_model_that_becomes_channels_last_after_its_masters_were_made(make):
+    weights = []
+    for becomes_early in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(8, 8, 3).bfloat16()
+        inputs = torch.randn(2, 8, 6, 6).bfloat16().to(memory_format=torch.channels_last)
+        if becomes_early:
+            model.to(memory_format=torch.channels_last)
+        optimizer = MasterWeightOptimizer(make(model.parameters()))
+        if not becomes_early:
+            model.to(memory_format=torch.channels_last)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(inputs).float().square().mean().backward()
+            optimizer.step()
+        weights.append(model.weight.detach().contiguous())
+    assert torch.equal(*weights)
+
+
+def test_a_model_that_becomes_double_has_no_masters_any_more():
+    model = torch.nn.Linear(2, 2).bfloat16()
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 0.5))
+    model.double()
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before - 0.5)
+
+
+def test_parameters_that_share_memory_are_refused():
+    weight = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    part, rest = torch.nn.Parameter(weight.detach()[:2]), torch.nn.Parameter(weight.detach()[2:])
+    with pytest.raises(OptionError, match="share memory"):
+        MasterWeightOptimizer(torch.optim.SGD([weight, part], 0.1))
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([part, rest], 0.1))
+    with pytest.raises(OptionError, match="share memory"):
+        optimizer.add_param_group({"params": [weight]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("where", ["wrapper", "inside", "everywhere"])
+def test_hooks_before_a_step_see_true_gradients(where):
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([weight], 0.5))
+    scaler, seen = LossScaler(1024.0), []
+
+    def clip(*_):
+        seen.append(torch.nn.utils.clip_grad_norm_([weight], 1.0).item())
+
+    register = {
+        "wrapper": optimizer.register_step_pre_hook,
+        "inside": optimizer.optimizer.register_step_pre_hook,
+        "everywhere": register_optimizer_step_pre_hook,
+    }[where]
+    handle = register(clip)
+    try:
+        scaler.scale(weight.float().sum()).backward()
+        scaler.step(optimizer)
+    finally:
+        handle.remove()
+    assert seen[0] == 2.0
+    torch.testing.assert_close(weight.detach(), torch.full((4,), 0.75, dtype=torch.float16))
+
+
+class HandsOn:
+    """Around an optimizer, as training loops have them: what it lacks itself it asks of that."""
+
+    def __init__(self, optimizer):
+        self._inner = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["_inner"], name)
+
+    def step(self, *args, **kwargs):
+        return self._inner.step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", ["masters", "fused_masters", "fused"])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_wrapper_that_hands_on(kind, depth, on_gpu, monkeypatch):
+    monkeypatch.setattr(device_skip, "LOOKS_AT_HOST_FLAGS", not on_gpu)
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float32 if kind == "fused" else torch.float16))
+    optimizer = torch.optim.SGD([weight], 0.5, fused="fused" in kind)
+    if "masters" in kind:
+        optimizer = MasterWeightOptimizer(optimizer)
+    for _ in range(depth):
+        optimizer = HandsOn(optimizer)
+    scaler = LossScaler(1024.0)
+    for factor in (math.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale((weight.float() * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.equal(weight.detach().float(), torch.full((4,), 0.5))

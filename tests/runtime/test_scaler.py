@@ -714,28 +714,33 @@ def test_a_closure_is_known_however_it_is_given(call, has_masters):
     assert weight.tolist() == [0.25, 0.5]
 
 
-def test_a_skipped_closure_puts_back_what_the_optimizer_counts():
+@pytest.mark.parametrize("has_masters", [False, True])
+def test_a_skipped_closure_puts_back_what_the_optimizer_keeps(has_masters):
     class Counts(torch.optim.SGD):
         def __init__(self, parameters):
             super().__init__(parameters, 0.1)
             self.steps = 0
+            self.mean = torch.zeros(1)
 
         def step(self, closure=None):
             self.steps += 1
+            self.mean.add_(1.0)
             return super().step(closure)
 
     Counts.__module__ = "elsewhere"
-    weight = parameter(1.0)
-    optimizer, scaler = Counts([weight]), LossScaler()
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16 if has_masters else torch.float32))
+    inner, scaler = Counts([weight]), LossScaler()
+    optimizer = MasterWeightOptimizer(inner) if has_masters else inner
 
     def closure():
         optimizer.zero_grad()
-        loss = (weight * math.inf).sum()
+        loss = (weight.float() * math.inf).sum()
         scaler.scale(loss).backward()
         return loss
 
     assert scaler.step(optimizer, closure=closure).skipped
-    assert optimizer.steps == 0
+    assert inner.steps == 0
+    assert inner.mean.item() == 0.0
 
 
 def test_a_scale_on_the_meta_device_is_refused():

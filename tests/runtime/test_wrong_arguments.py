@@ -1,6 +1,8 @@
 """What a user may get wrong in the runtime's public surface: each is refused by name, with a remedy."""
 
+import collections
 import math
+import types
 
 import numpy as np
 import pytest
@@ -101,6 +103,15 @@ WRONG = {
     "complex_half": (lambda: unscaled(torch.complex32), "0.*have complex32 gradients.*keep the parameters complex64"),
     "step_norm_huge": (lambda: step(max_grad_norm=HUGE), "max_grad_norm=1000.* number >= 0"),
     "choose_bools": (lambda: fxamp.choose_scale(torch.tensor([True])), "max_abs_grad.*torch.bool"),
+    "choose_meta": (lambda: fxamp.choose_scale(torch.ones(3, device="meta")), "max_abs_grad is a .* on meta.*dense"),
+    "choose_compressed": (
+        lambda: fxamp.choose_scale(torch.eye(2).to_sparse_csr()),
+        "max_abs_grad is a torch.float32 torch.sparse_csr",
+    ),
+    "scale_array": (lambda: fxamp.LossScaler().scale(torch.ones(3).numpy()), "given numpy's ndarray"),
+    "scale_dict_inside": (lambda: fxamp.LossScaler().scale([torch.ones(()), {"loss": 1}]), "given a dict"),
+    "scale_named": (lambda: fxamp.LossScaler().scale(Losses(torch.ones(()), torch.ones(()))), "given a Losses"),
+    "step_nobody": (lambda: stepped(types.SimpleNamespace(param_groups=[])), "takes an optimizer"),
     "choose_huge": (lambda: fxamp.choose_scale(HUGE), "max_abs_grad=1000"),
     "master_of_text": (lambda: set_master("weight", torch.ones(2)), r"set_master\(\).*str"),
     "master_number": (lambda: set_master(torch.nn.Parameter(torch.ones(2)), 5), r"set_master\(\).*int"),
@@ -121,6 +132,15 @@ WRONG = {
     "apex_state_inf": (lambda: load_apex({"loss_scale": 1.0, "unskipped": math.inf}), "loss_scaler0.*unskipped"),
     "apex_state_tensor": (lambda: load_apex(torch.ones(3)), "loss_scaler0"),
 }
+
+
+Losses = collections.namedtuple("Losses", "real fake")
+
+
+def stepped(optimizer):
+    scaler = fxamp.LossScaler()
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
 
 
 def graphed(loss_fn):
@@ -206,6 +226,10 @@ def test_a_converter_of_the_users_own_takes_what_it_takes():
 def test_the_scale_of_sparse_gradients_is_chosen():
     gradient = torch.sparse_coo_tensor([[0, 0]], [0.75, 0.25], (4,))
     assert fxamp.choose_scale(gradient) == fxamp.choose_scale(1.0)
+
+
+def test_the_scale_of_a_numpy_number_is_chosen():
+    assert fxamp.choose_scale(np.float32(0.75)) == fxamp.choose_scale(0.75)
 
 
 @pytest.mark.parametrize(
