@@ -63,6 +63,36 @@ def mutated(node: fx.Node) -> list[fx.Node]:
     return [each for each in dict.fromkeys(written) if not isinstance(each.meta.get("val"), _NUMBERS)]
 
 
+# Ops that give a tensor other sizes where it stands; its views keep theirs.
+_RESHAPING = frozenset(
+    f"{name}_" for name in ("as_strided resize resize_as set squeeze swapaxes swapdims t transpose unsqueeze".split())
+)
+
+
+def reshaped(graph: fx.Graph) -> set[fx.Node]:
+    """The values that have other sizes later than where they are made (`x.t_()`), under all names of the same tensor.
+
+    What reads them sees one size or the other, by where it stands.
+    """
+    first: dict[fx.Node, fx.Node] = {}  # a node that gives the tensor that another has given
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        written = mutated(node)
+        if len(written) == 1 and node.args and written[0] is node.args[0]:
+            first[node] = first.get(written[0], written[0])
+            if _name_of(node) in _RESHAPING:
+                found.add(first[node])
+    values = {id(node.meta["val"]) for node in found if isinstance(node.meta.get("val"), torch.Tensor)}
+    return {
+        node for node in graph.nodes if found and (first.get(node, node) in found or id(node.meta.get("val")) in values)
+    }
+
+
+def _name_of(node: fx.Node) -> str:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.partition(".")[0]  # of an overload: "t_.default"
+
+
 def run_and_note_writes(node: fx.Node, values: dict[fx.Node, Any], run: Callable[..., Any]) -> Any:
     """What a node gives for the `values` of its operands; which of them it writes is marked on it.
 

@@ -8,6 +8,8 @@ from fxamp import ir
 def dims_after(node: fx.Node, rank: int) -> tuple[int, ...] | None:
     """For an op that reorders dimensions: the source dimension of each dimension of the result."""
     op, order = ir.mark(node).op, list(range(rank))
+    if not rank:
+        return None
     if op in ("t", "mT", "adjoint") or (op == "getattr" and node.args[1] in ("T", "mT")):
         if rank < 2 or (rank > 2 and op == "getattr" and node.args[1] == "T"):
             return None

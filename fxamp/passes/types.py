@@ -1,8 +1,8 @@
 """Give every node its canonical op and the type of its value.
 
-With example inputs the types are what running the node on fake tensors gives. Without them only dtypes are
-inferred, from the op's kind; a value whose dtype cannot be told is typed `None` and left alone by every later
-pass, and an input is taken for float32 unless it is used as an index.
+With example inputs the types are what running the node on fake tensors gives (without sizes for a tensor that has
+others later). Without them only dtypes are inferred, from the op's kind; a value whose dtype cannot be told is typed
+`None` and left alone by every later pass, and an input is taken for float32 unless it is used as an index.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from fxamp.authors import cast_by_autocast
 from fxamp.dtypes import LOW_DTYPES
 from fxamp.fake_limits import is_a_limit, is_foreign
 from fxamp.fakes import UNKNOWN, Fakes, size_of
+from fxamp.inplace import reshaped
 from fxamp.lists import TRAITS
 from fxamp.passes.base import Pass
 from fxamp.passes.overrides import override_for
@@ -53,6 +54,10 @@ class InferTypes(Pass):
                 ir.set_mark(node, type=_part_of(ir.mark(node.args[0]).type, node.args[1], ir.mark(node).type))
             elif self.policy is not None and _may_keep_float32(node, self.policy):
                 self._note_what_stays(node, self.policy)
+        for node in reshaped(graph):
+            kind = ir.mark(node).type
+            if isinstance(kind, TensorType):
+                ir.set_mark(node, type=dataclasses.replace(kind, shape=None))
         return False
 
     def _note_what_stays(self, node: fx.Node, policy: Policy) -> None:

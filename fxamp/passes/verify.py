@@ -10,7 +10,7 @@ from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import InvariantError
 from fxamp.fakes import UNKNOWN, Fakes
-from fxamp.inplace import mutated
+from fxamp.inplace import mutated, reshaped
 from fxamp.passes.alias import find_aliases, grad_regions
 from fxamp.passes.base import Invariant
 from fxamp.passes.types import run_on_fakes, type_of
@@ -165,6 +165,7 @@ def types_hold(root: nn.Module, fakes: Fakes, inputs: list[object]) -> Invariant
     def recorded_types_hold(graph: fx.Graph) -> None:
         values: dict[fx.Node, object] = {}
         given = iter(inputs)
+        changes = reshaped(graph)
         for node in graph.nodes:
             if node.op == "placeholder":
                 value, known = next(given), node.meta.get("val")
@@ -175,6 +176,8 @@ def types_hold(root: nn.Module, fakes: Fakes, inputs: list[object]) -> Invariant
                 values[node] = _rerun(fakes, node, values)
                 if values[node] is not UNKNOWN:
                     _compare_types(node, values[node])
+            if node in changes:
+                values[node] = UNKNOWN
 
     return recorded_types_hold
 

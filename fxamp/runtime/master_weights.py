@@ -4,7 +4,6 @@ import collections
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ from fxamp.runtime.masters import (
 from fxamp.runtime.rounding import Compensation, StochasticRounding
 from fxamp.runtime.stand_ins import ELEMENTWISE, StandIns, buckets, step_of_each
 from fxamp.runtime.unseen_writes import UnseenWrites
-from fxamp.runtime.whole_calls import call_on_stand_ins, give_back_gradients, has_own_method, is_trained
+from fxamp.runtime.whole_calls import call_on_stand_ins, give_back_gradients, has_own_method, is_trained, written
 from fxamp.runtime.wide_state import load_wide, widen_state_
 from fxamp.runtime.writes import versions_of
 
@@ -271,8 +270,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         with one_at_a_time:
             wide = self._wide(bucket)
             in_a_step.update(map(id, bucket))
-        versions = versions_of(wide)
-        keeps_none = type(self.optimizer) in ELEMENTWISE and not recorded.is_capturing(bucket[0].device)
+        is_whole = type(self.optimizer) not in ELEMENTWISE
+        versions = versions_of(wide) if is_whole else None  # a bucket of one has gradients alone
+        keeps_none = not is_whole and not recorded.is_capturing(bucket[0].device)
         lent = master_gradients.lent_gradients(bucket, wide, inverse, self._layouts if keeps_none else None)
         try:
             with lent, StandIns(self.optimizer, groups, bucket, wide):
@@ -300,22 +300,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         found_inf: torch.Tensor | None,
         versions: list[Any] | None = None,
     ) -> None:
-        """Let parameters take what their stand-ins are now.
-
-        Args:
-            versions: of the stand-ins before. A parameter that has no gradient, and was not stepped all the same, is
-                written past autograd's count, as the optimizer would: somebody may go back through it.
-        """
-        low, high = [], []
-        now = versions_of(wide)
-        for parameter, stand_in, before, after in zip(bucket, wide, versions or repeat(None), now, strict=False):
-            if stand_in is parameter:
-                continue
-            if parameter.grad is not None or before != after:
-                low.append(parameter)
-                high.append(stand_in)
-            elif self._rounding is None:
-                parameter.data.copy_(stand_in)
+        """Let parameters take what their stand-ins are now; those without gradients by `written`, given `versions`."""
+        pairs = [(p, w) for p, w in zip(bucket, wide, strict=True) if w is not p]
+        if versions is not None:
+            pairs = written(bucket, wide, versions, is_kept=self._rounding is None)
+        low, high = [parameter for parameter, _ in pairs], [stand_in for _, stand_in in pairs]
         if self._rounding is not None:
             self._rounding.take_back(low, high, found_inf)
             return

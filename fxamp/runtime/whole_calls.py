@@ -13,6 +13,7 @@ import torch
 from fxamp.runtime.master_gradients import take_back_gradients, take_gradient
 from fxamp.runtime.masters import MASTER, round_into
 from fxamp.runtime.stand_ins import StandIns
+from fxamp.runtime.writes import versions_of
 
 
 def has_own_method(optimizer: torch.optim.Optimizer, name: str) -> bool:
@@ -70,6 +71,27 @@ def call_on_stand_ins(
 def _is_closure(value: Any) -> bool:
     """Whether an argument is there to be called: a model or a class may be there to be looked at."""
     return callable(value) and not isinstance(value, torch.nn.Module | type)
+
+
+def written(
+    narrow: list[torch.Tensor], wide: list[torch.Tensor], versions: list[Any], *, is_kept: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(parameter, stand-in) of those that a step has written, or that have gradients.
+
+    Args:
+        versions: of the stand-ins before the step.
+        is_kept: the stand-ins outlive the step. What was written past autograd's count the parameters then take so,
+            too: one that the optimizer leaves alone is not written, as somebody may go back through it.
+    """
+    pairs = []
+    for parameter, stand_in, before, after in zip(narrow, wide, versions, versions_of(wide), strict=True):
+        if stand_in is parameter:
+            continue
+        if parameter.grad is not None or before != after:
+            pairs.append((parameter, stand_in))
+        elif is_kept:
+            parameter.data.copy_(stand_in)
+    return pairs
 
 
 def give_back_gradients(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> None:
