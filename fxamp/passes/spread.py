@@ -146,16 +146,21 @@ def keep_last_sums(ruling: Ruling) -> None:
 
 
 def keep_differences_of_weights(ruling: Ruling) -> None:
-    """`1 - self.decay` may be as small as what rounding takes from a decay of 0.998, which in bfloat16 is 1."""
+    """`1 - self.decay` may be as small as what rounding takes from a decay of 0.998, which in bfloat16 is 1.
+
+    So may what a batch norm leaves of a filter whose mean it takes off (weight standardisation), and a CPU's has low
+    statistics where it has neither weights nor statistics of float32.
+    """
     if ruling.policy.level != "balanced":
         return
     for node in made_of_weights(ruling.graph):
-        is_difference = ir.mark(node).op in ("sub", "rsub") and ruling.colours.get(node) == "infer"
+        is_difference = ir.mark(node).op in _DIFFERENCES and ruling.colours.get(node) == "infer"
         if is_difference and ir.holds_float32(node) and node not in ruling.fixed and not ruling.is_spoken_of(node):
             text = "a difference of weights may be as small as what low loses of them (level 'balanced')"
             ruling.fix(node, "high", "not low-born", text)
 
 
+_DIFFERENCES = frozenset({"sub", "rsub", "batch_norm", "instance_norm"})
 _MIXES = frozenset({"add", "sub", "rsub", "mul", "div"})
 
 

@@ -1,6 +1,7 @@
 """Values that low precision would destroy: literals, taint, exact integers, squares."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -495,3 +496,40 @@ def test_at_o3_a_number_that_the_low_dtype_cannot_hold_keeps_its_op_in_float32(l
     (row,) = (row for row in fxamp.report(converted).rows if row.op == "masked_fill")
     assert row.precision == ("high" if is_beyond else "low")
     assert row.reason_kind == ("literal" if is_beyond else "level")
+
+
+class StandardisedConv2d(torch.nn.Conv2d):
+    """Takes the mean off each of its filters, and scales them to a variance of 1."""
+
+    def forward(self, x):
+        flat = self.weight.reshape(1, self.out_channels, -1)
+        weight = self.norm(flat, None, None).reshape_as(self.weight)
+        return F.conv2d(x, weight, self.bias, padding=1)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
+def test_standardised_weights_are_normalised_in_float32(norm, dtype, opt_level):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        *(StandardisedConv2d(3, 16, 3), torch.nn.GroupNorm(4, 16), torch.nn.ReLU()),
+        *(StandardisedConv2d(16, 16, 3), torch.nn.Flatten(), torch.nn.Linear(16 * 64, 10)),
+    )
+    for layer in (model[0], model[3]):
+        layer.norm = functools.partial(norm, **{"training": True} if norm is F.batch_norm else {})
+        with torch.no_grad():
+            layer.weight.add_(0.3)  # three times the spread
+    inputs, exact = torch.randn(4, 3, 8, 8), copy.deepcopy(model).double()
+    expected = exact(inputs.double())
+    expected.square().mean().backward()
+    autocast = copy.deepcopy(model)
+    with torch.autocast("cpu", dtype):
+        theirs = autocast(inputs)
+    theirs.float().square().mean().backward()
+    converted = fxamp.convert(model, dtype, opt_level=opt_level, example_inputs=(inputs,))
+    ours = converted(inputs)
+    ours.square().mean().backward()
+    weights = [each.get_submodule("3").weight.grad for each in (model, autocast, exact)]
+    for mine, other, right in ((ours, theirs, expected), weights):
+        assert (mine.double() - right).norm() <= 1.1 * (other.double() - right).norm()
