@@ -553,3 +553,15 @@ def test_a_device_that_is_not_there_is_told_of(tmp_path):
     save_checkpoint(tmp_path / "last.pt", model=torch.nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match="map_location= is no device"):
         load_checkpoint(tmp_path / "last.pt", model=torch.nn.Linear(2, 2), map_location="cuda")
+
+
+def test_a_lazy_model_whose_optimizer_does_not_fit(tmp_path):
+    trained = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Linear(3, 2))
+    trained(torch.ones(1, 4))
+    save_checkpoint(tmp_path / "last.pt", model=trained, optimizer=torch.optim.SGD(trained.parameters(), 0.1))
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Linear(3, 2))
+    before = lazy[1].weight.detach().clone()
+    optimizer = torch.optim.SGD(lazy[1].parameters(), 0.1)
+    with pytest.raises(CheckpointError, match=r"the optimizer of .* does not fit"):
+        load_checkpoint(tmp_path / "last.pt", model=lazy, optimizer=optimizer)
+    assert torch.equal(lazy[1].weight, before)

@@ -1136,3 +1136,19 @@ def test_a_wrapper_that_hands_on(kind, depth, on_gpu, monkeypatch):
         scaler.step(optimizer)
         scaler.update()
     assert torch.equal(weight.detach().float(), torch.full((4,), 0.5))
+
+
+def test_a_parameter_without_a_gradient_takes_what_is_written_past_autograds_count():
+    class Decays(ThirdParty):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.mul_(0.5)
+            return super().step(closure)
+
+    weight, unused = (torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = MasterWeightOptimizer(Decays([weight, unused], 0.1))
+    for left in (0.5, 0.25):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert unused.eq(left).all() and master_of(unused).eq(left).all()
