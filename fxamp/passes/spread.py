@@ -154,13 +154,13 @@ def keep_differences_of_weights(ruling: Ruling) -> None:
     if ruling.policy.level != "balanced":
         return
     for node in made_of_weights(ruling.graph):
-        is_difference = ir.mark(node).op in _DIFFERENCES and ruling.colours.get(node) == "infer"
+        is_difference = ir.mark(node).op in _TAKES_AWAY and ruling.colours.get(node) == "infer"
         if is_difference and ir.holds_float32(node) and node not in ruling.fixed and not ruling.is_spoken_of(node):
             text = "a difference of weights may be as small as what low loses of them (level 'balanced')"
             ruling.fix(node, "high", "not low-born", text)
 
 
-_DIFFERENCES = frozenset({"sub", "rsub", "batch_norm", "instance_norm"})
+_TAKES_AWAY = frozenset({"sub", "rsub", "batch_norm", "instance_norm"})
 _MIXES = frozenset({"add", "sub", "rsub", "mul", "div"})
 
 

@@ -241,6 +241,10 @@ def _squared(y):
     return y * y
 
 
+def _normed(y):
+    return F.batch_norm(y, None, None, training=True)
+
+
 @pytest.mark.parametrize(
     "tail, protected",
     [
@@ -256,6 +260,10 @@ def _squared(y):
         (lambda y: torch.sqrt(1 - 0.5 * torch.tanh(y) ** 2), {"tanh": "high upstream"}),
         (lambda y: torch.log(1 - _squared(torch.tanh(y)) + 1e-6), {"tanh": "high upstream"}),
         (lambda y: torch.sqrt(1 + torch.tanh(y) ** 2), {"tanh": "low"}),  # a sum of squares is positive
+        (
+            lambda y: torch.log(_normed(torch.tanh(y) ** 2).sigmoid()),
+            {"tanh": "low"},
+        ),  # a norm is no difference of squares
         (lambda y: torch.tanh(y) / 3.0, {"tanh": "low", "div": "low"}),  # a numerator is not sensitive
         (lambda y: torch.log(F.linear(torch.tanh(y), y)), {"tanh": "low"}),  # an allow node ends it
     ],

@@ -1,0 +1,35 @@
+"""What no linter sees in the package's code."""
+
+import ast
+import collections
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "fxamp"
+
+
+def bound_twice(source: str) -> list[str]:
+    """Names that a module binds more than once where it begins to run, and does so by no branch of an `if` or `try`."""
+    counts: collections.Counter[str] = collections.Counter()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if not node.decorator_list:
+                counts[node.name] += 1
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [part for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+            counts.update(name.id for name in names if isinstance(name.ctx, ast.Store))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            counts.update(alias.asname or alias.name for alias in node.names)
+    return [name for name, count in counts.items() if count > 1]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_binds_a_name_once(path):
+    assert bound_twice(path.read_text()) == []
+
+
+def test_the_check_can_fail():
+    assert bound_twice("_SETS = {1}\ndef f():\n    return _SETS\n_SETS = {2}\n") == ["_SETS"]
+    assert bound_twice("from a import b\nb = 1\n") == ["b"]
