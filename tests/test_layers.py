@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "fxamp"
 
 # What each room may import, besides itself. A file of its own line comes before its folder's.
-GROUND = {"errors", "dtypes", "references", "words"}
+GROUND = {"errors", "dtypes", "randomness", "references", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
 CALLED = {"switches", "checks", "draws", "authors"}
 FAKES = {"fake_limits", "grouped", "leaf_fakes", "recurrent_fakes", "sparse_fakes"}
@@ -34,6 +34,7 @@ GRAPH = (
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "words": set(),
+    "randomness": set(),
     "references": set(),
     "dtypes": {"errors"},
     "spellings": set(),

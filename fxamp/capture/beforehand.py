@@ -43,8 +43,9 @@ from fxamp.capture.reached import Reached, draws_random_numbers, names_in
 from fxamp.capture.recomputed import Copies, Recomputed
 from fxamp.capture.sizes import is_made_up
 from fxamp.capture.traces import State
-from fxamp.capture.unseen import Generators, unseen
+from fxamp.capture.unseen import unseen
 from fxamp.fakes import Fakes
+from fxamp.randomness import generator_states, moved_since
 
 if TYPE_CHECKING:
     from fxamp.capture.tracer import SymbolicTracer
@@ -158,11 +159,11 @@ class Beforehand:
         names, values = (self._names, [self._root]) if isinstance(call.function, FunctionType) else ([], [])
         if draws_random_numbers(names):
             raise CannotRunBefore(f"{name} draws random numbers")
-        before, reached, generators = State(self._root), Reached(names, values), Generators()
+        before, reached, generators = State(self._root), Reached(names, values), generator_states()
         try:
             with unseen(self._root), torch.set_grad_enabled(torch.is_grad_enabled() and self._has_gradients):
                 given = run_call(call, self._root, self._tracer.example, reached)
-                is_changed = reached.are_changed() or generators.have_moved()
+                is_changed = reached.are_changed() or bool(moved_since(generators))
         except CannotRunBefore:
             raise
         except Exception as error:  # it may be for the call to raise it

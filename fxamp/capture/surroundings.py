@@ -5,7 +5,6 @@ Ctrl-C may come between any two lines, so nothing is switched before the `try` t
 
 import builtins
 import contextlib
-import random
 import sys
 import threading
 import types
@@ -28,6 +27,7 @@ from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
 from fxamp.leaf_fakes import TWIN_OF
 from fxamp.opnames import canonical_name
+from fxamp.randomness import generator_states, moved_since, set_generators
 
 
 def load_einops() -> None:
@@ -218,34 +218,26 @@ def _refused(holder: Any, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unchanged_randomness() -> Iterator[None]:
-    python, torch_state, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state(legacy=False) if numpy else None
+    before = generator_states()
     try:
         yield
-        if numpy and not _same_numpy_state(numpy.random.get_state(legacy=False), numpy_state):
+        moved = moved_since(before)
+        if "numpy" in moved:
             raise CaptureError(
                 "forward draws from numpy.random, which a graph would freeze to one value. Use torch's random "
                 "functions, or draw the number outside and pass it in."
             )
-        if random.getstate() != python:
+        if "python" in moved:
             raise CaptureError(
                 "forward draws from Python's random module, which a graph would freeze to one value. "
                 "Use torch's random functions, or draw the number outside and pass it in."
             )
-        if not torch.equal(torch.get_rng_state(), torch_state):
+        if "cpu" in moved:
             raise CaptureError(
                 "forward draws torch random numbers that do not depend on its inputs in a way a graph cannot repeat"
             )
     finally:
-        random.setstate(python)
-        torch.set_rng_state(torch_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
-
-
-def _same_numpy_state(one: Any, other: Any) -> bool:
-    mine, theirs = one["state"], other["state"]
-    return bool(mine["pos"] == theirs["pos"] and (mine["key"] == theirs["key"]).all())
+        set_generators(before)
 
 
 def autocast_device(root: nn.Module) -> str:

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import random
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,8 @@ import torch
 from torch import nn
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
+
+from fxamp.randomness import generators_kept
 
 CONTAINERS = (
     dict,
@@ -31,45 +32,17 @@ def unseen(model: nn.Module) -> Iterator[None]:
     Numbers, strings and flags get their old values, and containers their old elements (one level deep). The model's
     own attributes are not looked at: the caller runs a copy.
     """
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
     namespaces = [vars(module) for module in _user_modules(model)]
     scalars = [{name: value for name, value in space.items() if type(value) in _SCALARS} for space in namespaces]
     containers = containers_in(namespaces)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with generators_kept():
             yield
     finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
         for space, before in zip(namespaces, scalars, strict=True):
             space.update({name: value for name, value in before.items() if space.get(name, space) is not value})
         for container, elements in containers:
             refill(container, elements)
-
-
-class Generators:
-    """The states of the random generators of Python, of numpy and of torch's CPU."""
-
-    def __init__(self) -> None:
-        numpy = sys.modules.get("numpy")
-        self._python, self._torch = random.getstate(), torch.get_rng_state()
-        self._numpy = numpy.random.get_state() if numpy is not None else None
-
-    def have_moved(self) -> bool:
-        """Whether one is in another state by now."""
-        now = Generators()
-        is_same = self._python == now._python and torch.equal(self._torch, now._torch)
-        return not (is_same and (self._numpy is None or _are_equal_states(self._numpy, now._numpy)))
-
-
-def _are_equal_states(one: Any, other: Any) -> bool:
-    return all(
-        bool((mine == theirs).all()) if hasattr(mine, "all") else mine == theirs
-        for mine, theirs in zip(one, other, strict=True)
-    )
 
 
 @contextlib.contextmanager

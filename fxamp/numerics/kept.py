@@ -10,13 +10,14 @@ from fxamp.capture.kept_items import containers_kept
 from fxamp.capture.traces import State
 from fxamp.numerics.modes import plain_modes
 from fxamp.numerics.runner import switched_back
+from fxamp.randomness import generators_kept
 from fxamp.sparse import hold_the_same, is_sparse
 
 
 @contextlib.contextmanager
 def state_kept(*models: nn.Module) -> Iterator[None]:
-    """Attributes, what lists and dictionaries among them hold, buffers, and torch's random numbers, are afterwards what
-    they were: a look must not train batch norm.
+    """Attributes, what lists and dictionaries among them hold, buffers, and the random generators of Python, numpy and
+    torch are afterwards what they were: a look must not train batch norm.
 
     So are blocks that ran as they are written, which they do until a backward that recomputes them is over. The
     caller's autocast and inference mode are off in between.
@@ -31,7 +32,7 @@ def _random_and_buffers_kept(*models: nn.Module) -> Iterator[None]:
     saved = [(value, value.detach().clone()) for value in buffers]
     attributes = [State(model) for model in models]
     devices = sorted({value.device.index or 0 for model in models for value in model.parameters() if value.is_cuda})
-    with torch.random.fork_rng(devices=devices):
+    with generators_kept(devices):
         try:
             yield
         finally:

@@ -26,6 +26,7 @@ from fxamp.numerics.origin import Origin, of_output, origin_of, vanished_origin
 from fxamp.numerics.parts import Turns
 from fxamp.numerics.run import Call, in_float32
 from fxamp.numerics.watcher import watch_flow
+from fxamp.randomness import generator_states, set_generators
 
 log = logging.getLogger("fxamp")
 
@@ -65,7 +66,7 @@ class Replay:
         self.buffers = [(buffer, buffer.detach().clone()) for buffer in call.weights.buffers()]
         self.attributes = [] if call.variant is None else list(_set_by(call.variant, call.weights))
         self.flags = [(module, module.training) for module in call.weights.modules()]
-        self.random = torch.get_rng_state(), {device: torch.cuda.get_rng_state(device) for device in _devices(call)}
+        self.generators = generator_states(_devices(call))
 
     def watch_outputs(self, output: Any) -> None:
         """Note the gradients that come back to what the call gave."""
@@ -194,15 +195,12 @@ class Replay:
     def _as_it_was(self) -> Iterator[None]:
         """Buffers, attributes, random numbers and training flags of the call; afterwards those of now."""
         now = [(module, module.training) for module, _ in self.flags]
-        state, of_devices = self.random
         with state_kept(self.call.weights):
             for attribute, value in self.attributes:
                 attribute.put_back(self.call.weights, value)
             for buffer, before in self.buffers:
                 buffer.data.copy_(before)
-            torch.set_rng_state(state)
-            for device, of_device in of_devices.items():
-                torch.cuda.set_rng_state(of_device, device)
+            set_generators(self.generators)
             _set_flags(self.flags)
             try:
                 yield

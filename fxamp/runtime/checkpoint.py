@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from fxamp.errors import CheckpointError, nearest
+from fxamp.randomness import generator_states, set_generators
 from fxamp.runtime.arguments import checked_flag
 from fxamp.runtime.gradients import has_masters
 from fxamp.runtime.master_checks import check_groups, check_state, group_keys
@@ -39,8 +41,8 @@ def save_checkpoint(
     The file appears under a temporary name beside `path`, reaches the disk, is looked at as `load_checkpoint` will
     read it, and is then renamed over `path`: a reader finds the old checkpoint or the new one, complete, whenever the
     writer dies. What a killed writer left behind (`.<name>.<random>.part`) is removed by the next save. A link is
-    followed, and a file that is there keeps its mode and owner. The states of torch's random generators are saved too,
-    so that dropout and shuffling continue.
+    followed, and a file that is there keeps its mode and owner. The states of the random generators (torch's, Python's
+    and numpy's) are saved too, so that dropout, shuffling and augmentation continue.
 
     Args:
         path: the file; its directory is there already.
@@ -56,7 +58,7 @@ def save_checkpoint(
     parts = _checked_parts(model, optimizer, scaler)
     if not _asked(path.parent, Path.is_dir):
         raise CheckpointError(f"{path.parent} is not a directory; create it before saving {path.name}.")
-    content: dict[str, Any] = {"fxamp_checkpoint": FORMAT, "random": _random_state(), "extra": extra}
+    content: dict[str, Any] = {"fxamp_checkpoint": FORMAT, "random": _generators(), "extra": extra}
     content.update({name: part.state_dict() for name, part in parts.items()})
     try:
         remove_drafts(path)
@@ -86,7 +88,7 @@ def load_checkpoint(
     Args:
         path: what `save_checkpoint` wrote, or a plain file of weights.
         model, optimizer, scaler: what to restore; parts of the file that are not asked for are ignored.
-        restores_random: also set torch's random generators.
+        restores_random: also set the random generators: torch's, Python's, and numpy's where it is loaded.
         map_location: as for torch.load; the objects keep their devices.
 
     Returns:
@@ -106,11 +108,11 @@ def load_checkpoint(
     if missing:
         has = [name for name in PARTS if name in content]
         raise CheckpointError(f"{path} has no state for {missing}; it has {has or 'none of these'}.")
-    random = content.get("random") if restores_random else None
+    random = _on_cpu(content["random"]) if restores_random and "random" in content else None
     with contextlib.ExitStack() as put_back:
         if random is not None:
-            put_back.callback(_set_random_state, _random_state())
-            _apply(path, "random state", _set_random_state, random)
+            put_back.callback(set_generators, _generators())
+            _apply(path, "random state", set_generators, random)
         # What can be put back whole comes first: of an optimizer's masters the weights keep no low bits.
         for name in ("scaler", "model", "optimizer"):
             if name in wanted:
@@ -118,7 +120,7 @@ def load_checkpoint(
                 _apply(path, name, functools.partial(_load, wanted[name]), content[name])
         put_back.pop_all()
     if random is not None:
-        _set_random_state(random)  # whatever loading has drawn
+        set_generators(random)  # whatever loading has drawn
     extra: dict[str, Any] = content.get("extra", {})
     return extra
 
@@ -297,15 +299,11 @@ def _load(part: Any, state: Any) -> None:
         check_groups(part.param_groups, keys)
 
 
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
+def _generators() -> dict[str, Any]:
+    uses_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return generator_states(range(torch.cuda.device_count()) if uses_cuda else ())
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"].cpu())
-    saved = state.get("cuda", [])
-    if saved and torch.cuda.is_available() and len(saved) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([each.cpu() for each in saved])
+def _on_cpu(states: Any) -> Any:
+    """States of random generators, wherever `map_location` has put them."""
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, states)

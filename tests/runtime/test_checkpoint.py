@@ -4,12 +4,14 @@ import argparse
 import copy
 import multiprocessing
 import os
+import random
 import resource
 import signal
 import subprocess
 import sys
 import time
 
+import numpy
 import pytest
 import torch
 from checkpoint_trainer import die_while_saving, train
@@ -92,6 +94,15 @@ def test_round_trip_of_all_parts(tmp_path):
     torch.testing.assert_close(other[0].state_dict(), model.state_dict(), rtol=0, atol=0)
     torch.testing.assert_close(other[1].state_dict(), optimizer.state_dict(), rtol=0, atol=0)
     assert other[2].state_dict() == scaler.state_dict()
+
+
+def test_pythons_and_numpys_numbers_go_on_too(tmp_path):
+    save_checkpoint(tmp_path / "a.pt")
+    expected = random.random(), random.gauss(0, 1), numpy.random.rand(3).tolist(), numpy.random.normal()
+    random.seed(7)
+    numpy.random.seed(7)
+    load_checkpoint(tmp_path / "a.pt")
+    assert expected == (random.random(), random.gauss(0, 1), numpy.random.rand(3).tolist(), numpy.random.normal())
 
 
 def test_random_state_may_be_left_alone(tmp_path):
