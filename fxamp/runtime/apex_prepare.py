@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from fxamp.dtypes import resolve_dtype
@@ -207,6 +208,7 @@ def prepared(optimizer: torch.optim.Optimizer, chosen: Properties) -> torch.opti
     setattr(optimizer, STASH, [])
     run = optimizer.step
 
+    @_disable_dynamo  # of a compiled training step
     @functools.wraps(run)
     def step(self: torch.optim.Optimizer, closure: None = None) -> Any:
         """Step, unless a scale_loss since the last step found a gradient that is not finite."""

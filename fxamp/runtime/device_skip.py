@@ -32,6 +32,7 @@ from fxamp.runtime import distributed, gradients
 from fxamp.runtime.copies import Skipped, copy_on
 from fxamp.runtime.optimizer_trees import OpaqueStateError, is_torchs
 from fxamp.runtime.snapshot import LAYOUTS, Snapshot
+from fxamp.runtime.step_hooks import post_hooks_last
 from fxamp.runtime.step_result import HostCopy
 
 log = logging.getLogger("fxamp")
@@ -100,9 +101,10 @@ def step_unless(
     except OpaqueStateError:
         return run() if HostCopy(found_inf.reshape(1).clone()).values[0] == 0 else None
     try:
-        with contextlib.nullcontext() if is_torchs(optimizer) else _ones_where(found_inf, optimizer):
-            returned = run()
-        before.select_back(found_inf)
+        with post_hooks_last(optimizer):  # which may average the parameters
+            with contextlib.nullcontext() if is_torchs(optimizer) else _ones_where(found_inf, optimizer):
+                returned = run()
+            before.select_back(found_inf)
     finally:
         before.drop()
     _defer(optimizer, found_inf, before.host_changes())

@@ -33,6 +33,11 @@ def check_arguments(optimizer: Any, masters: Any, bucket_bytes: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(f"MasterWeightOptimizer takes a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
     _refuse_around(optimizer)
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise OptionError(
+            "the optimizer is differentiable=True, and nothing goes back through masters and their rounding. Keep the "
+            "parameters float32 (opt_level='O1') and use it as it is."
+        )
     if masters not in MODES:
         raise OptionError(
             f"masters={masters!r} is not a mode. Allowed: {', '.join(MODES)}.{nearest(str(masters), MODES)}"

@@ -67,9 +67,9 @@ def drop_widened(parameters: Iterable[torch.Tensor], set_to_none: bool = True) -
         gradient = parameter.grad
         if gradient is not None and gradient.dtype != parameter.dtype:
             parameter.grad = None
-            parameter.grad_dtype = parameter.dtype
+            parameter.grad_dtype = dtype = parameter.grad_dtype or parameter.dtype  # the user may want float32 sums
             if not set_to_none:
-                parameter.grad = torch.zeros_like(gradient, dtype=parameter.dtype, requires_grad=False)
+                parameter.grad = torch.zeros_like(gradient, dtype=dtype, requires_grad=False)
         if (master := getattr(parameter, MASTER, None)) is not None:
             masters.append(master)
     take_back_gradients(masters)

@@ -40,7 +40,8 @@ from fxamp.runtime.masters import (
     round_into,
 )
 from fxamp.runtime.rounding import Compensation, StochasticRounding
-from fxamp.runtime.stand_ins import ELEMENTWISE, StandIns, buckets, step_of_each
+from fxamp.runtime.stand_ins import StandIns, buckets, step_of_each
+from fxamp.runtime.step_hooks import hooks_around
 from fxamp.runtime.unseen_writes import UnseenWrites
 from fxamp.runtime.whole_calls import call_on_stand_ins, give_back_gradients, has_own_method, is_trained, written
 from fxamp.runtime.wide_state import load_wide, widen_state_
@@ -148,11 +149,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             raise
         self._adopt(self.optimizer.param_groups[-1]["params"])
 
+    @_disable_dynamo  # which has no parameters whose gradients are of another dtype
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; those that `unscale_` widened are 16 bits again."""
         master_gradients.drop_widened(gradients.parameters(self), set_to_none)
         self.optimizer.zero_grad(set_to_none)
 
+    @_disable_dynamo
     def master_params(self) -> Iterator[torch.Tensor]:
         """The float32 tensors that are updated: masters, and parameters that need none.
 
@@ -196,6 +199,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     # Stepping
 
+    @_disable_dynamo
     @torch.no_grad()
     def widen_gradients_(self) -> None:
         """Turn the 16-bit gradients of parameters with masters into float32 ones, all at once.
@@ -231,9 +235,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before wrapping
         check_closure(self.optimizer, closure)
-        if closure is not None:
-            return self._call_whole(self.optimizer.step, closure, *args, gives_back=False, **kwargs)
-        returned = self._step_all(grad_scale, found_inf, whole_step(self.optimizer, args, kwargs))
+        given = (closure, *args) if closure is not None or args else ()
+        with hooks_around(self.optimizer, given, kwargs) as (given, kwargs):
+            if given and given[0] is not None:
+                return self._call_whole(self.optimizer.step, *given, gives_back=False, **kwargs)
+            returned = self._step_all(grad_scale, found_inf, whole_step(self.optimizer, given[1:], kwargs))
         master_gradients.mark_used(gradients.parameters(self))
         return returned
 
@@ -250,13 +256,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if bare is None:  # it may know parameters by their places: those without a gradient stay among them
             every = [p for p in gradients.parameters(self) if p.grad is not None or is_trained(self, p)]
             return self._step_bucket(self.param_groups, every, inverse, found_inf, run)
-        for hook in list(self.optimizer._optimizer_step_pre_hooks.values()):
-            hook(self.optimizer, (self.optimizer,), {})
         for group in self.param_groups:
             for bucket in buckets(group["params"], self.bucket_bytes):
                 self._step_bucket([group], bucket, inverse, found_inf, run)
-        for post_hook in list(self.optimizer._optimizer_step_post_hooks.values()):
-            post_hook(self.optimizer, (self.optimizer,), {})
         return None
 
     def _step_bucket(
@@ -270,7 +272,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         with one_at_a_time:
             wide = self._wide(bucket)
             in_a_step.update(map(id, bucket))
-        is_whole = type(self.optimizer) not in ELEMENTWISE
+        is_whole = step_of_each(self.optimizer) is None
         versions = versions_of(wide) if is_whole else None  # a bucket of one has gradients alone
         keeps_none = not is_whole and not recorded.is_capturing(bucket[0].device)
         lent = master_gradients.lent_gradients(bucket, wide, inverse, self._layouts if keeps_none else None)

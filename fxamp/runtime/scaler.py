@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.amp.grad_scaler import OptState
 
 from fxamp.runtime import arguments, clipping, collapse, distributed, gradients, host_step, late_backward
@@ -82,6 +83,7 @@ class LossScaler(ScalerBase):
         self.process_group = arguments.checked_group(process_group)
         self.allows_half_gradients = False  # apex's O3 unscales fp16 gradients in place
 
+    @_disable_dynamo  # of a compiled training step, which loses what is noted of an optimizer
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale in place; once more, on the same gradients, it does nothing.
 
@@ -141,6 +143,7 @@ class LossScaler(ScalerBase):
             distributed.agree_(flag, groups)
         return flags
 
+    @_disable_dynamo
     def step(  # type: ignore[override]
         self,
         optimizer: torch.optim.Optimizer,
@@ -291,6 +294,7 @@ class LossScaler(ScalerBase):
             self._has_warned_empty = True
             log.warning("step() did nothing: %s", gradients.why_none(optimizer, self._had_history))
 
+    @_disable_dynamo
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Move the scale by what this iteration's steps found, or set it. Safe to call without a step.
 

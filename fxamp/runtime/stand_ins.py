@@ -89,13 +89,21 @@ def buckets(parameters: list[torch.Tensor], nbytes: int) -> Iterator[list[torch.
 def step_of_each(optimizer: torch.optim.Optimizer) -> Callable[[], Any] | None:
     """The optimizer's step without its hooks, if calling it once a bucket is the same as calling it once.
 
-    None for every class that is not torch's own and elementwise.
+    None for every class that is not torch's own and elementwise, and where somebody has put a step of his own on it.
     """
-    if type(optimizer) not in ELEMENTWISE:
-        return None
     step: Any = type(optimizer).step
+    if type(optimizer) not in ELEMENTWISE or _step_on(optimizer) not in (None, step):
+        return None
     bare = step.__wrapped__ if getattr(step, "hooked", False) else step
     return lambda: bare(optimizer)
+
+
+def _step_on(optimizer: torch.optim.Optimizer) -> Any:
+    """The function behind a step that was put on this optimizer, below what learning rate schedulers put there."""
+    step: Any = vars(optimizer).get("step")
+    while getattr(step, "_wrapped_by_lr_sched", False):
+        step = step.__wrapped__
+    return getattr(step, "__func__", step)
 
 
 def give_gradients(

@@ -1,8 +1,10 @@
 """Processes that test_checkpoint.py kills."""
 
 import os
+import random
 import signal
 
+import numpy
 import torch
 
 from fxamp.errors import CheckpointError
@@ -15,6 +17,8 @@ def train(path, steps, saved):
     """Train to `steps` from the checkpoint at `path`, if there is one, and save after each step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Dropout(0.2), torch.nn.Linear(256, 8))
     model.bfloat16()
     optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), 0.01, fused=True))
@@ -27,7 +31,9 @@ def train(path, steps, saved):
         if "does not exist" not in str(error):
             raise
     for step in range(start, steps):
-        inputs = torch.randn(4, 64) * (float("inf") if step % 7 == 3 else 1.0)
+        inputs = torch.randn(4, 64) * (
+            float("inf") if step % 7 == 3 else random.uniform(0.5, numpy.random.uniform(1, 2))
+        )
         optimizer.zero_grad()
         scaler.scale(model(inputs.bfloat16()).float().square().sum()).backward()
         scaler.step(optimizer)
