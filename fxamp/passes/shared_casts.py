@@ -26,8 +26,7 @@ class SplitGradients(Pass):
        while autocast, which casts anew for each reader, adds in float32.
     2. The copy is made once; in backward each way is one more conversion, and stands before its first reader, so that
        its gradient is converted and added as soon as it is there.
-    3. Readers in different checkpointed regions go different ways, and a way into one begins before it: a region keeps
-       what it reads.
+    3. Readers in different checkpointed regions go different ways: each is a part of its region.
     4. Weights stay as they are: autocast casts them once, too.
     """
 
@@ -54,7 +53,7 @@ class SplitGradients(Pass):
         readers = sorted(user for user in cast.users if _is_way_back(user, cast))
         changed = False
         for group in self._groups(readers)[1:]:
-            with graph.inserting_before(_place(group[0], cast)):
+            with graph.inserting_before(group[0]):
                 again = graph.call_function(cast_again, (cast.args[0], cast))
             _describe(again, cast)
             for reader in group:
@@ -77,15 +76,6 @@ def _is_way_back(reader: fx.Node, cast: fx.Node) -> bool:
     """Whether a gradient comes back from a reader that is not outside of the checkpointed region of the cast."""
     region = cast.meta.get(ir.REGION)
     return ir.has_gradient(reader) and region in (None, reader.meta.get(ir.REGION))
-
-
-def _place(reader: fx.Node, cast: fx.Node) -> fx.Node:
-    """The reader, or the first node of its checkpointed region, where the cast stands outside of that."""
-    region = reader.meta.get(ir.REGION)
-    if region is None or cast.meta.get(ir.REGION) == region:
-        return reader
-    first: fx.Node = next(node for node in reader.graph.nodes if node.meta.get(ir.REGION) == region)
-    return first
 
 
 def _describe(again: fx.Node, cast: fx.Node) -> None:

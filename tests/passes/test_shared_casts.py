@@ -97,6 +97,65 @@ def test_checkpointed_readers_have_ways_of_their_own():
     assert (gradients[1] - gradients[0]).norm() < 0.01 * gradients[0].norm()
 
 
+class Parallel(nn.Module):
+    """A block whose norm has many low readers, as where adapters stand beside its projections."""
+
+    def __init__(self, readers: int, norm):
+        super().__init__()
+        self.norm = norm(16)
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(16, 16) / 4) for _ in range(readers)])
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + sum((h @ weight).tanh() for weight in self.weights)
+
+
+class Blocks(nn.Module):
+    def __init__(self, readers: int, norm=nn.RMSNorm, **options):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.blocks, self.options = nn.ModuleList([Parallel(readers, norm) for _ in range(3)]), options
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.options) if self.options else block(x)
+        return x
+
+
+@LOW
+@pytest.mark.parametrize("how", [{"level": "strict"}, {}, {"level": "aggressive"}, {"opt_level": "O2"}], ids=str)
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+@pytest.mark.parametrize("readers", [2, TOGETHER + 1, 3 * TOGETHER])
+def test_a_value_of_a_checkpointed_region_has_ways_inside_of_it(readers, norm, how, low):
+    x, found = torch.randn(4, 16), []
+    for options in ({}, {"use_reentrant": False}, {"use_reentrant": True}):
+        torch.manual_seed(0)
+        model = fxamp.convert(Blocks(readers, norm, **options), dtype=low, capture="symbolic", **how)
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        found.append(torch.cat([weight.grad.float().flatten() for weight in model.parameters()]))
+    torch.manual_seed(0)
+    exact = Blocks(readers, norm)
+    exact(x).square().mean().backward()
+    wanted = torch.cat([weight.grad.flatten() for weight in exact.parameters()])
+    for gradients in found:
+        assert (gradients - wanted).norm() < (0.03 if low == torch.bfloat16 else 0.004) * wanted.norm()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiler_is_given_such_regions():
+    x, gradients = torch.randn(4, 16), []
+    for backend in (None, "aot_eager"):
+        torch.manual_seed(0)
+        model = fxamp.convert(Blocks(TOGETHER + 1, use_reentrant=False), dtype=torch.bfloat16)
+        run = model if backend is None else torch.compile(model, backend=backend)
+        run(x).square().mean().backward()
+        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+    assert (gradients[1] - gradients[0]).norm() < 0.01 * gradients[0].norm()
+
+
 def test_the_instruments_look_at_it_and_it_compiles():
     model, tokens = made(6)
     converted = fxamp.convert(model, dtype=torch.bfloat16, example_inputs=(tokens,))
