@@ -21,6 +21,8 @@ class Changes:
 
     # Graphs that differ in Python state alone, and changes of one piece of it that pass without a word.
     most = 4
+    # Changes from outside of forward after which there is another way: a capture takes as long as many steps.
+    most_from_outside = 16
 
     def __init__(self) -> None:
         self.live: frozenset[Place] = frozenset()
@@ -33,7 +35,7 @@ class Changes:
         self.live |= variant.captured.live
         self._set_in_forward |= variant.captured.attributes_set
 
-    def follow(self, module: nn.Module, stale: list[Variant], known: list[Variant], may_use_dynamo: bool) -> None:
+    def follow(self, module: nn.Module, stale: list[Variant], known: list[Variant], falls_back: bool) -> None:
         """See that the next graph lasts longer than those whose state is not the model's any more.
 
         A number becomes a value that is read at each call. A few graphs are kept for other state, which may come
@@ -42,9 +44,10 @@ class Changes:
         Args:
             stale: graphs for such a call, made with other state.
             known: all for such a call; those of no more use are removed.
+            falls_back: whether there is another way than capture.
 
         Raises:
-            CaptureError: Dynamo is to take a model that changes by itself what it decides on.
+            CaptureError: the model, or somebody, changes again and again what it decides on.
         """
         for variant in stale[-1:]:  # the newest graph tells what has changed since
             changed = variant.changed_state(module)
@@ -55,10 +58,12 @@ class Changes:
             self._counts.update(cell.title for cell in changed if (cell.path or "", cell.name) not in places)
         name = type(module).__qualname__
         for title in [title for title, count in self._counts.items() if count > self.most]:
-            if title in self._set_in_forward and may_use_dynamo:
+            if falls_back and (title in self._set_in_forward or self._counts[title] > self.most_from_outside):
+                known[:] = [variant for variant in known if variant not in stale]  # none will hold again
+                what = f"sets {title}" if title in self._set_in_forward else f"reads {title}, which changes,"
                 raise CaptureError(
-                    f"forward of {name} sets {title} and decides on it in Python, so that it would be captured again "
-                    "and again. Set it outside of forward, or pass it as an argument."
+                    f"forward of {name} {what} and decides on it in Python, so that it would be captured again and "
+                    "again. Keep it in a buffer, or pass it as an argument."
                 )
             if title not in self._warned:
                 self._warned.add(title)

@@ -206,10 +206,6 @@ class Engine:
             self.fallbacks[text] = None
 
     @property
-    def _may_use_dynamo(self) -> bool:
-        return self._falls_back and bool(self.options.opt_level == "O1")
-
-    @property
     def _falls_back(self) -> bool:
         """Whether there is another way for calls that symbolic capture cannot follow."""
         return bool(self.options.capture == "auto")
@@ -283,7 +279,11 @@ class Engine:
         if (reason := self.refusals.reason(key, module)) is not None:
             raise CaptureError(reason)
         stale = [variant for variant in known if variant.fits(module, inputs)]
-        self.changes.follow(module, stale, known, self._may_use_dynamo)
+        try:
+            self.changes.follow(module, stale, known, self._falls_back)
+        except CaptureError as error:
+            self.refusals.add(key, module, error)
+            raise
         if sum(map(len, self.variants.values())) >= self.max_variants:
             other = "capture='dynamo'" if self.options.opt_level == "O1" else "opt_level='O1', which Dynamo can follow"
             raise CaptureError(

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp.errors import CaptureError
-from fxamp.model.engine import engine_of
+from fxamp.model.engine import Engine, engine_of
 
 LOW = torch.bfloat16
 EXACT = {"overrides": {"*": "deny"}}
@@ -335,6 +335,19 @@ def test_a_count_that_forward_decides_on_is_left_to_dynamo_in_the_end(caplog):
         same(converted(inputs(0)), plain(inputs(0)), rtol=0.05, atol=0.1)
         assert converted.steps == plain.steps
     assert "sets self.steps and decides on it in Python" in caplog.text
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_count_that_forward_decides_on_is_captured_five_times_and_no_more(opt_level, monkeypatch):
+    plain, model = pairs(counter_that_decides)
+    converted, captured = fxamp.convert(model, LOW, opt_level=opt_level), []
+    build = Engine._build
+    monkeypatch.setattr(Engine, "_build", lambda *given: captured.append(given[1]) or build(*given))
+    for _ in range(12):
+        same(converted(inputs(0)), plain(inputs(0)), rtol=0.05, atol=0.1)
+        assert converted.steps == plain.steps
+    assert sum(module is converted for module in captured) == 5
+    assert not engine_of(converted).variants or not any(engine_of(converted).variants.values())
 
 
 def test_a_count_that_forward_decides_on_stays_converted(caplog):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fxamp
 from fxamp.capture.state import StateCheck
 from fxamp.errors import CaptureError, OptionError
-from fxamp.model.engine import engine_of
+from fxamp.model.engine import Engine, engine_of
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
 SCALE = 2.0
@@ -555,6 +555,21 @@ def test_state_that_changes_all_the_time_is_warned_about_and_stays_right(caplog)
         "Pass it to forward as an argument, or keep it in a buffer."
     ]
     assert len(engine_of(converted).all_variants()) <= engine_of(converted).changes.most + 1
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_state_that_somebody_changes_at_each_call_is_not_captured_for_ever(opt_level, monkeypatch, caplog):
+    caplog.set_level("INFO", "fxamp")
+    model = Net(lambda net, y: y * len(net.mode))
+    converted, captured = fxamp.convert(copy.deepcopy(model), torch.bfloat16, opt_level=opt_level), []
+    build = Engine._build
+    monkeypatch.setattr(Engine, "_build", lambda *given: captured.append(given[1]) or build(*given))
+    for step in range(25):
+        model.mode = converted.mode = "x" * (step + 1)
+        assert agrees(model, converted)
+    most = engine_of(converted).changes.most_from_outside
+    assert sum(module is converted for module in captured) == most + 1
+    assert "reads self.mode, which changes, and decides on it in Python" in caplog.text
 
 
 def test_a_graph_that_has_made_room_for_others_is_held_by_nobody():
