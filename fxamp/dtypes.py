@@ -19,6 +19,17 @@ NAMES: dict[str, torch.dtype] = {
 ARGUMENT_CAST = {"copy": False}
 
 
+_accelerator = torch.accelerator.current_accelerator()
+
+AUTOCAST_KINDS = tuple(dict.fromkeys(("cuda", "cpu", *([_accelerator.type] if _accelerator is not None else []))))
+"""The kinds of device whose autocast may be on: a GPU's also where there is none, as for tensors that stand for its."""
+
+
+def autocast_kind(device: torch.device) -> str:
+    """The kind of device whose autocast a model on `device` runs under: on the meta device torch has none."""
+    return "cpu" if device.type == "meta" else device.type
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Name without the module: dtype_name(torch.float16) == "float16"."""
     return str(dtype).removeprefix("torch.")
@@ -41,7 +52,7 @@ def resolve_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torc
             torch.autocast does not know the device.
     """
     if dtype is None:
-        kind = "cpu" if device.type == "meta" else device.type
+        kind = autocast_kind(device)
         if not torch.amp.is_autocast_available(kind):
             raise OptionError(f"torch.autocast has no default for {kind} devices: name one, dtype=torch.bfloat16.")
         return torch.get_autocast_dtype(kind)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fxamp.authors import run_as_cast
 from fxamp.draws import draw
+from fxamp.dtypes import AUTOCAST_KINDS
 from fxamp.errors import FxampError
 from fxamp.fake_limits import is_a_limit
 from fxamp.grouped import GROUPED, like_grouped
@@ -226,7 +227,7 @@ def _kept_randomness() -> Iterator[None]:
 def quietly() -> Iterator[None]:
     """No torch-function overrides, no autocast, and no log of what a meta kernel refuses."""
     was = _log.disabled
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    kinds = [kind for kind in AUTOCAST_KINDS if torch.is_autocast_enabled(kind)]
     try:
         _log.disabled = True
         for kind in kinds:

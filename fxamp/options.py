@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fxamp.dtypes import dtype_name, resolve_dtype
+from fxamp.dtypes import AUTOCAST_KINDS, dtype_name, resolve_dtype
 from fxamp.errors import CaptureError, OptionError, nearest
 from fxamp.ir import Colour
 from fxamp.lists import COLOURS, OpLists
@@ -86,7 +86,7 @@ def check_model(model: Any) -> None:
         )
     if engine_of(model) is None and not any(t.is_floating_point() for t in tensors):
         raise OptionError(f"{type(model).__qualname__} has no floating-point parameters: there is nothing to convert.")
-    for kind in ("cuda", "cpu"):
+    for kind in AUTOCAST_KINDS:
         if torch.is_autocast_enabled(kind):
             raise OptionError(
                 f"convert() was called inside torch.autocast({kind!r}). Call it outside: a converted model needs no "

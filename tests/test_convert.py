@@ -159,6 +159,28 @@ def test_a_dtype_may_be_named(name, dtype):
     assert fxamp.report(fxamp.convert(Net(), dtype=name)).low_dtype == str(dtype).removeprefix("torch.")
 
 
+class Protected(nn.Module):
+    """Its author switches autocast off for a part; the layers stand in a module of their own."""
+
+    def __init__(self, decides: bool):
+        super().__init__()
+        self.layers, self.decides = nn.Sequential(nn.Linear(8, 8)), decides
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            x = x.float()
+        y = self.layers(x)
+        return y * 2 if self.decides and not y.is_meta and y.sum() > 0 else y
+
+
+@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("options", [{"capture": "dynamo"}, {}, {"opt_level": "O2"}], ids=str)
+def test_a_model_on_meta_with_autocast_of_its_own(options, decides):
+    x = torch.empty(2, 8, device="meta")
+    converted = fxamp.convert(Protected(decides).to("meta"), dtype=torch.bfloat16, example_inputs=(x,), **options)
+    assert converted(x).dtype == torch.float32 and converted(x).is_meta
+
+
 def test_without_a_dtype_a_model_on_meta_is_taken_as_on_a_cpu():
     assert fxamp.report(fxamp.convert(Net().to("meta"))).low_dtype == "bfloat16"
 

@@ -23,6 +23,7 @@ from fxamp.capture.locations import is_library_file, user_line
 from fxamp.capture.objects import is_other_self
 from fxamp.capture.proxies import is_value, questions_of
 from fxamp.capture.raises import check_of_torch, is_asked_for_nothing
+from fxamp.dtypes import autocast_kind
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
 from fxamp.leaf_fakes import TWIN_OF
@@ -242,8 +243,7 @@ def _unchanged_randomness() -> Iterator[None]:
 
 def autocast_device(root: nn.Module) -> str:
     """The type of device whose autocast regions in forward are seen; on the meta device torch has no autocast."""
-    kind = next((weight.device.type for weight in root.parameters()), "cpu")
-    return "cpu" if kind == "meta" else kind
+    return next((autocast_kind(weight.device) for weight in root.parameters()), "cpu")
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from fxamp.capture.dynamo import adopt
 from fxamp.capture.frames import captures_apart, compile_apart
 from fxamp.capture.surroundings import idle_autocast
 from fxamp.capture.unseen import no_saved_tensor_hooks, unseen
+from fxamp.dtypes import autocast_kind
 from fxamp.dynamo.variant import Rewrite, rewrite_dynamo_graph
 from fxamp.errors import OptionError
 from fxamp.model.variant import Variant
@@ -70,7 +71,7 @@ def protected_lines(base: Any, model: nn.Module, args: tuple[Any, ...], kwargs: 
         graph = adopt(module, example_inputs, module).graph
         lines.update(ir.source_line(node) for node in graph.nodes if node.meta.get("autocast") == "off")
 
-    with idle_autocast(device_of(model).type):
+    with idle_autocast(autocast_kind(device_of(model))):
         error = visit_graphs(base, model, args, kwargs, note)
     if error is not None:
         log.info("%s: regions without autocast were looked for in part (%s)", base.__qualname__, _first_line(error))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-_DEVICES = ("cuda", "cpu")
+from fxamp.dtypes import AUTOCAST_KINDS
 
 
 def outside_autocast(run: Callable[..., Any], *args: Any) -> Any:
@@ -14,7 +14,7 @@ def outside_autocast(run: Callable[..., Any], *args: Any) -> Any:
     It turns the switches themselves: a region of `torch.autocast` costs as much as a few launches, and a forward that
     runs as it is written comes here for each of its parts.
     """
-    on = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    on = [device for device in AUTOCAST_KINDS if torch.is_autocast_enabled(device)]
     if not on:
         return run(*args)
     if torch.compiler.is_compiling():  # Dynamo knows regions

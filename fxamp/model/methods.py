@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.dtypes import autocast_kind
 from fxamp.ir import ENGINE
 from fxamp.model.views import device_of
 
@@ -30,7 +31,7 @@ def _under_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
         engine = self.__dict__.get(ENGINE)
         if engine is None or engine.options.opt_level == "O1":
             return method(self, *args, **kwargs)
-        with torch.autocast(device_of(self).type, engine.options.low):
+        with torch.autocast(autocast_kind(device_of(self)), engine.options.low):
             return method(self, *args, **kwargs)
 
     return called

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.refusals import Refusals
-from fxamp.dtypes import LOW_DTYPES
+from fxamp.dtypes import LOW_DTYPES, autocast_kind
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.seen import Family, running
 from fxamp.model.variant import Variant
@@ -87,7 +87,7 @@ class Written:
         if self.options.opt_level == "O3":
             args, kwargs = _floats_as(self.options.low, (args, kwargs), {torch.float32})
         is_on = part is None or not part.is_denied
-        with taking_back_writes(), _autocast(device_of(module).type, self.options.low, is_on=is_on):
+        with taking_back_writes(), _autocast(autocast_kind(device_of(module)), self.options.low, is_on=is_on):
             result = base.forward(view, *args, **kwargs)
         wanted = self.options.output_dtype
         return result if wanted is None else _floats_as(wanted, result, {*LOW_DTYPES})

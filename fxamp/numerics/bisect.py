@@ -217,7 +217,7 @@ class _Search:
         mixed = record(call, Rewriter(call, plain_blocks, overrides=overrides), None)
         errors = [error_of_all(self.exact.outputs, mixed.outputs)]
         if self.loss_fn is not None:
-            with plain_modes(call.model):
+            with plain_modes():
                 one, other = (self.loss_fn(_outputs(found.outputs)) for found in (self.exact, mixed))
             errors.append(error_of(one.detach(), other.detach()))
         return max(errors)

@@ -22,7 +22,7 @@ def state_kept(*models: nn.Module) -> Iterator[None]:
     So are blocks that ran as they are written, which they do until a backward that recomputes them is over. The
     caller's autocast and inference mode are off in between.
     """
-    with plain_modes(*models), containers_kept(*models), _random_and_buffers_kept(*models), switched_back():
+    with plain_modes(), containers_kept(*models), _random_and_buffers_kept(*models), switched_back():
         yield
 
 

@@ -5,20 +5,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.unseen import no_inference_mode
+from fxamp.dtypes import AUTOCAST_KINDS
 
 
 @contextlib.contextmanager
-def plain_modes(*models: nn.Module) -> Iterator[None]:
+def plain_modes() -> Iterator[None]:
     """No autocast, under which an fp32 run would be none, no inference mode, in which nothing has a gradient, and no
     anomaly mode, which stops at what is looked for."""
-    tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
-    kinds = {"cpu", "cuda", *(tensor.device.type for tensor in tensors)}
     with no_inference_mode(), torch.autograd.set_detect_anomaly(False), contextlib.ExitStack() as stack:
-        for kind in filter(torch.amp.is_autocast_available, sorted(kinds)):
+        for kind in AUTOCAST_KINDS:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
