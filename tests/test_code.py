@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fxamp.spellings import ALIASES
+
 ROOT = Path(__file__).parent.parent / "fxamp"
 
 
@@ -33,3 +35,26 @@ def test_a_module_binds_a_name_once(path):
 def test_the_check_can_fail():
     assert bound_twice("_SETS = {1}\ndef f():\n    return _SETS\n_SETS = {2}\n") == ["_SETS"]
     assert bound_twice("from a import b\nb = 1\n") == ["b"]
+
+
+def op_words(source: str) -> set[str]:
+    """Strings of one word, and the words of strings that are split."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "split":
+            texts = [part.value for part in ast.walk(node.func.value) if isinstance(part, ast.Constant)]
+            found |= {word for text in texts if isinstance(text, str) for word in text.split()}
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "passes").glob("*.py")), ids=lambda path: path.name)
+def test_passes_know_ops_by_their_canonical_names(path):
+    """Under another spelling they would never meet one."""
+    words = {word for word in op_words(path.read_text()) if not word.startswith("__")}
+    assert {word: ALIASES[word] for word in words if ALIASES.get(word, word) != word} == {}
+
+
+def test_the_words_are_found():
+    assert op_words('A = frozenset("mul true_divide".split())\nB = ("ndimension",)') >= {"true_divide", "ndimension"}

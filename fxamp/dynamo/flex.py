@@ -65,7 +65,7 @@ def flex_attention(
     if kernel is None:
         kernel = _kernels[which] = _kernel(score_mod, block_mask[-1])
         for oldest in list(_kernels)[:-_MOST]:
-            del _kernels[oldest]
+            _kernels.pop(oldest, None)  # another thread may have
     try:
         return kernel(*given)  # type: ignore[no-any-return]
     except torch._dynamo.exc.TorchDynamoException as error:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import itertools
 import keyword
 import linecache
 import operator
 import re
 import secrets
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +34,7 @@ class CompiledForward:
     source: str
 
 
-_counter = 0
+_numbers = itertools.count(1)
 
 
 def compile_graph(
@@ -66,7 +68,9 @@ def compile_graph(
         lines = _restoring(lines, switched)
     source = "\n".join(lines) + "\n"
     namespace = {**code.globals, **_RESTORERS, **{_constant(name): value for name, value in constants.items()}}
-    exec(compile(source, _file_name(source), "exec"), namespace)
+    name = f"<fxamp forward {next(_numbers)}>"
+    exec(compile(source, name, "exec"), namespace)
+    _show_in_tracebacks(name, source, namespace["forward"])
     return CompiledForward(_building(namespace["forward"], build), source)
 
 
@@ -162,10 +166,7 @@ def _restoring(lines: list[str], switched: list[tuple[str, str]]) -> list[str]:
     ]
 
 
-def _file_name(source: str) -> str:
-    """A name under which tracebacks find the generated text."""
-    global _counter
-    _counter += 1
-    name = f"<fxamp forward {_counter}>"
+def _show_in_tracebacks(name: str, source: str, function: Callable[..., Any]) -> None:
+    """Let tracebacks find the generated text while there is the function."""
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    return name
+    weakref.finalize(function, linecache.cache.pop, name, None).atexit = False

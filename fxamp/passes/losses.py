@@ -21,7 +21,7 @@ from fxamp.value_types import converted
 
 # What models put between logits and loss: the numbers stay what they are, in another order or shape.
 MOVES = frozenset("contiguous flatten getitem movedim permute reshape squeeze transpose unsqueeze view".split())
-_QUESTIONS = frozenset("dim ndimension numel size".split())
+_QUESTIONS = frozenset("dim numel size".split())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -168,11 +168,11 @@ class PadEditor:
         size = sizes[index]
         if isinstance(size, fx.Node):
             with self.graph.inserting_before(node):
-                grown = self.graph.call_function(operator.add, (size, extra))
+                longer = self.graph.call_function(operator.add, (size, extra))
             if isinstance(size.meta.get("val"), int):
-                grown.meta["val"] = size.meta["val"] + extra
-            self._describe(grown, node, None, "pad", "add", f"the padded size of {node.name}")
-        sizes[index] = grown if isinstance(size, fx.Node) else size + extra
+                longer.meta["val"] = size.meta["val"] + extra
+            self._describe(longer, node, None, "pad", "add", f"the padded size of {node.name}")
+        sizes[index] = longer if isinstance(size, fx.Node) else size + extra
         node.args = (node.args[0], tuple(sizes)) if flat else (node.args[0], *sizes)
 
     def _pad_statistics(self, node: fx.Node) -> None:
@@ -225,8 +225,8 @@ class PadEditor:
             with self.graph.inserting_before(reader):
                 kwargs: dict[str, Any] = {"value": fill} if fill else {}
                 made = self.graph.call_function(functional.pad, (value, tuple(amounts)), kwargs)
-            grown = "parameter" if is_parameter(value) else "value"
-            why = f"the {grown} {value.name} is padded for {reader.name}"
+            what = "parameter" if is_parameter(value) else "value"
+            why = f"the {what} {value.name} is padded for {reader.name}"
             self._describe(made, value, ir.mark(value).type, "pad", "pad", why)
             grow_type(made, dims)
             self.made[key] = made

@@ -59,7 +59,7 @@ _PER_ELEMENT_OPS = """
     abs add asin asinh atan celu clamp cos cosh deg2rad div elu erf erfc exp exp2 expm1 float_power gelu
     hardshrink hardsigmoid hardswish hardtanh leaky_relu log1p logsigmoid maximum minimum mish mul neg pow
     relu relu6 rsub selu sigmoid sign silu sin sinh softplus softshrink softsign square sub tan tanh
-    tanhshrink threshold true_divide xlogy
+    tanhshrink threshold xlogy
 """
 PER_ELEMENT = frozenset(_PER_ELEMENT_OPS.split())
 
@@ -112,7 +112,7 @@ def _other_operand(
     shape = ir.shape_of(value)
     if shape is None:
         number = value.meta.get("val")
-        if isinstance(number, (int, float)) and op in ("mul", "div", "true_divide"):
+        if isinstance(number, (int, float)) and op in ("mul", "div"):
             return None
         return f"{op} reads {value.name}, whose value is not known"
     if len(shape) < -back or (shape[back] == 1 and is_static(static, value, back)):

@@ -212,7 +212,7 @@ def _match_module(old: Sequence[Item], new: Sequence[Item]) -> tuple[list[tuple[
     spent: set[Item] = set()
     for key in _ANYWHERE:
         left, right = _groups(old, spent, key), _groups(new, spent, key)
-        for token in left.keys() & right.keys():
+        for token in [token for token in left if token in right]:
             ones, others = left[token], right[token]
             is_same = len({one.decided for one in ones}) == 1  # then it does not matter which of them are gone
             if len(ones) == len(others) or (len(ones) > len(others) and is_same):
@@ -242,7 +242,7 @@ def _match_gap(old: Sequence[Item], new: Sequence[Item]) -> list[tuple[Item, Ite
     spent: set[Item] = set()
     for key in _BETWEEN:
         left, right = _groups(old, spent, key), _groups(new, spent, key)
-        for token in left.keys() & right.keys():
+        for token in [token for token in left if token in right]:
             if len(left[token]) == len(right[token]) == 1:
                 pairs.append((left[token][0], right[token][0]))
                 spent.update(pairs[-1])

@@ -139,8 +139,12 @@ class ScalerBase(torch.amp.GradScaler):
         if self._scale is None:
             raise self._order_error(called, "scale() was never called")
         gradients.check_optimizer(optimizer, called)
-        state = self._per_optimizer_states[id(optimizer)]
-        state.setdefault("optimizer", weakref.ref(optimizer))
+        states = self._per_optimizer_states
+        known = states[id(optimizer)].setdefault("optimizer", weakref.ref(optimizer))
+        if known() is not optimizer:  # it is gone, and this one stands where it stood
+            states[-len(states)] = states.pop(id(optimizer))
+            states[id(optimizer)]["optimizer"] = weakref.ref(optimizer)
+        state = states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise self._order_error(called, "this optimizer was already stepped since the last update()")
         return state

@@ -5,6 +5,7 @@ import functools
 import gc
 import inspect
 import io
+import linecache
 import pickle
 import types
 import weakref
@@ -505,3 +506,13 @@ def test_a_class_without_forward_is_warned_about(caplog):
 def test_without_forward_and_with_boundaries_nothing_is_warned_of(caplog):
     fxamp.convert(WithoutForward(), torch.bfloat16, boundaries=["net"])
     assert "has no forward" not in caplog.text
+
+
+def test_the_text_of_a_graph_is_in_tracebacks_while_there_is_the_graph():
+    converted = fxamp.convert(nn.Sequential(nn.Linear(4, 4)), dtype=torch.bfloat16)
+    converted(torch.randn(2, 4))
+    name = engine_of(converted).all_variants()[0].compiled.run.__code__.co_filename
+    assert "linear" in "".join(linecache.getlines(name))
+    del converted
+    gc.collect()
+    assert name not in linecache.cache

@@ -629,6 +629,24 @@ def test_unscale_twice_is_once():
     assert (weight.tolist(), scaler._get_growth_tracker()) == ([0.75], 1)
 
 
+def test_an_optimizer_that_stands_where_a_gone_one_stood_is_another():
+    """What the first one found counts at the next update."""
+    weight, scaler = torch.nn.Parameter(torch.zeros(2)), LossScaler(8.0)
+    scaler.scale((weight * torch.inf).sum()).backward()
+    scaler.step(torch.optim.SGD([weight], lr=1.0))
+    gc.collect()
+    (found,) = scaler._per_optimizer_states.values()
+    weight.grad = None
+    scaler.scale(weight.sum()).backward()
+    second = torch.optim.SGD([weight], lr=1.0)
+    scaler._per_optimizer_states.clear()
+    scaler._per_optimizer_states[id(second)] = found  # as where the first one stood
+    scaler.step(second)
+    assert torch.equal(weight, torch.tensor([-1.0, -1.0]))
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
 def test_wrong_order_says_what_was_called_and_the_right_order():
     weight = parameter(1.0)
     optimizer, scaler = torch.optim.SGD([weight], 1.0), LossScaler()
