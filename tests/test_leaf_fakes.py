@@ -37,7 +37,7 @@ def test_hooks_that_bring_the_weights_are_left_to_dynamo():
     expected, converted = model(x), fxamp.convert(model, dtype=torch.bfloat16)
     for _ in range(3):
         result = converted(x)
-        assert torch.equal(result, expected) == (torch.__version__ < "2.12")  # Dynamo of 2.11 leaves such modules out
+        assert not torch.equal(result, expected), "it runs low"
         torch.testing.assert_close(result, expected, rtol=2**-6, atol=2**-6)
 
 
