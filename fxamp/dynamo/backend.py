@@ -207,7 +207,8 @@ class DynamoForward:
         if self._refusal is None and function not in self.given_up:
             self.given_up[function] = why
             name = type(self._root).__qualname__
-            log.warning("%s: Dynamo gives up %s, which runs as it is written, in float32: %s.", name, function, why)
+            how = ", in float32" if self.options.capture == "dynamo" else ""  # or all of the model runs low after it
+            log.warning("%s: Dynamo gives up %s, which runs as it is written%s: %s.", name, function, how, why)
 
     def _taken_refusal(self) -> Exception | None:
         """What the passes refused a graph of this call with. Dynamo would not come back to its frame: start again."""

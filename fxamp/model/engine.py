@@ -285,10 +285,14 @@ class Engine:
             self.refusals.add(key, module, error)
             raise
         if sum(map(len, self.variants.values())) >= self.max_variants:
-            other = "capture='dynamo'" if self.options.opt_level == "O1" else "opt_level='O1', which Dynamo can follow"
+            remedy = "Pad the inputs to a few sizes"
+            if self.options.opt_level != "O1":
+                remedy += ", or use opt_level='O1', which Dynamo can follow"
+            elif not self._falls_back:
+                remedy += ", or use capture='dynamo'"
             raise CaptureError(
                 f"{type(module).__qualname__} asked for more than {self.max_variants} graphs: its forward decides on "
-                f"sizes, data or arguments that differ at every call. Pad the inputs to a few sizes, or use {other}."
+                f"sizes, data or arguments that differ at every call. {remedy}."
             )
         spec, inputs = flatten_call(args, kwargs)
         if sizes_vary is None:

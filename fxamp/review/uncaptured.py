@@ -109,8 +109,8 @@ def is_given_up(preview: Variant, model: nn.Module) -> bool:
 
 
 def holds_other_calls(engine: Engine) -> bool:
-    """Whether Dynamo made no graph of the calls that were left to it, and others have one."""
-    runs_as_written = getattr(engine.dynamo, "runs_as_written", False)
+    """Whether there is no graph of the calls that are left to Dynamo, or run as written, and others have one."""
+    runs_as_written = getattr(engine.dynamo, "runs_as_written", False) or getattr(engine.dynamo, "runs", "")
     return runs_as_written and any(not variant.is_preview for variant in engine.all_variants())
 
 
