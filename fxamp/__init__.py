@@ -15,11 +15,14 @@ from fxamp.errors import (
 )
 from fxamp.instruments import audit, profile
 from fxamp.lists import OpLists
-from fxamp.numerics.bisect import find_deny
-from fxamp.numerics.compare import compare
+from fxamp.numerics.bisect import DenySet, find_deny
+from fxamp.numerics.compare import Comparison, compare
 from fxamp.numerics.find import find_nan
 from fxamp.numerics.kernels import kernels
+from fxamp.numerics.nan import BadNode
+from fxamp.numerics.ranges import Ranges
 from fxamp.numerics.watch import watch_nan
+from fxamp.review.audit import Audit
 from fxamp.review.dump import dump
 from fxamp.review.explain import explain
 from fxamp.review.report import Report, report
@@ -46,8 +49,12 @@ from fxamp.runtime import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Audit",
+    "BadNode",
     "CaptureError",
     "CheckpointError",
+    "Comparison",
+    "DenySet",
     "FxampError",
     "GraphedStep",
     "InputError",
@@ -58,6 +65,7 @@ __all__ = [
     "OpListError",
     "OpLists",
     "OptionError",
+    "Ranges",
     "Report",
     "ScaleCollapseError",
     "ShardedParameterError",

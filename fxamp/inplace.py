@@ -89,8 +89,7 @@ def reshaped(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _name_of(node: fx.Node) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.partition(".")[0]  # of an overload: "t_.default"
+    return ir.target_name(node).partition(".")[0]  # of an overload: "t_.default"
 
 
 def run_and_note_writes(node: fx.Node, values: dict[fx.Node, Any], run: Callable[..., Any]) -> Any:

@@ -267,6 +267,11 @@ def as_computed(output: fx.Node) -> set[fx.Node]:
     return inside.difference(*(nodes_in(value) for place, value in enumerate(results) if place not in places))
 
 
+def target_name(node: fx.Node) -> str:
+    """A function's name, or the method's or path that a node's target is; "" for an object without a name."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def argument_of(node: fx.Node, position: int, keyword: str, default: Any = None) -> Any:
     """An argument by position or keyword."""
     if keyword in node.kwargs:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from fxamp import ir
 from fxamp.capture.guesses import guess, known_or_guessed
 from fxamp.capture.inputs import misfit
 from fxamp.capture.locations import user_line
@@ -84,7 +85,7 @@ class FakeValues:
                 return self._of_open(node)
             if self._example is None or is_a_limit(error) or is_foreign(node.target):
                 return UNKNOWN
-            raise misfit(user_line(), _target_name(node), error, self._example) from None
+            raise misfit(user_line(), ir.target_name(node) or str(node.target), error, self._example) from None
 
     def _of_open(self, node: fx.Node) -> Any:
         """What a node gives whose operands have sizes that the data decides, or that is the first to give such."""
@@ -128,7 +129,3 @@ class FakeValues:
 def _writes_unseen(node: fx.Node) -> bool:
     """Whether a module may write a list or dictionary that it is given."""
     return node.op == "call_module" and holds_container((*node.args, *node.kwargs.values()))
-
-
-def _target_name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

@@ -7,13 +7,13 @@ from torch import nn
 
 from fxamp.ir import BLOCK_CLASS, BLOCK_PATH
 from fxamp.model.variant import Variant
+from fxamp.model.views import base_of
 
 
 def mark_block(variant: Variant, paths: tuple[str, ...]) -> None:
     """Note on a graph, and on its nodes, which blocks of the model it is for."""
     variant.blocks = paths
-    kind = type(variant.captured.root)
-    name = getattr(kind, "_fxamp_base", kind).__name__
+    name = base_of(variant.captured.root).__name__
     for node in variant.graph.nodes:
         node.meta[BLOCK_PATH], node.meta[BLOCK_CLASS] = paths[0], name
 

@@ -25,7 +25,7 @@ from fxamp.model.engine import Engine
 from fxamp.model.methods import under_autocast
 from fxamp.model.state_dicts import load_exactly, take_over_writes
 from fxamp.model.storage import Marks, apply_exactly, mark, marks_of
-from fxamp.model.views import plain_view, take_state
+from fxamp.model.views import BASE, base_of, plain_view, take_state
 
 
 class Derived:
@@ -55,7 +55,7 @@ def make_sibling(model: nn.Module, engine: Engine) -> nn.Module:
             f"{type(model).__qualname__} has a forward that was set on the instance (model.forward = ...). "
             "Convert the model before that is done, or give the class that forward."
         )
-    return _with_state(object.__new__(_siblings.of(getattr(type(model), "_fxamp_base", type(model)))), model, engine)
+    return _with_state(object.__new__(_siblings.of(base_of(model))), model, engine)
 
 
 def _with_state(sibling: nn.Module, plain: nn.Module, engine: Engine | None) -> nn.Module:
@@ -112,7 +112,7 @@ def _make_class(base: Any) -> type:
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
-        "_fxamp_base": base,
+        BASE: base,
     }
     return subclass(base, names)
 

@@ -32,7 +32,7 @@ from fxamp.model.collected import COLLECTED, is_collected_from
 from fxamp.model.hooked import check_hooks
 from fxamp.model.structure import Structure
 from fxamp.model.variant import Variant, takes_apart
-from fxamp.model.views import plain_tree
+from fxamp.model.views import base_of, plain_tree
 from fxamp.model.workshop import Workshop
 
 log = logging.getLogger("fxamp")
@@ -211,10 +211,9 @@ class Engine:
         return bool(self.options.capture == "auto")
 
     def _call_otherwise(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        base: Any = getattr(type(module), "_fxamp_base", type(module))
         if not torch.compiler.is_compiling():  # Dynamo of torch 2.11 cannot follow the check
             self.others.check(module)
-        result = outside_autocast(self.dynamo, base, module, args, kwargs)
+        result = outside_autocast(self.dynamo, base_of(module), module, args, kwargs)
         self.announce_new(module)
         return result
 

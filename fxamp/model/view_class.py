@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fxamp.model.converted import Derived, subclass
-from fxamp.model.views import plain_view
+from fxamp.model.views import BASE, base_of, plain_view
 from fxamp.module_hooks import HOOKS, makes_weight
 
 
@@ -44,7 +44,7 @@ def part_of(value: Any) -> Any:
 
 def new_view(module: nn.Module, part: Any) -> nn.Module:
     """A view of a module, of which `part` is what it shows."""
-    return _of_class(_classes.of(getattr(type(module), "_fxamp_base", type(module))), module.__dict__, part)
+    return _of_class(_classes.of(base_of(module)), module.__dict__, part)
 
 
 def _of_class(kind: type, attributes: dict[str, Any], part: Any) -> nn.Module:
@@ -92,8 +92,8 @@ class _Children(MutableMapping[str, Any]):
 def itself(value: Any) -> Any:
     """The module that a view shows, a method of a view as the module's; anything else as it is."""
     if isinstance(value, types.MethodType) and (module := itself(value.__self__)) is not value.__self__:
-        kind: Any = type(value.__self__)
-        return types.MethodType(kind._fxamp_base.forward if value.__func__ is kind.forward else value.__func__, module)
+        is_forward = value.__func__ is type(value.__self__).forward
+        return types.MethodType(base_of(value.__self__).forward if is_forward else value.__func__, module)
     part = part_of(value)
     module = None if part is None else part.module
     return value if module is None else module
@@ -203,7 +203,7 @@ def _make_class(base: Any) -> type:
         "_modules": property(children, set_children),
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
-        "_fxamp_base": base,
+        BASE: base,
         "_fxamp_compares_classes": _compares_classes(base.forward),
     }
     return subclass(base, names, _View)

@@ -12,17 +12,24 @@ from fxamp.capture.leaves import TABLES, is_boundary
 from fxamp.ir import ENGINE, RUN
 from fxamp.references import copy_slots, repointed
 
+BASE = "_fxamp_base"
+"""Where a class that is made of a user's says which that is."""
+
 
 def plain_view(model: nn.Module) -> nn.Module:
     """The model without its engine: an instance of the user's own class on the same state."""
-    base = getattr(type(model), "_fxamp_base", type(model))
-    plain = object.__new__(base)
+    plain: nn.Module = object.__new__(base_of(model))
     take_state(model, plain, functions=False)
     plain.__dict__.pop(RUN, None)
     if plain.__dict__.pop(ENGINE, None) is not None:
         for wraps_converted in ("forward", "_compiled_call_impl"):  # set since, by Accelerate and `model.compile()`
             plain.__dict__.pop(wraps_converted, None)
-    return plain  # type: ignore[no-any-return]
+    return plain
+
+
+def base_of(model: nn.Module) -> Any:
+    """The user's class of a converted model, or of a view of one; any other model's own."""
+    return getattr(type(model), BASE, type(model))
 
 
 def plain_tree(model: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ from fxamp.model.engine import Engine
 from fxamp.model.seen import running
 from fxamp.model.variant import Variant
 from fxamp.model.view_class import part_of
+from fxamp.model.views import base_of
 from fxamp.model.written import Written
 
 
@@ -112,7 +113,7 @@ class Look:
         def repeated(path: str, module: nn.Module, variant: Variant, inputs: Any) -> Any:
             return again(Turn(-1, -1, path, module), variant, inputs)
 
-        base = getattr(type(model), "_fxamp_base", type(model))
+        base = base_of(model)
         self.run_turn = counted
         try:
             return self.way(base, model, args, kwargs)

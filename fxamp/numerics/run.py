@@ -21,7 +21,7 @@ from fxamp.model.rebuild import REFERENCE, rebuild_variant
 from fxamp.model.unconverted import not_converted
 from fxamp.model.used_weights import share_given
 from fxamp.model.variant import Variant
-from fxamp.model.views import forward_arguments
+from fxamp.model.views import base_of, forward_arguments
 from fxamp.model.written import Written
 from fxamp.numerics.extent import check_not_empty
 from fxamp.numerics.given import copied
@@ -145,7 +145,7 @@ def _runs_as_written(
         return isinstance(way, Written)
     given = copied((args, kwargs))
     with state_kept(converted), torch.enable_grad():
-        now = way.settled(type(converted)._fxamp_base, converted, *given)  # type: ignore[attr-defined]
+        now = way.settled(base_of(converted), converted, *given)
     if isinstance(now, Written):
         return not only_fp32 or _is_too_much_for_dynamo(converted, engine, args, kwargs)
     return way.is_open and _is_too_much_for_dynamo(converted, engine, args, kwargs)
@@ -158,7 +158,7 @@ def _is_too_much_for_dynamo(
     if engine not in _left_out:
         way, given = looking_dynamo(engine), copied((args, kwargs))
         with state_kept(converted), torch.enable_grad(), way.noting() as read:
-            result = way(type(converted)._fxamp_base, converted, *given)  # type: ignore[attr-defined]
+            result = way(base_of(converted), converted, *given)
         _left_out[engine] = engine.dynamo.is_too_little(share_given(converted, result, read), converted)
     return _left_out[engine]
 
@@ -243,7 +243,7 @@ def run(
         look = _look_of(call.engine) if rewritten is None else rewritten.look
         on_leaving(look.forget)
         return look(call.weights, args, kwargs, call.turns, run_turn, run_again)
-    base: Any = type(call.model)._fxamp_base  # type: ignore[attr-defined]
+    base = base_of(call.model)
     call.dynamo.watch = run_graph
     try:
         with tensors_of(call.weights, call.model):

@@ -322,11 +322,7 @@ def _asked_dtype(node: fx.Node, op: str) -> torch.dtype | None:
 
 def _is_used_as_index(node: fx.Node) -> bool:
     for user in node.users:
-        position = _INDEX_ARGUMENTS.get(ir.mark(user).op if ir.MARK in user.meta else _plain_name(user))
+        position = _INDEX_ARGUMENTS.get(ir.mark(user).op if ir.MARK in user.meta else ir.target_name(user))
         if position is not None and ir.argument_of(user, position, "input") is node:
             return True
     return False
-
-
-def _plain_name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -11,6 +11,7 @@ from torch import nn
 from fxamp.capture.functions_of import codes_of
 from fxamp.errors import OpListError, OptionError, nearest
 from fxamp.lists.names import op_name
+from fxamp.model.views import base_of
 from fxamp.review.rows import Row
 
 _NAMES = "a node, a module path such as 'encoder.layer.3', a source line such as 'model.py:42', a module class or an op"
@@ -48,7 +49,7 @@ def find_rows(rows: Sequence[Row], name: str) -> tuple[str, list[Row]]:
 def forward_at(model: nn.Module, name: str) -> str | None:
     """The forward in which a source line stands, in words, None where it is no line of one."""
     for path, module in model.named_modules():
-        kind = getattr(type(module), "_fxamp_base", type(module))
+        kind = base_of(module)
         code: types.CodeType | None = getattr(kind.forward, "__code__", None)
         if code is None:
             continue
