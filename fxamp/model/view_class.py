@@ -91,9 +91,11 @@ class _Children(MutableMapping[str, Any]):
 
 def itself(value: Any) -> Any:
     """The module that a view shows, a method of a view as the module's; anything else as it is."""
-    if isinstance(value, types.MethodType) and (module := itself(value.__self__)) is not value.__self__:
-        is_forward = value.__func__ is type(value.__self__).forward
-        return types.MethodType(base_of(value.__self__).forward if is_forward else value.__func__, module)
+    if isinstance(value, types.MethodType):
+        shown: Any = value.__self__
+        if (module := itself(shown)) is not shown:
+            is_forward = value.__func__ is type(shown).forward
+            return types.MethodType(base_of(shown).forward if is_forward else value.__func__, module)
     part = part_of(value)
     module = None if part is None else part.module
     return value if module is None else module
