@@ -35,6 +35,8 @@ def offloaded() -> nn.Module:
 def test_hooks_that_bring_the_weights_are_left_to_dynamo():
     model, x = offloaded(), torch.randn(4, 8)
     expected, converted = model(x), fxamp.convert(model, dtype=torch.bfloat16)
+    if torch.__version__ < "2.12":
+        converted(x)  # float32: Dynamo of 2.11 leaves such modules out, and is left for it
     for _ in range(3):
         result = converted(x)
         assert not torch.equal(result, expected), "it runs low"

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 
 import torch
+from torch._compile import _disable_dynamo
 
 from fxamp.runtime import clipping, gradients
 from fxamp.runtime.master_gradients import mirror_gradient
@@ -85,6 +86,7 @@ def standing_gradients(optimizers: list[torch.optim.Optimizer], scaler: LossScal
         _in_a_block.difference_update(optimizers)
 
 
+@_disable_dynamo  # of a compiled training step
 def _stash(optimizer: torch.optim.Optimizer, scaler: LossScaler, loss_id: int) -> None:
     """Set unscaled gradients of an earlier backward aside, so that the next one's can be unscaled alone.
 
