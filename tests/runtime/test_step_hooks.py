@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from runtime_instruments import NoSync
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import fxamp
@@ -68,6 +69,30 @@ def test_after_a_skipped_step_a_post_hook_finds_the_old_weights(make, has_master
     finally:
         handle.remove()
     assert len(seen) == 3
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("has_masters", [False, True])
+@pytest.mark.parametrize("make", [OPTIMIZERS["fused"], Plain, lambda p: put_on(torch.optim.SGD(p, lr=0.1))])
+def test_hooks_and_steps_put_on_an_optimizer_wait_for_no_device(make, has_masters):
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16 if has_masters else torch.float32))
+    inner = make([weight])
+    inner.register_step_post_hook(floor)
+    optimizer = fxamp.MasterWeightOptimizer(inner) if has_masters else inner
+    scaler = fxamp.LossScaler(8.0, device="cpu")
+    with NoSync():
+        for gradient in (1.0, torch.inf, 1.0):
+            scaler.scale((weight.float() * gradient).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert weight.isfinite().all() and scaler.get_scale() == 4.0
+
+
+def put_on(optimizer):
+    """An optimizer with a step of its own."""
+    optimizer.step = types.MethodType(lambda self, closure=None: type(self).step(self, closure), optimizer)
+    return optimizer
 
 
 def clip(optimizer, args, kwargs):
