@@ -278,11 +278,7 @@ class Engine:
         if (reason := self.refusals.reason(key, module)) is not None:
             raise CaptureError(reason)
         stale = [variant for variant in known if variant.fits(module, inputs)]
-        try:
-            self.changes.follow(module, stale, known, self._falls_back)
-        except CaptureError as error:
-            self.refusals.add(key, module, error)
-            raise
+        self.changes.follow(module, stale, known, self._falls_back)
         if sum(map(len, self.variants.values())) >= self.max_variants:
             remedy = "Pad the inputs to a few sizes"
             if self.options.opt_level != "O1":
