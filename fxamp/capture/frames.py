@@ -30,13 +30,15 @@ Hear = Callable[[str, str], None]  # a function, and why it is given up and what
 _IS_APART = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _NO_LIMIT = 1 << 30  # captures of one piece of code by all of a process
 _LIMIT = "torch._dynamo hit config."
+_AT_ITEM = "Graph break from `Tensor.item()`"
 _GIVEN_UP = re.compile(r"WON'T CONVERT (.+?) (\S+) line (\d+)")
 
 _KEEP_OUT = "Keep what changes from call to call out of it, or pass that as a tensor"
 _REWRITE = "Rewrite that line, or convert the submodules around it (boundaries=)"
 
-_dynamos_log = logging.getLogger("torch._dynamo.convert_frame")
+_dynamos_logs = [logging.getLogger(f"torch._dynamo.{name}") for name in ("convert_frame", "variables.tensor")]
 _listening = threading.local()
+_NOBODY: Any = object()  # listens while no converted model is captured
 
 
 def compile_apart(function: Any, backend: str | Callable[..., Any], fullgraph: bool = False) -> Any:
@@ -72,13 +74,14 @@ def captures_apart(hear: Hear | None = None, most: int | None = _NO_LIMIT) -> It
         "allow_rnn": True,
         "allow_unspec_int_on_nn_module": True,
     }
+    for dynamos in _dynamos_logs:
+        dynamos.addFilter(_overheard)  # once, however often it is called
     if hear is not None:
-        _dynamos_log.addFilter(_overheard)  # once, however often it is called
         changed.update({"suppress_errors": True} if _IS_APART else {})
     _leave_out_what_fails()
     if most is not None:
         changed["recompile_limit"] = most if _IS_APART else _NO_LIMIT
-    was, _listening.hear = getattr(_listening, "hear", None), hear
+    was, _listening.hear = getattr(_listening, "hear", _NOBODY), hear
     revert = torch._dynamo.config._make_closure_patcher(**changed)()
     try:
         yield
@@ -130,12 +133,17 @@ def frame_number() -> int:
 
 
 class _Overheard(logging.Filter):
-    """Keeps back what Dynamo logs of a frame of a converted model that it gives up, for who listens."""
+    """Keeps back what Dynamo logs of a frame of a converted model that it gives up, for who listens.
+
+    So it does a break of the graph at `.item()`, of which a line at INFO tells.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        hear: Hear | None = getattr(_listening, "hear", None)
+        hear = getattr(_listening, "hear", _NOBODY)
         text = str(record.msg)
-        if hear is None:
+        if text.lstrip().startswith(_AT_ITEM):
+            return hear is _NOBODY
+        if hear is None or hear is _NOBODY:
             return True
         if text.startswith(_LIMIT) and isinstance(record.args, tuple):
             limit, most, function, reason = map(str, record.args[:4])

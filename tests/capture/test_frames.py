@@ -182,6 +182,39 @@ def test_the_reason_of_a_limit_is_one_line() -> None:
     assert "(0/7: type=<class 'Net'>)." in told[0]
 
 
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.low(x)
+            if x.norm().item() < 1e-6:
+                break
+        return x
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_dynamos_advice_on_item_is_for_who_compiles() -> None:
+    """It names an option that would not help a converted model, of which one line at INFO tells."""
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("torch._dynamo.variables.tensor")
+    log.addHandler(handler)
+    try:
+        for model in (fxamp.convert(Asks(), dtype=bf16), torch.compile(Asks(), backend="eager")):
+            TensorVariable._warn_capture_scalar_outputs.cache_clear()
+            assert told == []
+            model(torch.randn(2, 8)).sum().backward()
+    finally:
+        log.removeHandler(handler)
+    assert len(told) == 1
+
+
 class Odd(tuple):
     """Dynamo asks for the length when it guards a tuple."""
 
