@@ -44,6 +44,9 @@ class Part:
         reference: gives the module; None once it is gone, if it is the model itself, which views must not keep alive.
         engine: of its calls; None where it is none that is called, as torch's containers.
         is_denied: whether an override denies it.
+        kind: the module's class when the view was made. For the time of a call a forward may give it another one (as
+            `parametrize` does, which PEFT's LoRA of parameters comes to): it has no graph then, and children of that
+            call alone, of which no views are kept.
     """
 
     reference: Callable[[], nn.Module | None]
@@ -51,6 +54,7 @@ class Part:
     family: "Family"
     engine: Engine | None
     is_denied: bool
+    kind: type[nn.Module]
 
     @property
     def module(self) -> nn.Module | None:
@@ -67,7 +71,7 @@ class Part:
            weights were: a state that was joined with them.
         """
         module, engine = self.module, self.engine
-        if module is None or engine is None or self.family.is_protected():
+        if module is None or engine is None or type(module) is not self.kind or self.family.is_protected():
             if isinstance(module, _PRODUCTS) and any(map(is_stored_low, module.parameters())):
                 args, kwargs = pytree.tree_map_only(torch.Tensor, _in_float32, (args, kwargs))
             return written(view, *args, **kwargs)
@@ -83,7 +87,8 @@ class Part:
 
     def child(self, view: nn.Module, name: str, value: Any) -> Any:
         """What forward is to see of a child."""
-        if type(view)._fxamp_compares_classes:  # type: ignore[attr-defined]
+        is_of_now = self.module is not None and type(self.module) is not self.kind
+        if is_of_now or type(view)._fxamp_compares_classes:  # type: ignore[attr-defined]
             return value
         return self.family.seen(value, f"{self.path}.{name}".lstrip("."))
 
@@ -130,7 +135,7 @@ class Family:
     def view(self, module: nn.Module, path: str, engine: Engine | None) -> nn.Module:
         """A new view of a module."""
         reference: Any = weakref.ref(module) if engine is self.engine else lambda: module
-        return new_view(module, Part(reference, path, self, engine, self._colour_of(path) == "deny"))
+        return new_view(module, Part(reference, path, self, engine, self._colour_of(path) == "deny", type(module)))
 
     def seen(self, child: Any, path: str) -> Any:
         """What forward is to see of a child: a view, or the child itself.

@@ -29,6 +29,9 @@ class _View:
 _PART: Any = vars(_View)["_fxamp_part"]  # by the slot itself: no `__getattr__` of the user's is asked
 
 
+_CLASS: Any = object.__dict__["__class__"]  # of a view itself, which tells the module's
+
+
 def part_of(value: Any) -> Any:
     """What a view shows; None for any other object, and for a view that a class makes of itself by `type(self)()`.
 
@@ -176,6 +179,15 @@ def _make_class(base: Any) -> type:
     def set_children(self: Any, given: Any) -> None:
         self.__dict__["_modules"] = given
 
+    def get_class(self: Any) -> type:
+        return base  # type: ignore[no-any-return]
+
+    def set_class(self: Any, kind: type) -> None:
+        module = itself(self)
+        if module is not self:
+            module.__class__ = kind
+        _CLASS.__set__(self, _classes.of(kind))
+
     def __eq__(self: Any, other: Any) -> Any:
         return base.__eq__(itself(self), itself(other))
 
@@ -193,7 +205,7 @@ def _make_class(base: Any) -> type:
 
     names = {
         "forward": forward,
-        "__class__": property(lambda self: base),  # whom forward asks for a class gets that of the module
+        "__class__": property(get_class, set_class),  # whom forward asks for a class gets that of the module
         "__eq__": __eq__,
         "__hash__": __hash__,
         "__reduce_ex__": __reduce_ex__,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
@@ -882,3 +883,68 @@ def test_norms_of_any_shape_take_such_a_call(norm, has_gradients):
     assert found.dtype == torch.float32 and not torch.equal(found, expected)
     assert (found - expected).norm() <= 1.5 * (autocast - expected).norm()
     assert {name: weight.dtype for name, weight in converted.named_parameters()} == stored
+
+
+class Summed(nn.Module):
+    """What PEFT's LoRA of a parameter puts on it."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.__dict__["other"] = other
+
+    def forward(self, weight):
+        return weight + self.other
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3, requires_grad=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class Adapted(nn.Module):
+    """Its part is of another class for the time of a call, as PEFT's `ParamWrapper` has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.a, self.b = Mixed(), nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x):
+        parametrize.register_parametrization(self.base, "weight", Summed(self.b.weight @ self.a.weight), unsafe=True)
+        try:
+            return self.base(x)
+        finally:
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+
+class DecidesAround(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Sequential(nn.Linear(8, 8)), Adapted(), nn.Sequential(nn.Linear(8, 8)))
+
+    def forward(self, x):
+        y = self.blocks(x)
+        return y * 2 if y.sum() > -1e9 else y
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_forward_may_parametrize_a_part_for_its_call(opt_level):
+    torch.manual_seed(0)
+    plain, x = DecidesAround(), torch.randn(4, 8)
+    converted = fxamp.convert(copy.deepcopy(plain), torch.bfloat16, opt_level=opt_level)
+    plain(x).square().mean().backward()
+    base, kept = converted.blocks[1].base, []
+    for _ in range(6):
+        converted.zero_grad()
+        converted(x).square().mean().backward()
+        gc.collect()
+        kept.append(sum(isinstance(each, nn.Module | torch.Tensor) for each in gc.get_objects()))
+        assert type(base) is Mixed and list(base._parameters) == ["weight"]
+    for (name, found), (_, expected) in zip(converted.named_parameters(), plain.named_parameters(), strict=True):
+        assert (found.grad is None) == (expected.grad is None), name
+        if expected.grad is not None:
+            assert (found.grad.float() - expected.grad).norm() < 0.03 * expected.grad.norm(), name
+    assert kept[-1] == kept[2]  # nothing is kept of a call
