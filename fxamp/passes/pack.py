@@ -72,6 +72,8 @@ class PackWeights(Pass):
     7. Buffers have buckets of their own: one may hold what the last call computed, and backward must not go there.
     8. No copy is made for `zeros_like(w)`, which reads no number of it: `zeros_like(w, dtype=low)`.
     9. The weights of a recurrent call are in one bucket, however large: cuDNN reads them as one piece of memory.
+    10. What one checkpointed region alone reads has buckets of its own, which are cast again with it: nothing of them
+        is kept, as under autocast.
     """
 
     ensures: ClassVar = (operands_agree, casts_minimal, packs_sound)
@@ -89,11 +91,11 @@ class PackWeights(Pass):
         reached = outputs_reached(graph, aliases)
         buckets: list[list[fx.Node]] = []
         open_buckets: dict[tuple[object, ...], tuple[list[fx.Node], int]] = {}
-        copies: dict[fx.Node, tuple[object, ...]] = {
-            node: (_dtype(node), _source_dtype(node), _is_buffer(node.args[0]), regions[node], reached[node])
-            for node in graph.nodes
-            if can_pack(node, aliases)
-        }
+        copies: dict[fx.Node, tuple[object, ...]] = {}
+        for node in graph.nodes:
+            if can_pack(node, aliases):
+                place = regions[node], *_checkpoint_of(node)
+                copies[node] = _dtype(node), _source_dtype(node), _is_buffer(node.args[0]), place, reached[node]
         made_by = {_result(copy): copy for copy in copies}
         done: set[fx.Node] = set()
         for node in graph.nodes:
@@ -233,6 +235,12 @@ def growth_by(pad: fx.Node) -> Growth | None:
 def _result(cast: fx.Node) -> fx.Node:
     """What the copy is for: the cast, or the pad behind it."""
     return cast if is_weight_pad(cast) or growth_of(cast) is None else next(iter(cast.users))
+
+
+def _checkpoint_of(copy: fx.Node) -> tuple[object, ...]:
+    """The checkpointed region that alone reads a copy."""
+    found = {reader.meta.get(ir.REGION) for reader in _result(copy).users}
+    return tuple(found) if len(found) == 1 else ()
 
 
 def _dtype(copy: fx.Node) -> Any:

@@ -337,3 +337,64 @@ def test_the_first_call_may_stand_under_hooks_on_saved_tensors(way, around):
     for _ in range(2):
         found = gradients(lambda x: AROUND[around](run, x), twin)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+class Stack(nn.Module):
+    """Blocks whose weights are larger than their activations; the adapters of frozen ones are trained."""
+
+    def __init__(self, is_frozen, **options):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 192), nn.GELU(), nn.Linear(192, 64)) for _ in range(4)]
+        )
+        self.blocks.requires_grad_(not is_frozen)
+        self.adapters = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+        self.options = options
+
+    def run(self, block, adapter, x):
+        return x + block(x) + adapter(x)
+
+    def forward(self, x):
+        for block, adapter in zip(self.blocks, self.adapters, strict=True):
+            x = checkpoint(self.run, block, adapter, x, **self.options) if self.options else self.run(block, adapter, x)
+        return x
+
+
+def kept_and_gradients(model, run, x):
+    """Bytes that a forward keeps for its backward, beside the parameters; and the gradients."""
+    own, kept = {weight.untyped_storage()._cdata for weight in model.parameters()}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = run(x).float().square().mean()
+    size = sum(kept.values())
+    loss.backward()
+    return size, {name: weight.grad.float() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_low_copies_of_a_regions_weights_are_not_kept(level, reentrant, is_frozen):
+    def made(**options):
+        torch.manual_seed(0)
+        return Stack(is_frozen, **options)
+
+    x = torch.randn(2, 64, requires_grad=True)
+    _, exact = kept_and_gradients(plain := made(), plain, x)
+    model = made(use_reentrant=reentrant)
+    with torch.autocast("cpu", LOW):
+        theirs, _ = kept_and_gradients(model, model, x)
+    converted = fxamp.convert(made(use_reentrant=reentrant), LOW, opt_level=level)
+    for _ in range(2):
+        converted.zero_grad()
+        ours, found = kept_and_gradients(converted, converted, x)
+    assert ours <= 1.2 * theirs, "no more than autocast keeps"
+    assert found.keys() == exact.keys()
+    for name, gradient in exact.items():
+        assert (found[name] - gradient).norm() < 0.02 * gradient.norm(), name
