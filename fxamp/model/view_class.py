@@ -156,6 +156,14 @@ def _compares_classes(forward: Any) -> bool:
     return any(isinstance(each, type) and issubclass(each, nn.Module) for each in named)
 
 
+def _give_class(view: Any, kind: type) -> None:
+    """`view.__class__ = kind`: the module is of that class then, and the view one of such a module."""
+    module = itself(view)
+    if module is not view:
+        module.__class__ = kind
+    _CLASS.__set__(view, _classes.of(kind))
+
+
 def _make_class(base: Any) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         part = part_of(self)
@@ -179,15 +187,6 @@ def _make_class(base: Any) -> type:
     def set_children(self: Any, given: Any) -> None:
         self.__dict__["_modules"] = given
 
-    def get_class(self: Any) -> type:
-        return base  # type: ignore[no-any-return]
-
-    def set_class(self: Any, kind: type) -> None:
-        module = itself(self)
-        if module is not self:
-            module.__class__ = kind
-        _CLASS.__set__(self, _classes.of(kind))
-
     def __eq__(self: Any, other: Any) -> Any:
         return base.__eq__(itself(self), itself(other))
 
@@ -205,7 +204,7 @@ def _make_class(base: Any) -> type:
 
     names = {
         "forward": forward,
-        "__class__": property(get_class, set_class),  # whom forward asks for a class gets that of the module
+        "__class__": property(lambda self: base, _give_class),  # whom forward asks for a class gets the module's
         "__eq__": __eq__,
         "__hash__": __hash__,
         "__reduce_ex__": __reduce_ex__,
