@@ -931,7 +931,9 @@ class DecidesAround(nn.Module):
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
-def test_a_forward_may_parametrize_a_part_for_its_call(opt_level):
+def test_a_forward_may_parametrize_a_part_for_its_call(opt_level, monkeypatch):
+    built, build = [], Engine._build
+    monkeypatch.setattr(Engine, "_build", lambda *given: built.append(type(given[1]).__name__) or build(*given))
     torch.manual_seed(0)
     plain, x = DecidesAround(), torch.randn(4, 8)
     converted = fxamp.convert(copy.deepcopy(plain), torch.bfloat16, opt_level=opt_level)
@@ -948,3 +950,4 @@ def test_a_forward_may_parametrize_a_part_for_its_call(opt_level):
         if expected.grad is not None:
             assert (found.grad.float() - expected.grad).norm() < 0.03 * expected.grad.norm(), name
     assert kept[-1] == kept[2]  # nothing is kept of a call
+    assert not any(name.startswith("Parametrized") for name in built), built
