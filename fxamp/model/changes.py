@@ -59,7 +59,7 @@ class Changes:
         name = type(module).__qualname__
         for title in [title for title, count in self._counts.items() if count > self.most]:
             if falls_back and (title in self._set_in_forward or self._counts[title] > self.most_from_outside):
-                known[:] = [variant for variant in known if variant not in stale]  # none will hold again
+                known[:] = [each for each in known if all(each is not other for other in stale)]  # none holds again
                 what = f"sets {title}" if title in self._set_in_forward else f"reads {title}, which changes,"
                 raise CaptureError(
                     f"forward of {name} {what} and decides on it in Python, so that it would be captured again and "
