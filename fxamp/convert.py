@@ -11,7 +11,7 @@ from torch import nn
 from fxamp.boundaries import AsWritten, check_boundaries, make_tree
 from fxamp.capture.hooks import warn_of_hooks_on
 from fxamp.capture.inputs import check_call_fits, normalise_example
-from fxamp.dtypes import dtype_name
+from fxamp.dtypes import device_of, dtype_name
 from fxamp.dynamo.backend import DynamoForward
 from fxamp.dynamo.preview import trace_on_fakes
 from fxamp.errors import CaptureError, warn_once
@@ -27,7 +27,7 @@ from fxamp.model.storage import lower_parameters, put_back
 from fxamp.model.uncalled import watch_for_a_call
 from fxamp.model.unconverted import leave
 from fxamp.model.variant import Variant
-from fxamp.model.views import device_of, forward_arguments, plain_tree, plain_view
+from fxamp.model.views import forward_arguments, plain_tree, plain_view
 from fxamp.model.workshop import Workshop
 from fxamp.model.written import Written
 from fxamp.numerics.pins import as_ranges

@@ -1,6 +1,9 @@
 """Facts about the two low-precision dtypes, and the choice between them."""
 
+import itertools
+
 import torch
+from torch import nn
 
 from fxamp.errors import OptionError, nearest
 
@@ -23,6 +26,13 @@ _accelerator = torch.accelerator.current_accelerator()
 
 AUTOCAST_KINDS = tuple(dict.fromkeys(("cuda", "cpu", *([_accelerator.type] if _accelerator is not None else []))))
 """The kinds of device whose autocast may be on: a GPU's also where there is none, as for tensors that stand for its."""
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the model's first parameter or buffer; of one that has none (a loss), the machine's accelerator."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    found = next((tensor.device for tensor in tensors), None)
+    return found or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def autocast_kind(device: torch.device) -> str:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from fxamp.convert import convert_as
+from fxamp.dtypes import device_of
 from fxamp.errors import OptionError
 from fxamp.model.engine import engine_of
-from fxamp.model.views import device_of
 from fxamp.numerics.measuring import LossFn, check_batches, profile_converted, split_batch
 from fxamp.numerics.ranges import Ranges
 from fxamp.numerics.run import arguments

@@ -12,10 +12,11 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.capture.inputs import CallSpec, flatten_call
+from fxamp.dtypes import device_of
 from fxamp.model.hooked import MUCH, multiplied, share_in
 from fxamp.model.likeness import likeness
 from fxamp.model.part_options import decisions, options_within
-from fxamp.model.views import device_of, plain_tree
+from fxamp.model.views import plain_tree
 from fxamp.module_hooks import has_hooks
 from fxamp.options import Options
 from fxamp.override_keys import around, override_of

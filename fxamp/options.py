@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fxamp.dtypes import AUTOCAST_KINDS, dtype_name, resolve_dtype
+from fxamp.dtypes import AUTOCAST_KINDS, device_of, dtype_name, resolve_dtype
 from fxamp.errors import CaptureError, OptionError, nearest
 from fxamp.ir import Colour
 from fxamp.lists import COLOURS, OpLists
-from fxamp.model.engine import Engine, engine_of
-from fxamp.model.views import device_of, nested
+from fxamp.model.engine import Engine
+from fxamp.model.views import nested
 from fxamp.passes.policy import LEVELS, Level
 from fxamp.runtime.masters import MASTER, is_stored_low
 
@@ -84,8 +84,6 @@ def check_model(model: Any) -> None:
             f"{type(model).__qualname__} has lazy modules, whose parameters have no shape yet. Call it once, then "
             "convert it."
         )
-    if engine_of(model) is None and not any(t.is_floating_point() for t in tensors):
-        raise OptionError(f"{type(model).__qualname__} has no floating-point parameters: there is nothing to convert.")
     for kind in AUTOCAST_KINDS:
         if torch.is_autocast_enabled(kind):
             raise OptionError(

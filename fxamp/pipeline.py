@@ -13,10 +13,10 @@ from fxamp.capture.leaves import is_boundary
 from fxamp.capture.promotion import read_as_own
 from fxamp.capture.reads import Place
 from fxamp.capture.symbolic import capture_symbolic
+from fxamp.dtypes import device_of
 from fxamp.fakes import Fakes
 from fxamp.model.codegen import compile_graph
 from fxamp.model.variant import Variant
-from fxamp.model.views import device_of
 from fxamp.module_hooks import has_hooks
 from fxamp.number_fits import NumberFits
 from fxamp.numerics.pins import misfits_of, ranges_pins

@@ -49,7 +49,6 @@ def state(model: nn.Module) -> dict[str, object]:
             lambda: nn.DataParallel(nn.Linear(2, 2)),
             r"DataParallel, which copies .* at every call.*DistributedDataParallel\(fxamp.convert\(module\)\)",
         ),
-        (lambda: nn.ReLU(), "no floating-point parameters"),
     ],
 )
 def test_what_is_no_convertible_model_is_refused(given, culprit):

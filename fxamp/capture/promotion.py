@@ -36,7 +36,7 @@ class Promotion:
     """What is widened in one graph, node by node as the graph is made.
 
     1. A GEMM, a convolution, attention and a norm get operands of one dtype.
-    2. A deny op reads the model's own low inputs in float32, where the model's weights are float32.
+    2. A deny op reads the model's own low inputs in float32, where the model's weights are float32, or it has none.
     3. What the user converted (`x.half()`) is read by other ops as it is, and nothing is done in a region without
        autocast.
     4. The low arguments of a half_function are as inputs that come in low: its deny ops read them in float32.
@@ -46,12 +46,14 @@ class Promotion:
     Args:
         root: resolves modules.
         run: gives the fake value of a node.
+        is_float32: whether the model's weights are; None: by those of `root`.
     """
 
-    def __init__(self, root: nn.Module, run: Run) -> None:
+    def __init__(self, root: nn.Module, run: Run, is_float32: bool | None = None) -> None:
         self.root = root
         self.run = run
-        self._is_float32 = any(weight.dtype == torch.float32 for weight in root.parameters())
+        dtypes = {weight.dtype for weight in root.parameters()}
+        self._is_float32 = (not dtypes or torch.float32 in dtypes) if is_float32 is None else is_float32
         self._from_outside: set[fx.Node] = set()
 
     def before(self, node: fx.Node) -> bool:
@@ -133,6 +135,8 @@ def _convert(node: fx.Node, given: fx.Node, dtype: torch.dtype, run: Run) -> fx.
 def promote(graph: fx.Graph, root: nn.Module, fakes: Fakes) -> None:
     """Widen wherever it is wanted in a whole graph, and bring the values below up to date.
 
+    A graph without weights may be a piece of a low model, whose deny ops are left alone.
+
     Args:
         root: whose weights the graph reads.
     """
@@ -141,7 +145,9 @@ def promote(graph: fx.Graph, root: nn.Module, fakes: Fakes) -> None:
         is_graph = given.op == "get_attr" and "val" not in given.meta  # an argument of an op of higher order
         return ir.attribute(fakes.root, given.target) if is_graph else given.meta["val"]
 
-    promotion = Promotion(root, lambda node: fakes.run(node, value))
+    weights = [node.meta.get("val") for node in graph.nodes if ir.is_weight(node)]
+    dtypes = {weight.dtype for weight in (*root.parameters(), *weights) if isinstance(weight, nn.Parameter)}
+    promotion = Promotion(root, lambda node: fakes.run(node, value), is_float32=torch.float32 in dtypes)
     stale: set[fx.Node] = set()
     for node in list(graph.nodes):
         if promotion.before(node) or any(given in stale for given in node.all_input_nodes):

@@ -23,7 +23,7 @@ from fxamp.capture.locations import is_library_file, user_line
 from fxamp.capture.objects import is_other_self
 from fxamp.capture.proxies import is_value, questions_of
 from fxamp.capture.raises import check_of_torch, is_asked_for_nothing
-from fxamp.dtypes import autocast_kind
+from fxamp.dtypes import autocast_kind, device_of
 from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
 from fxamp.leaf_fakes import TWIN_OF
@@ -243,7 +243,7 @@ def _unchanged_randomness() -> Iterator[None]:
 
 def autocast_device(root: nn.Module) -> str:
     """The type of device whose autocast regions in forward are seen; on the meta device torch has no autocast."""
-    return next((autocast_kind(weight.device) for weight in root.parameters()), "cpu")
+    return autocast_kind(device_of(root))
 
 
 @contextlib.contextmanager

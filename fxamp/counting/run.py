@@ -23,8 +23,9 @@ from fxamp.runtime.padded_weights import note_room, with_room
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 WAYS = ("fp32", "autocast", "O1 strict", "O1 balanced", "O1 aggressive", "O2", "half")
-MORE_WAYS = ("O1 loss inside", "O2 loss inside")
-"""Level balanced, where the converted model computes the loss too, as autocast computes it in its region."""
+MORE_WAYS = ("O1 loss inside", "O2 loss inside", "O1 loss converted", "O2 loss converted")
+"""Level balanced, where the converted model computes the loss too, as autocast computes it in its region; and where the
+loss is a converted module of its own that reads the model's results as they are computed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +97,17 @@ def _prepare(step: Step, way: str, dtype: torch.dtype, device: str) -> tuple[nn.
         halved, low = _halved(step.model, dtype), tree_map(lambda value: _in(value, dtype), call)
         return halved, lambda: step.loss_of(tree_map(lambda value: _in(value, torch.float32), _run(halved, low)))
     opt_level, _, level = way.partition(" ")
-    model, loss_of = step.model, step.loss_of
-    if way in MORE_WAYS:
-        model, loss_of, level = _WithLoss(step).train(), lambda result: result, ""
+    if way in MORE_WAYS or not level:
+        level = "balanced"
+    model, loss_of, output_dtype = step.model, step.loss_of, None if way.endswith("loss converted") else torch.float32
+    if way.endswith("loss inside"):
+        model, loss_of = _WithLoss(step).train(), lambda result: result
+    elif way.endswith("loss converted"):
+        loss_of = convert(_Loss(step, device), dtype)
     with mock.patch(f"{convert.__module__}.lower_parameters", _lower) if device == "cuda" else contextlib.nullcontext():
-        converted = convert(model, dtype, example_inputs=call, opt_level=opt_level, level=level or "balanced")
+        converted = convert(
+            model, dtype, example_inputs=call, opt_level=opt_level, level=level, output_dtype=output_dtype
+        )
     return converted, lambda: loss_of(_run(converted, call))
 
 
@@ -113,6 +120,19 @@ class _WithLoss(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.loss_of(self.model(*args, **kwargs))
+
+
+class _Loss(nn.Module):
+    """The loss of a step; an empty buffer says where it is computed."""
+
+    def __init__(self, step: Step, device: str) -> None:
+        super().__init__()
+        self.loss_of = step.loss_of
+        with _mode(device):
+            self.register_buffer("place", torch.empty(0, device=device))
+
+    def forward(self, result: Any) -> torch.Tensor:
+        return self.loss_of(result)
 
 
 def _run(model: nn.Module, call: Call) -> Any:

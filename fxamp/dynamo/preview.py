@@ -17,11 +17,11 @@ from fxamp.capture.dynamo import adopt
 from fxamp.capture.frames import captures_apart, compile_apart
 from fxamp.capture.surroundings import idle_autocast
 from fxamp.capture.unseen import no_saved_tensor_hooks, unseen
-from fxamp.dtypes import autocast_kind
+from fxamp.dtypes import autocast_kind, device_of
 from fxamp.dynamo.variant import Rewrite, rewrite_dynamo_graph
 from fxamp.errors import OptionError
 from fxamp.model.variant import Variant
-from fxamp.model.views import device_of, plain_tree
+from fxamp.model.views import plain_tree
 from fxamp.options import Options
 from fxamp.recurrent_fakes import without_cudnn
 from fxamp.runtime.apex_casts import casts_into

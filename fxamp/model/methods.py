@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.dtypes import autocast_kind
+from fxamp.dtypes import autocast_kind, device_of
 from fxamp.ir import ENGINE
-from fxamp.model.views import device_of
 
 NAMES = ("generate", "sample")
 

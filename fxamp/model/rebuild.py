@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from fxamp.capture.unseen import no_inference_mode
+from fxamp.dtypes import device_of
 from fxamp.model.engine import Engine
 from fxamp.model.variant import Variant
-from fxamp.model.views import device_of, plain_tree
+from fxamp.model.views import plain_tree
 from fxamp.sparse import without_numbers
 
 REFERENCE: dict[str, Any] = {

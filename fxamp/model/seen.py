@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.refusals import Refusals
-from fxamp.dtypes import LOW_DTYPES
+from fxamp.dtypes import LOW_DTYPES, device_of
 from fxamp.ir import Colour
 from fxamp.lists import OpLists
 from fxamp.model.blocks import mark_block
@@ -21,7 +21,6 @@ from fxamp.model.engine import Engine, engine_of
 from fxamp.model.likeness import kind, likeness
 from fxamp.model.part_options import decisions, is_decided, options_within
 from fxamp.model.view_class import may_be_viewed, new_view, part_of
-from fxamp.model.views import device_of
 from fxamp.model.wide_copies import take_back_writes, wide_copy
 from fxamp.opnames import module_name
 from fxamp.override_keys import around, override_of

@@ -1,11 +1,9 @@
-"""A converted model without its engine: an instance of the user's own class on the same state; and its device."""
+"""A converted model without its engine: an instance of the user's own class on the same state."""
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxamp.capture.leaves import TABLES, is_boundary
@@ -65,12 +63,6 @@ def plain_inside(model: nn.Module, paths: list[str]) -> Iterator[None]:
     finally:
         for module, engine in engines:
             module.__dict__[ENGINE] = engine
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter or buffer; the CPU where it has none."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def take_state(model: nn.Module, twin: nn.Module, functions: bool = True) -> None:

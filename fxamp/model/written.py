@@ -16,12 +16,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.refusals import Refusals
-from fxamp.dtypes import LOW_DTYPES, autocast_kind
+from fxamp.dtypes import LOW_DTYPES, autocast_kind, device_of
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.seen import Family, running
 from fxamp.model.variant import Variant
 from fxamp.model.view_class import itself, may_be_viewed, part_of
-from fxamp.model.views import device_of
 from fxamp.model.wide_copies import taking_back_writes
 
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fxamp.dtypes import dtype_name
+from fxamp.dtypes import device_of, dtype_name
 from fxamp.lists import EnvironmentChange
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.unconverted import not_converted, why_left
 from fxamp.model.variant import Variant
-from fxamp.model.views import device_of
 from fxamp.review.advice import advice_of, low_already, outside_of, unread_parameters
 from fxamp.review.code import graph_title
 from fxamp.review.counted import casts_inside, count, is_cast, is_node, is_weight_cast, user_casts

@@ -214,6 +214,23 @@ def a_fake_bmm_takes_mixed_dtypes() -> bool:
     return True
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_under_torch_compile_a_deny_op_reads_a_low_input_in_float32_where_the_weights_are(stored):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8, dtype=stored)
+            self.register_buffer("mean", torch.ones(8))  # float32 in both
+
+        def forward(self, x):
+            return self.layer(x), x.exp(), self.mean + 1
+
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    layer, exp, mean = torch.compile(Model(), backend="fxamp", options={"dtype": torch.bfloat16, "inner": "eager"})(x)
+    assert (layer.dtype, exp.dtype, mean.dtype) == (stored, stored, torch.float32)
+    assert torch.equal(exp, x.to(stored).exp())
+
+
 @pytest.mark.parametrize("name", ["convolution", "bmm", "lstm"])
 def test_what_dynamo_refuses_names_the_input_and_the_remedy(name):
     converted = fxamp.convert(Parts(FORWARDS[name]), dtype="fp16", capture="dynamo")
