@@ -17,27 +17,22 @@ from fxamp.model.converted import make_sibling
 from fxamp.model.engine import Engine
 from fxamp.model.likeness import likeness
 from fxamp.model.part_options import decisions, options_within
-from fxamp.model.variant import Variant
 from fxamp.model.views import take_state
+from fxamp.model.ways import Way
 from fxamp.options import Options
 from fxamp.references import repointed
 
 BLOCKS = "blocks"
 
 
-class AsWritten:
+class AsWritten(Way):
     """The forward around boundaries where no graph can hold it: it runs as the user wrote it, in float32."""
 
-    variants: tuple[Variant, ...] = ()
-    weights: frozenset[str] = frozenset()
     runs = "as it is written"
 
     def how(self, module: nn.Module) -> str:
         """How calls run, in a sentence about the model."""
         return "runs as written around its blocks"
-
-    def stay_outside(self, name: str) -> None:
-        """Nothing: a compiler may trace what is written, and finds the blocks."""
 
     def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return base.forward(module, *args, **kwargs)

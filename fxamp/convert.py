@@ -256,7 +256,7 @@ def _first_graph(model: nn.Module, engine: Engine, example: tuple[Any, Any] | No
             return engine.preview(model)
         except CaptureError as error:
             engine.fall_back(model, error)
-    is_for_dynamo = engine.boundaries or not getattr(engine.dynamo, "runs", "")
+    is_for_dynamo = engine.boundaries or not engine.way.runs
     if example is not None and engine.options.opt_level == "O1" and is_for_dynamo:
         previews = trace_on_fakes(plain_tree(model), *example, engine.options, rewrite)
         engine.previews = [] if engine.boundaries else previews  # around its blocks it runs as written

@@ -14,6 +14,7 @@ from fxamp.capture.modes import are_modes_active
 from fxamp.dynamo.backend import DynamoForward
 from fxamp.model.hooked import matrices, multiplied
 from fxamp.model.used_weights import NEARLY_ALL, share_given
+from fxamp.model.ways import Way
 from fxamp.model.written import Written
 from fxamp.options import Options
 from fxamp.override_keys import around
@@ -22,7 +23,7 @@ from fxamp.words import percent
 log = logging.getLogger("fxamp")
 
 
-class Otherwise:
+class Otherwise(Way):
     """Chooses by the first calls with gradients.
 
     1. A model whose weights are in modules of some size runs as it is written, and those modules as graphs: a detector,
@@ -39,8 +40,10 @@ class Otherwise:
         rewrite: the pipeline.
     """
 
+    may_be_written = True
+
     def __init__(self, options: Options, rewrite: Callable[..., Any]) -> None:
-        self.by_dynamo = DynamoForward(options, rewrite)
+        self._by_dynamo = DynamoForward(options, rewrite)
         self.written = Written(options, rewrite)
         self.chosen: DynamoForward | Written | None = None
         self.without_gradients: DynamoForward | Written | None = None  # while none is chosen
@@ -52,11 +55,16 @@ class Otherwise:
     def __reduce__(self) -> Any:
         return Otherwise, (self.by_dynamo.options, self.by_dynamo.rewrite)
 
-    def __getattr__(self, name: str) -> Any:
-        """All that is asked of either: its graphs, and how it runs."""
-        own = self.__dict__
-        way = own["chosen"] or (None if own["by_dynamo"].trains else own["without_gradients"])
-        return getattr(way or own["by_dynamo"], name)
+    @property
+    def by_dynamo(self) -> DynamoForward:
+        """The way through Dynamo."""
+        return self._by_dynamo
+
+    @property
+    def present(self) -> DynamoForward | Written:
+        """The way whose graphs there are, and that tells how calls run."""
+        way = self.chosen or (None if self.by_dynamo.trains else self.without_gradients)
+        return way or self.by_dynamo
 
     @property
     def watch(self) -> Any:
@@ -99,7 +107,9 @@ class Otherwise:
         is_tried = tells and _share_in_modules(module) >= NEARLY_ALL and not _needs_a_compiler(module)
         return self.written if is_tried else self.by_dynamo
 
-    def settled(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def settled(
+        self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> DynamoForward | Written:
         """The way that calls take from now on; where none has told, this one is made for it."""
         tells = torch.is_grad_enabled() and _tells((args, kwargs))
         if self._way_for(module, tells) is self.written and self.chosen is None:

@@ -47,7 +47,7 @@ def o1(model, dtype=torch.bfloat16, **options):
 
 
 def chosen(converted):
-    return type(engine_of(converted).dynamo.chosen)
+    return type(engine_of(converted).otherwise.chosen)
 
 
 def trained(model, **how):
@@ -67,7 +67,7 @@ def test_a_model_of_modules_that_graphs_hold_runs_as_written(dtype, is_given, ca
         trained(low, autocast=dtype) - trained(copy.deepcopy(plain))
     ).norm() + 0.1
     engine = engine_of(converted)
-    assert chosen(converted) is Written and not engine.dynamo.by_dynamo.calls
+    assert chosen(converted) is Written and not engine.otherwise.by_dynamo.calls
     assert {"stem"} <= set(engine.blocks) <= {"stem", "left", "right"}
     assert set(fxamp.report(converted).captures) == {"symbolic"}
     told = [record.message for record in caplog.records if "not as a symbolic graph" in record.message]
@@ -110,7 +110,7 @@ def test_one_of_layers_alone_is_for_dynamo_at_once(caplog):
     converted = o1(Shallow())
     with caplog.at_level(logging.INFO, "fxamp"):
         converted(batch(0)).sum().backward()
-    assert engine_of(converted).dynamo.by_dynamo.calls == 1 and not engine_of(converted).dynamo.written.engines
+    assert engine_of(converted).otherwise.by_dynamo.calls == 1 and not engine_of(converted).dynamo.written.engines
     assert any("Shallow: captured by Dynamo, not as a symbolic graph" in record.message for record in caplog.records)
 
 
@@ -358,7 +358,7 @@ def test_flex_attention_is_for_dynamo():
             file.attention = flex if calls else None
             converted = o1(Flexible())
             converted(batch(0)).sum().backward()
-            assert bool(engine_of(converted).dynamo.by_dynamo.calls) == calls
+            assert bool(engine_of(converted).otherwise.by_dynamo.calls) == calls
 
 
 def test_calls_without_gradients_do_not_decide():
@@ -368,16 +368,16 @@ def test_calls_without_gradients_do_not_decide():
     assert chosen(converted) is type(None)
     converted(batch(0)).sum().backward()
     assert chosen(converted) is Written
-    calls = engine_of(converted).dynamo.by_dynamo.calls
+    calls = engine_of(converted).otherwise.by_dynamo.calls
     with torch.no_grad():
         torch.testing.assert_close(converted(batch(0)), first, rtol=0.05, atol=0.02)
-    assert engine_of(converted).dynamo.by_dynamo.calls == calls
+    assert engine_of(converted).otherwise.by_dynamo.calls == calls
 
 
 def test_capture_dynamo_is_dynamos():
     converted = o1(Choosing(), capture="dynamo")
     converted(batch(0)).sum().backward()
-    assert isinstance(engine_of(converted).dynamo, DynamoForward)
+    assert isinstance(engine_of(converted).otherwise, DynamoForward)
     assert set(fxamp.report(converted).captures) == {"dynamo"}
 
 
@@ -415,7 +415,7 @@ def test_graphs_of_a_copy_go_with_it():
 
     converted = o1(Choosing(Configured))
     converted(batch(0)).sum().backward()
-    engines = engine_of(converted).dynamo.engines
+    engines = engine_of(converted).way.engines
     count = len(engines)
     for _ in range(2):
         copy.deepcopy(converted)(batch(0)).sum().backward()

@@ -27,6 +27,7 @@ from fxamp.dynamo.variant import Rewrite, rewrite_dynamo_graph, run_checkpoints
 from fxamp.errors import OptionError, nearest
 from fxamp.model.variant import Variant
 from fxamp.model.views import nested, plain_inside
+from fxamp.model.ways import Way
 from fxamp.options import Options, check_options
 from fxamp.runtime.apex_casts import casts_into
 
@@ -66,27 +67,18 @@ def backend(module: fx.GraphModule, example_inputs: list[Any], options: dict[str
     return inner(fx.GraphModule(module, fold_checkpoints(variant.graph, call)), example_inputs)
 
 
-class DynamoForward:
+class DynamoForward(Way):
     """A model's forward through `torch.compile`, with fxamp's passes on every graph and nothing else.
 
     Args:
         options: what convert() was asked for.
         rewrite: the pipeline.
 
-    Attributes:
-        variants: every graph there is, in the order of their making.
-        watch: while it is set, it runs the graphs in the place of their compiled forwards.
-        calls: of the model, so far.
-        trains: whether one of them was in training mode, with gradients.
-        runs_as_written: whether a call came to its end, outside of modes, while no graph had been made.
-        weights: paths of the weights that graphs were given in calls that made graphs.
-        shared: a weight of a module -> the weight of the equal module whose graph runs it, and decided for both.
-        given_up: functions that Dynamo does not capture any more, and why.
     """
 
     def __init__(self, options: Options, rewrite: Rewrite) -> None:
         self.options = options
-        self.rewrite = rewrite
+        self.rewrite: Rewrite = rewrite
         self.variants: list[Variant] = []
         self.protected: frozenset[str] = frozenset()
         self.watch: Watch | None = None

@@ -42,8 +42,7 @@ def make_ready(context: Any) -> None:
         return
     engine.is_trained = True  # as far as can be told: the gradient mode of calls to come is not known
     name = type(module.value).__qualname__
-    if engine.dynamo is not None:
-        engine.dynamo.stay_outside(name)
+    engine.otherwise.stay_outside(name)
     if engine.options.capture == "dynamo":
         return
     try:

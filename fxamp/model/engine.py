@@ -33,6 +33,7 @@ from fxamp.model.hooked import check_hooks
 from fxamp.model.structure import Structure
 from fxamp.model.variant import Variant, takes_apart
 from fxamp.model.views import base_of, plain_tree
+from fxamp.model.ways import Way
 from fxamp.model.workshop import Workshop
 
 log = logging.getLogger("fxamp")
@@ -47,7 +48,7 @@ class Engine:
     Args:
         options: what convert() was asked for; must pickle.
         workshop: builds variants.
-        dynamo: the same forward through Dynamo, for calls that symbolic capture cannot follow.
+        otherwise: how calls run that no graph holds.
         is_frozen: whether low weights are kept from call to call.
     """
 
@@ -56,10 +57,10 @@ class Engine:
     # Engines for the states that a model's modules alternate between.
     most_known = 4
 
-    def __init__(self, options: Any, workshop: Workshop, dynamo: Any = None, is_frozen: bool = False) -> None:
+    def __init__(self, options: Any, workshop: Workshop, otherwise: Way, is_frozen: bool = False) -> None:
         self.options = options
         self.workshop = workshop
-        self.dynamo = dynamo
+        self.otherwise = otherwise
         self.boundaries: dict[str, Engine] = {}  # inside this model, by path
         self.is_boundary = False
         self.stored_by: Literal["call", "preview", "layers"] = "call"  # what told convert() which weights become low
@@ -82,13 +83,18 @@ class Engine:
 
     def __reduce__(self) -> Any:
         kept = {name: getattr(self, name) for name in ("boundaries", "is_boundary", "paths", "stored_by")}
-        return Engine, (self.options, self.workshop, self.dynamo, self.is_frozen), kept
+        return Engine, (self.options, self.workshop, self.otherwise, self.is_frozen), kept
+
+    @property
+    def way(self) -> Way:
+        """How calls that no graph holds run at present."""
+        return self.otherwise.present
 
     @property
     def blocks(self) -> dict[str, "Engine"]:
         """Of the submodules that are converted by themselves, by path: boundaries, or parts of a forward that runs as
         it is written."""
-        return {**self.boundaries, **getattr(self.dynamo, "blocks", {})}
+        return {**self.boundaries, **self.way.blocks}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Engine":
         return self  # graphs read everything by path, so copies of the model can share them
@@ -169,7 +175,7 @@ class Engine:
         """
         if fingerprint not in self.known:
             log.info("%s has changed since it was captured: it is captured again", type(module).__qualname__)
-            made = Engine(self.options, self.workshop, copy.deepcopy(self.dynamo), self.is_frozen)
+            made = Engine(self.options, self.workshop, copy.deepcopy(self.otherwise), self.is_frozen)
             made.is_boundary, made.paths, made.fingerprint = self.is_boundary, self.paths, fingerprint
             made.known, made.stored_by = self.known, self.stored_by
             self.known |= {self.fingerprint: self, fingerprint: made}
@@ -202,7 +208,7 @@ class Engine:
             log.info("no preview of %s from assumed types; its first call decides how it is captured: %s", name, text)
         elif text not in self.fallbacks:
             level = logging.DEBUG if self.fallbacks or self.is_boundary else logging.INFO
-            log.log(level, "%s: %s, not as a symbolic graph: %s", name, self.dynamo.how(module), text)
+            log.log(level, "%s: %s, not as a symbolic graph: %s", name, self.otherwise.how(module), text)
             self.fallbacks[text] = None
 
     @property
@@ -213,7 +219,7 @@ class Engine:
     def _call_otherwise(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_compiling():  # Dynamo of torch 2.11 cannot follow the check
             self.others.check(module)
-        result = outside_autocast(self.dynamo, base_of(module), module, args, kwargs)
+        result = outside_autocast(self.otherwise, base_of(module), module, args, kwargs)
         self.announce_new(module)
         return result
 
@@ -224,11 +230,11 @@ class Engine:
             torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None
         ):
             return  # Dynamo steps aside for the mode, or the transform; the next call may make graphs
-        if getattr(self.dynamo, "is_for_next_call", False):
+        if self.otherwise.is_for_next_call:
             if not count:
                 self.previews.clear()
             return  # the next call makes graphs, or tells that there can be none
-        state = count, bool(getattr(self.dynamo, "runs_as_written", False)), getattr(self.dynamo, "runs", "")
+        state = count, self.way.runs_as_written, self.way.runs
         if state != self.announced and not self.is_boundary and not torch.compiler.is_compiling():
             self.announced = state
             if not count or self.blocks:
@@ -298,7 +304,7 @@ class Engine:
             with outside_of_the_call():
                 variant = self._build(module, spec, inputs, sizes)
             if sizes_vary is None and self._falls_back:
-                check_hooks(variant, module, self.options, self.dynamo)
+                check_hooks(variant, module, self.options, self.otherwise)
         except CaptureError as error:
             if self._falls_back and sizes_vary is None:  # torch.compile has no data that might have answered
                 self.refusals.add(key, module, error)
@@ -405,7 +411,7 @@ class Engine:
 
     def all_variants(self) -> list[Variant]:
         """Every graph there is: those that run, or the preview before the first call."""
-        made = [*self._own_variants(), *(self.dynamo.variants if self.dynamo else ())]
+        made = [*self._own_variants(), *self.way.variants]
         return [variant for variant in made if not variant.is_preview] or made or self.previews
 
     def _own_variants(self) -> list[Variant]:

@@ -8,6 +8,7 @@ from torch import nn
 from fxamp.errors import CaptureError
 from fxamp.ir import ENGINE
 from fxamp.model.variant import Variant
+from fxamp.model.ways import Way
 from fxamp.words import listed, percent
 
 MUCH = 0.1
@@ -46,7 +47,7 @@ def share_in(sizes: dict[str, int], paths: dict[str, None]) -> float:
     return sum(inside) / max(1, sum(sizes.values()))
 
 
-def check_hooks(variant: Variant, model: nn.Module, options: Any, way: Any) -> None:
+def check_hooks(variant: Variant, model: nn.Module, options: Any, way: Way) -> None:
     """Refuse a graph for which `why_as_written` has a reason.
 
     Raises:
@@ -57,7 +58,7 @@ def check_hooks(variant: Variant, model: nn.Module, options: Any, way: Any) -> N
         raise CaptureError(reason)
 
 
-def why_as_written(variant: Variant, model: nn.Module, options: Any, way: Any) -> str:
+def why_as_written(variant: Variant, model: nn.Module, options: Any, way: Way) -> str:
     """Why a forward runs as written though there is a graph: it leaves much of the weights in float32, for modules with
     hooks; "" where the graph runs.
 
@@ -67,7 +68,7 @@ def why_as_written(variant: Variant, model: nn.Module, options: Any, way: Any) -
         way: what calls that no graph holds run through.
     """
     paths = hooked(variant, model)
-    if not hasattr(way, "prefer_written") or options.opt_level == "O3" or not paths:
+    if not way.may_be_written or options.opt_level == "O3" or not paths:
         return ""
     share = share_in(multiplied(model), paths)
     held = f"modules with hooks hold {percent(share)} of the weights ({listed(paths, NAMED)})"

@@ -19,12 +19,12 @@ from fxamp.capture.refusals import Refusals
 from fxamp.dtypes import LOW_DTYPES, autocast_kind, device_of
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.seen import Family, running
-from fxamp.model.variant import Variant
 from fxamp.model.view_class import itself, may_be_viewed, part_of
+from fxamp.model.ways import Way
 from fxamp.model.wide_copies import taking_back_writes
 
 
-class Written:
+class Written(Way):
     """What calls that no graph holds run through.
 
     Args:
@@ -38,15 +38,14 @@ class Written:
         kin: what parts of one kind could not be captured for, those inside of parts included.
     """
 
-    variants: tuple[Variant, ...] = ()
-    weights: frozenset[str] = frozenset()
+    may_be_written = True
     runs = "as under torch.autocast"
     takes_products = False
     """Whether linear layers and convolutions that autocast would run, as a graph does, are to be graphs."""
 
     def __init__(self, options: Any, rewrite: Callable[..., Any]) -> None:
         self.options = options
-        self.rewrite = rewrite
+        self.rewrite: Callable[..., Any] = rewrite
         self.engine: Engine | None = None  # of the model, where that is not converted, or has another
         self.blocks: dict[str, Engine] = {}
         self.engines: weakref.WeakValueDictionary[Any, Engine] = weakref.WeakValueDictionary()
@@ -56,9 +55,6 @@ class Written:
 
     def __reduce__(self) -> Any:
         return Written, (self.options, self.rewrite)
-
-    def prefer_written(self) -> None:
-        """So it is."""
 
     def how(self, module: nn.Module) -> str:
         """How calls run, in a sentence about the model."""

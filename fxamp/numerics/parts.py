@@ -71,7 +71,9 @@ class Look:
 
     def __init__(self, engine: Engine, options: Any) -> None:
         self.build = engine.workshop.build
-        self.way = _WithProducts(options, engine.dynamo.rewrite)
+        rewrite = engine.way.rewrite
+        assert rewrite is not None, "forward runs as it is written, with graphs inside"
+        self.way = _WithProducts(options, rewrite)
         self.way.engine = Engine(options, dataclasses.replace(engine.workshop, build=self._built), self.way)
         self.run_turn: Callable[[str, nn.Module, Variant, Any], Any] | None = None
 

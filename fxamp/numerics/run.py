@@ -118,7 +118,7 @@ def check_module(given: Any, name: str) -> None:
 def looking_dynamo(engine: Engine) -> Any:
     """A model's forward through Dynamo, apart from the one that trains."""
     if engine not in _looking:
-        _looking[engine] = copy.deepcopy(getattr(engine.dynamo, "by_dynamo", engine.dynamo))
+        _looking[engine] = copy.deepcopy(engine.otherwise.by_dynamo)
     return _looking[engine]
 
 
@@ -140,8 +140,8 @@ def _runs_as_written(
 
     What Dynamo's graphs would hold is asked where that is open, or where they are to be run instead.
     """
-    way: Any = engine.dynamo
-    if not hasattr(way, "settled"):
+    way = engine.otherwise
+    if way is way.present:
         return isinstance(way, Written)
     given = copied((args, kwargs))
     with state_kept(converted), torch.enable_grad():
@@ -159,7 +159,7 @@ def _is_too_much_for_dynamo(
         way, given = looking_dynamo(engine), copied((args, kwargs))
         with state_kept(converted), torch.enable_grad(), way.noting() as read:
             result = way(base_of(converted), converted, *given)
-        _left_out[engine] = engine.dynamo.is_too_little(share_given(converted, result, read), converted)
+        _left_out[engine] = engine.otherwise.is_too_little(share_given(converted, result, read), converted)
     return _left_out[engine]
 
 

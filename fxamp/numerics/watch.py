@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.unconverted import check_left
 from fxamp.model.variant import Variant
+from fxamp.model.ways import Way
 from fxamp.numerics.extent import extent_of
 from fxamp.numerics.losses import floats_in
 from fxamp.numerics.nan import BadNode
@@ -185,7 +186,7 @@ def watch_nan(converted: nn.Module, raises: bool = True) -> Iterator[NanWatch]:
 @contextlib.contextmanager
 def _watched_by(watch: NanWatch, engine: Engine) -> Iterator[None]:
     """Every graph of the model, those that are yet to be made included, is run node by node."""
-    workshop, dynamo = engine.workshop, engine.dynamo
+    workshop, otherwise = engine.workshop, engine.otherwise
     changed: list[tuple[Variant, Any]] = []
 
     def watched(variant: Variant) -> Variant:
@@ -194,7 +195,7 @@ def _watched_by(watch: NanWatch, engine: Engine) -> Iterator[None]:
         return variant
 
     def parts() -> Iterator[Engine]:
-        yield from (engine, *getattr(dynamo, "engines", {}).values())
+        yield from (engine, *otherwise.present.engines.values())
         if engine.fallbacks or not engine.all_variants():  # a graph around them has blocks as nodes
             yield from {id(block): block for block in engine.boundaries.values()}.values()
 
@@ -203,12 +204,12 @@ def _watched_by(watch: NanWatch, engine: Engine) -> Iterator[None]:
         part.workshop = building
         for variant in part.all_variants():
             watched(variant)
-    if dynamo is not None:
-        engine.dynamo = _WatchedDynamo(watch, engine, dynamo)
+    watching: Any = _Watched(watch, engine, otherwise)
+    engine.otherwise = watching
     try:
         yield
     finally:
-        engine.dynamo = dynamo
+        engine.otherwise = otherwise
         for part in parts():  # also those that are new
             part.workshop = workshop
         for variant, compiled in changed:
@@ -228,28 +229,28 @@ def _watching(watch: NanWatch, engine: Engine, variant: Variant) -> Callable[...
     return run
 
 
-class _WatchedDynamo:
-    """Stands in the place of a model's forward through Dynamo, whose graphs of one call belong together."""
+class _Watched:
+    """Stands in the place of a way of calls that no graph holds: Dynamo's graphs of one call belong together."""
 
-    def __init__(self, watch: NanWatch, engine: Engine, dynamo: Any) -> None:
+    def __init__(self, watch: NanWatch, engine: Engine, otherwise: Way) -> None:
         self.watch = watch
         self.engine = engine
-        self.dynamo = dynamo
+        self.otherwise = otherwise
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.dynamo, name)
+        return getattr(self.otherwise, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.dynamo, memo)
+        return copy.deepcopy(self.otherwise, memo)
 
     def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watcher = self.watch.begin(Call(module, self.engine, args, kwargs, module, dynamo=looking_dynamo(self.engine)))
-        self.dynamo.watch = lambda variant, inputs: _watched_part(watcher, self.engine, variant, module, inputs)
+        self.otherwise.watch = lambda variant, inputs: _watched_part(watcher, self.engine, variant, module, inputs)
         try:
             with _errors_noted(self.watch, watcher):
-                result = self.dynamo(base, module, args, kwargs)
+                result = self.otherwise(base, module, args, kwargs)
         finally:
-            self.dynamo.watch = None
+            self.otherwise.watch = None
         self.watch.end(watcher, result)
         return result
 

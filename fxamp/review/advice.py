@@ -39,7 +39,7 @@ def unread_parameters(model: nn.Module, variants: Sequence[Variant]) -> list[str
     fxamp.review.uncaptured tells.
     """
     engine = engine_of(model)
-    if engine is not None and (engine.fallbacks or bool(getattr(engine.dynamo, "calls", 0))):
+    if engine is not None and (engine.fallbacks or engine.way.calls):
         return []
     read: set[int] = set()
     parts = dict(model.named_modules(remove_duplicate=False))

@@ -102,9 +102,9 @@ def _fits(variant: Variant, block: nn.Module, inputs: list[Any] | None) -> bool:
 
 def _shared(engine: Engine) -> dict[int, int]:
     """Runs of each graph that Dynamo runs for several equal modules, by identity."""
-    others = Counter(getattr(engine.dynamo, "shared", {}).values())
+    others = Counter(engine.way.shared.values())
     found = {}
-    for variant in engine.dynamo.variants if others else ():
+    for variant in engine.way.variants if others else ():
         weights = {str(node.meta[ir.WEIGHT_PATH]) for node in variant.graph.nodes if ir.WEIGHT_PATH in node.meta}
         found[id(variant)] = 1 + max((others[path] for path in weights), default=0)
     return found

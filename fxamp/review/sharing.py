@@ -14,7 +14,7 @@ _NAMED = 3
 def shared_modules(engine: Engine) -> dict[str, str]:
     """Module -> the equal module whose graph runs it: {"blocks.2": "blocks.1"}."""
     found: dict[str, str] = {}
-    for other, own in getattr(engine.dynamo, "shared", {}).items():
+    for other, own in engine.way.shared.items():
         parts, own_parts = other.split("."), own.split(".")
         while parts and own_parts and parts[-1] == own_parts[-1]:
             parts.pop()
@@ -40,7 +40,7 @@ def overrides_without_effect(engine: Engine) -> list[str]:
     """A sentence for each weight's module that the user gave another colour than the module whose graph runs it."""
     overrides: Mapping[str, Any] = engine.options.overrides
     found: dict[str, str] = {}
-    for other, own in getattr(engine.dynamo, "shared", {}).items():
+    for other, own in engine.way.shared.items():
         wanted, given = _override_of(other, overrides), _override_of(own, overrides)
         if wanted != given:
             module, first = other.rpartition(".")[0], own.rpartition(".")[0]

@@ -107,7 +107,7 @@ class Trials:
         return None if self.engine.stored_by == "layers" else next(iter(known), None)
 
     def _rewritten(self, variant: Variant, options: Any) -> Variant:
-        rewrite = getattr(self.engine.dynamo, "rewrite", None)
+        rewrite = self.engine.way.rewrite
         if variant.again is not None or rewrite is None:
             changes = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
             found = rebuild_variant(self.converted, self.engine, variant, **changes)

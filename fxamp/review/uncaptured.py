@@ -31,20 +31,20 @@ def uncaptured(engine: Engine, model: nn.Module) -> tuple[float, str]:
     graph holds all of forward. It says nothing of other calls: where Dynamo made no graph, or is asked in training and
     the symbolic graph is one for evaluation, what that reads does not count.
     """
-    if runs := getattr(engine.dynamo, "runs", ""):
+    if runs := engine.way.runs:
         return _around_parts(engine, model, runs)
-    if not getattr(engine.dynamo, "calls", 0):
+    if not engine.way.calls:
         return 0.0, ""
     variants = engine.all_variants()
-    alike = [variant for variant in variants if not (engine.dynamo.trains and _is_for_evaluation(variant))]
+    alike = [variant for variant in variants if not (engine.way.trains and _is_for_evaluation(variant))]
     is_apart = holds_other_calls(engine)
-    read = set() if is_apart else engine.dynamo.weights.union(*map(_weights_read, alike))
+    read = set() if is_apart else set(engine.way.weights).union(*map(_weights_read, alike))
     sizes = {name: weight.numel() for name, weight in matrices(model)}
     left = [name for name in sizes if name not in read]
     share = sum(sizes[name] for name in left) / max(1, sum(sizes.values()))
     if not left:
         return 0.0, ""
-    given_up = [f"Dynamo gave up {function}: {why}" for function, why in engine.dynamo.given_up.items()]
+    given_up = [f"Dynamo gave up {function}: {why}" for function, why in engine.way.given_up.items()]
     why = "; ".join(given_up) or (_WHY_RECURRENT if all(_is_recurrent(model, name) for name in left) else _why(left))
     names = listed(left, _NAMED)
     where = "in calls that are left to Dynamo " if is_apart or len(alike) < len(variants) else ""
@@ -105,18 +105,18 @@ def is_given_up(preview: Variant, model: nn.Module) -> bool:
     engine = engine_of(model)
     if engine is None or engine.options.capture != "auto":
         return False
-    return bool(why_as_written(preview, model, engine.options, engine.dynamo))
+    return bool(why_as_written(preview, model, engine.options, engine.otherwise))
 
 
 def holds_other_calls(engine: Engine) -> bool:
     """Whether there is no graph of the calls that are left to Dynamo, or run as written, and others have one."""
-    runs_as_written = getattr(engine.dynamo, "runs_as_written", False) or getattr(engine.dynamo, "runs", "")
+    runs_as_written = engine.way.runs_as_written or bool(engine.way.runs)
     return runs_as_written and any(not variant.is_preview for variant in engine.all_variants())
 
 
 def is_nothing_captured(engine: Engine) -> bool:
     """Whether Dynamo, or parts of what runs as written, was asked to capture a call, and no graph was made."""
-    is_asked = getattr(engine.dynamo, "calls", 0) or (hasattr(engine.dynamo, "runs") and engine.fallbacks)
+    is_asked = engine.way.calls or (engine.way.runs and engine.fallbacks)
     return bool(is_asked) and not engine.graphs()
 
 

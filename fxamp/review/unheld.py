@@ -19,7 +19,7 @@ def decided_in_vain(engine: Engine, model: nn.Module) -> list[str]:
        some; where there is no graph at all, of every module.
     2. A part has what is said of itself: of modules that are gone it knows nothing.
     """
-    graphs, runs = engine.graphs(), getattr(engine.dynamo, "runs", "")
+    graphs, runs = engine.graphs(), engine.way.runs
     parts = [path for variant in graphs for path in variant.blocks]
     if not parts and (graphs or not runs):
         return []

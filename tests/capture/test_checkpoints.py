@@ -104,7 +104,9 @@ def test_the_region_is_low_and_computed_again_in_backward(options, products):
     assert [row.precision for row in rows] == ["low"] * 3
     variant = engine_of(converted).graphs()[0]
     seen = []
-    engine_of(converted).dynamo.watch = lambda _, inputs: (seen.append(inputs), variant.compiled.run(None, *inputs))[1]
+    engine_of(converted).otherwise.watch = lambda _, inputs: (seen.append(inputs), variant.compiled.run(None, *inputs))[
+        1
+    ]
     converted(X)
     with Count() as forward:
         result = variant.compiled.run(None, *seen[0])

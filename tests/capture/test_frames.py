@@ -269,7 +269,7 @@ def test_what_the_passes_refuse_is_still_raised() -> None:
         raise fxamp.errors.CaptureError("not this graph")
 
     converted = fxamp.convert(Leaves(), dtype=bf16, capture="dynamo")
-    converted.__dict__["_fxamp_engine"].dynamo.rewrite = refuse
+    converted.__dict__["_fxamp_engine"].otherwise.rewrite = refuse
     for _ in range(2):
         with pytest.raises(fxamp.errors.CaptureError, match="not this graph"):
             converted(torch.randn(2, 8))

@@ -483,7 +483,7 @@ def test_a_teacher_in_a_step_of_training_is_a_graph(no_gradients, opt_level):
         expected.backward()
         found.backward()
         torch.testing.assert_close(found, expected, rtol=0.05, atol=1e-3)
-    inner = engine_of(converted).dynamo.engines.values()
+    inner = engine_of(converted).way.engines.values()
     paths = {path for engine in inner for variant in engine.graphs() for path in variant.blocks}
     assert paths >= {"left", "right.inner", "stem"}, paths
     assert all(weight.grad is None for weight in converted.right.parameters())
@@ -825,7 +825,7 @@ def test_a_watch_for_nan_sees_into_parts_old_and_new_and_leaves_them_afterwards(
         with pytest.raises(FloatingPointError, match=r"in module head") as found, fxamp.watch_nan(converted):
             converted(x)
         assert "first that is not finite" in str(found.value)
-    parts = list(engine_of(converted).dynamo.engines.values())
+    parts = list(engine_of(converted).way.engines.values())
     assert len(parts) >= 2 and all(part.workshop is engine_of(converted).workshop for part in parts)
     assert not torch.isfinite(other).all()
 

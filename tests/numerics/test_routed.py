@@ -67,7 +67,7 @@ def test_profile_measures_each_layer_of_a_routed_model(how, routed):
 def test_a_look_decides_nothing_for_the_calls_that_train(fresh_dynamo):
     converted = fxamp.convert(Experts(number=2), torch.float16)
     fxamp.profile(converted, [batch(0, ROWS)], squared, progress=False)
-    way = engine_of(converted).dynamo
+    way = engine_of(converted).otherwise
     assert way.chosen is None and not way.by_dynamo.calls
 
 

@@ -58,7 +58,7 @@ def pair(request):
     converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, capture=request.param)
     for _ in range(2):
         step(converted)
-    assert len(engine_of(converted).dynamo.variants) < 2 * len(model.blocks), "equal modules share graphs"
+    assert len(engine_of(converted).way.variants) < 2 * len(model.blocks), "equal modules share graphs"
     return model, converted
 
 
@@ -122,7 +122,7 @@ def test_ranges_of_a_block_decide_in_the_graph_that_runs_it(pair, tmp_path):
     ranges = load_ranges(tmp_path / "ranges.json")
     converted = fxamp.convert(model, torch.float16, capture="dynamo", ranges=ranges)
     step(converted)
-    shared = engine_of(converted).dynamo.shared["blocks.3.b"].removesuffix(".b")
+    shared = engine_of(converted).way.shared["blocks.3.b"].removesuffix(".b")
     products = [row for row in fxamp.report(converted).rows if row.op == "matmul" and row.module == shared]
     assert "ranges" in {row.reason_kind for row in products} and converted(X).isfinite().all()
 

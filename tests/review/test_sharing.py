@@ -93,7 +93,7 @@ def test_the_report_names_whom_a_graph_serves():
 
 def test_a_shared_graph_counts_as_often_as_it_runs():
     converted, ran = called(), Counter()
-    dynamo = engine_of(converted).dynamo
+    dynamo = engine_of(converted).otherwise
     dynamo.watch = lambda variant, inputs: ran.update([id(variant)]) or variant.compiled.run(None, *inputs)
     converted(X)
     built = fxamp.report(converted)
@@ -159,6 +159,6 @@ def test_a_weight_that_is_handed_to_a_function_has_its_path_in_the_model():
     """The first product is of inputs without a gradient, and has a graph of its own."""
     converted = fxamp.convert(HandedOn(), torch.float16, capture="dynamo")
     converted(X)
-    assert engine_of(converted).dynamo.shared == {"weights.2": "weights.1"}
+    assert engine_of(converted).way.shared == {"weights.2": "weights.1"}
     told = [text for text in fxamp.report(converted).advice if "Dynamo runs the graph of" in text]
     assert len(told) == 1 and "the graph of weights.1 for weights.2 too" in told[0]
