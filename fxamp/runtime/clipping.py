@@ -56,19 +56,20 @@ def global_norm(optimizer: torch.optim.Optimizer, process_group: Any = None) -> 
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])) if norms else torch.zeros(())
 
 
-def check_max_norm(max_norm: object) -> None:
-    """Refuse what is no norm to clip to.
+def checked_max_norm(max_norm: object) -> float | None:
+    """What to clip to.
 
     Raises:
         OptionError: anything but a number >= 0 (math.inf is one) or None.
     """
     if max_norm is None:
-        return
+        return None
     is_number = isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool)
     if not is_number or not max_norm >= 0 or sys.float_info.max < max_norm < math.inf:  # type: ignore[operator]
         raise OptionError(
             f"max_grad_norm={max_norm!r} must be a number >= 0 (math.inf only measures), or None for no clipping."
         )
+    return float(max_norm)  # type: ignore[arg-type]
 
 
 def multiply_(every: list[torch.Tensor], factor: torch.Tensor) -> None:

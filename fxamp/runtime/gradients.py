@@ -162,6 +162,19 @@ def unscale_and_check(
     return flags
 
 
+def check_sums_(optimizer: torch.optim.Optimizer, flags: dict[torch.device, torch.Tensor]) -> None:
+    """Note where rows that a sparse gradient holds several times may add up to an inf, which the step would meet.
+
+    To add them up waits for a GPU; the sum of all magnitudes does not, and is no less.
+    """
+    for parameter in parameters(optimizer):
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse and not gradient.is_coalesced():
+            values = gradient._values()
+            flag = flags[values.device]
+            flag.copy_(torch.where(torch.isfinite(values.abs().sum()), flag, torch.ones_like(flag)))
+
+
 def refuse_half(optimizer: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> None:
     """Refuse fp16 gradients, also complex ones: unscaled in place they would vanish below 2^-24.
 
@@ -203,18 +216,25 @@ def warn_of_pure_bfloat16(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def nonfinite_counts(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int]:
+    """Parameter -> how many numbers of its gradient are inf or NaN. Reads each device once."""
+    found = {parameter: values_of(parameter) for parameter in parameters(optimizer)}
+    values = {parameter: each for parameter, each in found.items() if each is not None}
+    every, counts = list(values), [0] * len(values)
+    for _, places in by_kind(list(values.values())):
+        bad = torch.stack([torch.isfinite(values[every[place]]).logical_not().sum() for place in places])
+        for place, count in zip(places, bad.tolist(), strict=True):
+            counts[place] = count
+    return dict(zip(every, counts, strict=True))
+
+
 def nonfinite_names(optimizer: torch.optim.Optimizer, known: Mapping[torch.Tensor, str]) -> list[str]:
     """Names of the parameters whose gradient holds an inf or a NaN: those in `known`, else the optimizer's own.
 
     Reads the device.
     """
-    return [known.get(parameter, name) for name, parameter in names(optimizer) if is_nonfinite(parameter)]
-
-
-def is_nonfinite(parameter: torch.Tensor) -> bool:
-    """Whether a parameter's gradient holds an inf or a NaN. Reads the device."""
-    gradient = values_of(parameter)
-    return gradient is not None and not bool(torch.isfinite(gradient).all())
+    counts = nonfinite_counts(optimizer)
+    return [known.get(parameter, name) for name, parameter in names(optimizer) if counts.get(parameter)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,39 +267,3 @@ def require_grad(outputs: Any) -> bool:
     if isinstance(outputs, torch.Tensor):
         return outputs.requires_grad
     return not isinstance(outputs, (list, tuple)) or any(map(require_grad, outputs))
-
-
-def why_none(optimizer: torch.optim.Optimizer, had_history: bool | None) -> str:
-    """Why no parameter of an optimizer has a gradient, with the counts that tell and the likely remedy.
-
-    Args:
-        had_history: whether the loss that was scaled last required grad; None if none was scaled.
-    """
-    every = list(parameters(optimizer))
-    trainable = [parameter for parameter in every if parameter.requires_grad]
-    counts = f"{len(every)} parameters, {len(trainable)} of them require grad, 0 have .grad"
-    if not trainable:
-        return f"{counts}: all parameters are frozen; set requires_grad_(True) on those to train."
-    if not all(parameter.is_leaf for parameter in trainable):
-        return (
-            f"{counts}, and some are not leaves: the optimizer holds copies that were moved or cast "
-            "(model.to() of a tensor, not of a module); build the optimizer from model.parameters() "
-            "after moving the model."
-        )
-    if had_history is None:
-        return (
-            f"{counts}, and no loss was scaled: backward() never reached them. Either the loss was detached "
-            "(.item(), .detach(), torch.no_grad()), or the optimizer holds parameters of another model (one "
-            "that was replaced, copied or re-created after the optimizer was built)."
-        )
-    if not had_history:
-        return (
-            f"{counts}, and the loss that was scaled last does not require grad: it was detached (.item(), "
-            ".detach(), torch.no_grad()), or nothing that was trained went into it."
-        )
-    return (
-        f"{counts}, although the loss that was scaled last requires grad: backward() was not called since "
-        "zero_grad(), or the optimizer holds parameters of another model: one that was replaced, copied, "
-        "re-created, or moved with new parameters, after the optimizer was built. Build it from "
-        "model.parameters() of the model that gives the loss."
-    )

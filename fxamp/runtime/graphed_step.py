@@ -77,13 +77,12 @@ class GraphedStep:
         max_graphs: int = MAX_GRAPHS,
     ) -> None:
         check_arguments(model, loss_fn, optimizer, scaler, max_graphs)
-        clipping.check_max_norm(max_grad_norm)
         self.model = model
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.scaler = scaler or NoOpLossScaler()
         self.scaler.name_parameters(model)
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = clipping.checked_max_norm(max_grad_norm)
         self.max_graphs = max_graphs
         self.last_result: StepResult | None = None
         self._graphs: dict[Any, _Graph] = {}
@@ -138,7 +137,7 @@ class GraphedStep:
             self._why_eager = "a batch is not on a CUDA device"
         if self._why_eager is not None and not self._has_said_why:
             self._has_said_why = True
-            log.info("GraphedStep runs eagerly: %s", self._why_eager)
+            log.warning("GraphedStep runs eagerly: %s", self._why_eager)
 
     def _run_eagerly(self, why: str) -> None:
         """From now on, and say so."""

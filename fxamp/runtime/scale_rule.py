@@ -95,7 +95,7 @@ class ScaleRule:
             )
         else:
             self._advance_with_hysteresis_(scale, tracker, left, found_inf)
-        scale.clamp_(self.min_scale, self.max_scale)
+        scale.clamp_(float(self.min_scale), float(self.max_scale))
 
     def _advance_with_hysteresis_(
         self, scale: torch.Tensor, tracker: torch.Tensor, left: torch.Tensor, found_inf: torch.Tensor

@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from fxamp.runtime import arguments, clipping, collapse, distributed, gradients, host_step, late_backward
 from fxamp.runtime.device_skip import settle, step_unless
+from fxamp.runtime.no_gradients import why_none
 from fxamp.runtime.scale_rule import ScaleRule
 from fxamp.runtime.scaler_base import ScalerBase, needs_scaling
 from fxamp.runtime.scaler_state import any_of, combined_found_inf
@@ -136,6 +137,7 @@ class LossScaler(ScalerBase):
             gradients.refuse_half(optimizer, found)
         looks_after = self.may_be_below_one()
         flags = gradients.unscale_and_check(found, inv_scale, found_inf, looks_after=looks_after)
+        gradients.check_sums_(optimizer, flags)
         groups = self._groups(optimizer)
         if groups and not flags:
             flags = {found_inf.device: found_inf}  # a rank without gradients takes part all the same
@@ -177,7 +179,7 @@ class LossScaler(ScalerBase):
         """
         gradients.check_optimizer(optimizer, "step()")
         args, closure = host_step.take_closure(optimizer, args, closure, kwargs)
-        clipping.check_max_norm(max_grad_norm)
+        max_grad_norm = clipping.checked_max_norm(max_grad_norm)
         gradients.take_over(optimizer)
         if optimizer not in self._looked_at:
             self._looked_at.add(optimizer)
@@ -292,7 +294,7 @@ class LossScaler(ScalerBase):
         """Say once why there is no gradient to step with."""
         if not self._has_warned_empty:
             self._has_warned_empty = True
-            log.warning("step() did nothing: %s", gradients.why_none(optimizer, self._had_history))
+            log.warning("step() did nothing: %s", why_none(optimizer, self._had_history, self._loss))
 
     @_disable_dynamo
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

@@ -14,6 +14,7 @@ from fxamp.errors import FxampError, OptionError, nearest
 from fxamp.runtime import gradients, late_backward, scaler_state
 from fxamp.runtime.arguments import checked_device, checked_flag, number_in, refuse_containers
 from fxamp.runtime.copies import copy_on
+from fxamp.runtime.no_gradients import Loss, loss_in
 from fxamp.runtime.scale_rule import ScaleRule, checked_scale
 from fxamp.runtime.watch import SETTLED_AFTER, ScaleRecord, ScaleWatch
 
@@ -59,6 +60,7 @@ class ScalerBase(torch.amp.GradScaler):
         self._losses_at_update = 0
         self.is_stepping = False  # an optimizer that was given no closure
         self._had_history: bool | None = None  # whether what was scaled last required grad
+        self._loss: Loss = None  # that, if it did
         self.forget_iteration()
         if self._enabled and where is not None:
             self._begin_on(where)
@@ -119,6 +121,7 @@ class ScalerBase(torch.amp.GradScaler):
                 )
             self._scale_calls += 1
         self._had_history = gradients.require_grad(outputs)
+        self._loss = None if torch.compiler.is_compiling() else loss_in(outputs)
         try:
             scaled = super().scale(outputs)
         except (TypeError, ValueError) as error:  # TypeError: of a named tuple

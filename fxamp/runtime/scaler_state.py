@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 DEVICE_STATE = ("_scale", "_growth_tracker", "_hysteresis_left")
-NOT_PICKLED = ("process_group", "_per_optimizer_states", "_names", "_looked_at", "scaled_losses")
+NOT_PICKLED = ("process_group", "_per_optimizer_states", "_names", "_looked_at", "scaled_losses", "_loss")
 
 
 def combined_found_inf(state: dict[str, Any], device: torch.device) -> torch.Tensor:
@@ -101,7 +101,7 @@ def unpickle(scaler: "ScalerBase", attributes: dict[str, Any]) -> None:
     """The inverse of `pickled`; the device state comes back with the first loss."""
     vars(scaler).update(attributes, process_group=None, _names=WeakIdKeyDictionary(), _looked_at=weakref.WeakSet())
     scaler.forget_iteration()
-    scaler._had_losses = False
+    scaler._had_losses, scaler._loss = False, None
 
 
 def _hysteresis_left(scaler: "ScalerBase") -> int:

@@ -170,6 +170,19 @@ class StepResult:
         """
         return gradients.nonfinite_names(self._live_optimizer("nonfinite"), self._about.names)
 
+    @property
+    def nonfinite_count(self) -> int:
+        """How many numbers of the gradients, as far as this rank has them, are inf or NaN.
+
+        Of a step that was not skipped it is 0, and no gradient is looked at.
+
+        Raises:
+            StaleResultError: as for `grad_norm`.
+        """
+        if not self.skipped:
+            return 0
+        return sum(gradients.nonfinite_counts(self._live_optimizer("nonfinite_count")).values())
+
     def replayed(self) -> "StepResult":
         """The result of the graph's replay launched last; for a result made while capturing."""
         optimizer = self._optimizer()
@@ -179,10 +192,10 @@ class StepResult:
     def _live_optimizer(self, asked: str) -> torch.optim.Optimizer:
         optimizer = self._optimizer()
         if optimizer is None or self.is_stale:
+            remedy = ", or pass max_grad_norm=math.inf to step(), which computes the norm in the step"
             raise StaleResultError(
                 f"{asked} was read after the step's gradients were zeroed, replaced or written (by another backward, "
-                "or by the optimizer's step itself). Read it before zero_grad(), or pass max_grad_norm=math.inf to "
-                "step(), which computes the norm in the step."
+                f"or by the optimizer's step itself). Read it before zero_grad(){remedy * (asked == 'grad_norm')}."
             )
         return optimizer
 

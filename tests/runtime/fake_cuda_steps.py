@@ -16,6 +16,7 @@ from fxamp.counting import fake_cuda
 from fxamp.runtime import apex
 
 aten = torch.ops.aten
+COPIES = (aten._to_copy.default, aten.copy_.default)
 NO_FAKE = (aten._fused_sgd_.default, aten._fused_adagrad_.default)  # kernels that torch has no fake of
 
 
@@ -25,7 +26,18 @@ class Host(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is aten._local_scalar_dense.default and args[0].device.type == "cpu":
             return 0.5
-        return None if func in NO_FAKE else func(*args, **(kwargs or {}))
+        if func in NO_FAKE:
+            return None
+        result = func(*args, **(kwargs or {}))
+        if func in COPIES and result.device.type == "cpu" and not is_asynchronous(func, args, kwargs or {}):
+            raise AssertionError(f"{func} waits for the device")
+        return result
+
+
+def is_asynchronous(func, args, kwargs):
+    """Whether a copy to the CPU makes nobody wait: it comes from there, or need not be there when the host goes on."""
+    source = args[1] if func is aten.copy_.default else args[0]
+    return source.device.type == "cpu" or (kwargs.get("non_blocking") or args[2:3] == (True,))
 
 
 class Event:
@@ -107,6 +119,17 @@ def clipped_by_hand():
     torch.nn.utils.clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
 
 
+def read_as_a_list():
+    torch.ones(3, device="cuda").tolist()
+
+
+def copied_to_the_host():
+    torch.ones(3, device="cuda").cpu()
+
+
+CONTROLS = (clipped_by_hand, read_as_a_list, copied_to_the_host)
+
+
 def asked(run, *args, **kwargs):
     """What the device was asked for; empty where it was not."""
     try:
@@ -126,7 +149,8 @@ def cases():
             )
     for name, level in itertools.product(("fused AdamW", "foreach SGD"), ("O1", "O2")):
         yield f"{name}, {level}, apex", asked(trained_by_apex, OPTIMIZERS[name], level)
-    yield "clipped by hand", asked(clipped_by_hand)
+    for control in CONTROLS:
+        yield control.__name__, asked(control)
 
 
 if __name__ == "__main__":

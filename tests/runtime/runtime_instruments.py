@@ -65,7 +65,11 @@ def _is_tensor(value):
 
 
 class NoSync(TorchDispatchMode):
-    """Refuses every op that makes the host wait for a device value."""
+    """Refuses every op that makes the host wait for a device value.
+
+    What reads a CPU tensor without an op (`tolist()`, `numpy()`) it does not see: tests/runtime/fake_cuda_steps.py
+    does.
+    """
 
     REFUSED = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "unique", "masked_select")
 

@@ -13,6 +13,13 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("fake_cuda_steps.py")
 
+CONTROLS = {
+    "clipped_by_hand": "_local_scalar_dense",
+    "read_as_a_list": "_local_scalar_dense",
+    "copied_to_the_host": "waits for the device",
+}
+"""What asks the device, and how it is told of."""
+
 
 @pytest.fixture(scope="module")
 def asked() -> dict[str, str]:
@@ -23,10 +30,11 @@ def asked() -> dict[str, str]:
 
 
 def test_a_step_asks_the_device_for_nothing(asked):
-    steps = {name: what for name, what in asked.items() if name != "clipped by hand"}
+    steps = {name: what for name, what in asked.items() if name not in CONTROLS}
     assert len(steps) == 148
     assert not {name: what for name, what in steps.items() if what}
 
 
-def test_what_does_ask_is_told(asked):
-    assert "_local_scalar_dense" in asked["clipped by hand"]
+@pytest.mark.parametrize("control", CONTROLS)
+def test_what_does_ask_is_told(control, asked):
+    assert CONTROLS[control] in asked[control]

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from runtime_instruments import NoSync
 
 from fxamp.errors import CheckpointError, OptionError, ScaleCollapseError
 from fxamp.runtime import device_skip
@@ -190,6 +191,15 @@ def test_scale_stays_within_max():
     assert scales == [16.0, 32.0, 32.0, 32.0]
 
 
+def test_bounds_and_norms_are_integers_too():
+    weight = parameter(1.0)
+    optimizer, scaler = torch.optim.SGD([weight], 0.5), LossScaler(4.0, max_scale=2**70)
+    backward(scaler, weight, [1.0])
+    assert scaler.step(optimizer, max_grad_norm=2**70).grad_norm == 1.0
+    scaler.update()
+    assert (weight.item(), scaler.get_scale()) == (0.5, 4.0)
+
+
 # StepResult
 
 
@@ -205,6 +215,31 @@ def test_result_tells_what_happened():
     assert scaler.get_scale() == 8.0
     assert scaler.skipped_steps == 1
     assert [(r.step, r.scale, r.skipped) for r in scaler.history()] == [(1, 16.0, False), (2, 16.0, True)]
+
+
+def test_the_count_of_nonfinite_numbers():
+    weights = [parameter(1.0, 2.0, 3.0), parameter(1.0).to(torch.float64).detach().requires_grad_(), parameter(1.0)]
+    optimizer, scaler = torch.optim.SGD(weights, 0.5), LossScaler(4.0)
+    scaler.scale(weights[0].sum() + weights[1].sum()).backward()
+    weights[0].grad[:2], weights[1].grad[0] = torch.tensor([math.inf, math.nan]), math.nan
+    result = scaler.step(optimizer)
+    scaler.update()
+    assert result.nonfinite_count == 3 and len(result.nonfinite) == 2
+    optimizer.zero_grad()
+    for name in ("nonfinite_count", "nonfinite"):
+        with pytest.raises(StaleResultError, match=rf"{name} was read after .* Read it before zero_grad\(\)\.$"):
+            getattr(result, name)
+
+    good = one_step(scaler, optimizer, weights[0], [1.0, 1.0, 1.0])
+    optimizer.zero_grad()
+    with NoSync():
+        assert good.nonfinite_count == 0, "of a step that was done nothing is looked at"
+
+
+def test_the_count_of_a_step_without_gradients_is_none():
+    scaler, optimizer = LossScaler(device="cpu"), torch.optim.SGD([parameter(1.0)], 0.5)
+    result = scaler.step(optimizer)
+    assert result.skipped and result.nonfinite_count == 0
 
 
 def test_a_norm_read_late_is_never_that_of_another_step():
@@ -556,6 +591,44 @@ def test_a_detached_loss_and_a_foreign_parameter_are_told_apart(wrap, caplog):
     scaler.step(torch.optim.SGD([foreign], 0.1))
     (record,) = caplog.records
     assert "another model" in record.message and "detached" not in record.message
+
+
+def _moved(model, dtype):
+    """As torch moves where it cannot keep the parameters: with new ones."""
+    for name, weight in list(model.named_parameters()):
+        setattr(model, name, torch.nn.Parameter(weight.detach().to(dtype)))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda model: _moved(model, torch.float64), "was moved or cast with new parameters, which are float64 on cpu"),
+        (lambda model: _moved(model, torch.float32), "was copied, re-created, or moved with new parameters"),
+        (lambda model: torch.nn.Module.__init__(model), "on no others of their shapes"),
+    ],
+)
+def test_moved_parameters_and_foreign_ones_are_told_apart(change, told, caplog):
+    model = torch.nn.Linear(3, 2)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), LossScaler()
+    change(model)
+    weights = list(model.parameters()) or [parameter(1.0)]
+    loss = sum(weight.sum() for weight in weights)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    (record,) = caplog.records
+    assert told in record.message and "backward() was not called" not in record.message
+
+
+def test_a_backward_that_was_forgotten_is_told(caplog):
+    model = torch.nn.Linear(3, 2)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), LossScaler()
+    loss = model(torch.ones(1, 3)).sum()
+    scaler.scale([loss])
+    copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))
+    scaler.step(optimizer)
+    (record,) = caplog.records
+    assert "hangs on these parameters, so backward() was not called" in record.message
+    assert "another model" not in record.message
 
 
 def _holding(tensor):
@@ -1001,6 +1074,20 @@ def test_precisions_that_need_no_scaling_may_be_named(dtype):
 
 
 # Sparse gradients with rows that occur several times
+
+
+@pytest.mark.parametrize("has_masters", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sparse_gradient_whose_rows_add_up_to_an_inf_is_skipped(dtype, has_masters):
+    """Each of the two rows is finite."""
+    weight = torch.nn.Parameter(torch.ones(4, 2, dtype=dtype))
+    optimizer, scaler = torch.optim.SGD([weight], 0.1), LossScaler(1.0, device="cpu")
+    optimizer = MasterWeightOptimizer(optimizer) if has_masters else optimizer
+    scaler.scale(weight.sum())
+    rows, values = torch.tensor([[1, 1]]), torch.full((2, 2), 2e38, dtype=dtype)
+    weight.grad = torch.sparse_coo_tensor(rows, values, (4, 2), is_coalesced=False)
+    result = scaler.step(optimizer)
+    assert result.skipped and weight.eq(1).all()
 
 
 def sparse_step(max_grad_norm, dtype=torch.float32, *, unscales=False):

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+import fxamp
 from fxamp.errors import OptionError
 from fxamp.runtime.tf32 import set_tf32, tf32_state
 
@@ -121,3 +122,20 @@ def test_what_is_no_state_is_refused_and_changes_nothing(wrong):
     with pytest.raises(OptionError, match=r"enabled=.*True, False or what set_tf32"):
         set_tf32(wrong)
     assert tf32_state() == before
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_converting_and_training_change_nothing(is_on):
+    MATMUL.allow_tf32, torch.backends.cudnn.allow_tf32 = is_on, is_on
+    states = [tf32_state()]
+    for level in ("O1", "O2", "O3"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
+        model = fxamp.convert(model, dtype=torch.float16, opt_level=level, example_inputs=(torch.ones(2, 4),))
+        optimizer, scaler = fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 0.1)), fxamp.LossScaler()
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizer, max_grad_norm=1.0)
+        scaler.update()
+        fxamp.report(model).summary()
+        states.append(tf32_state())
+    assert len(set(map(str, states))) == 1
+    assert MATMUL.allow_tf32 is torch.backends.cudnn.allow_tf32 is is_on
