@@ -10,8 +10,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from fxamp import ir
 from fxamp.capture.modes import are_modes_active
 from fxamp.dynamo.backend import DynamoForward
+from fxamp.model.engine import engine_of
 from fxamp.model.hooked import matrices, multiplied
 from fxamp.model.used_weights import NEARLY_ALL, share_given
 from fxamp.model.ways import Way
@@ -33,7 +35,8 @@ class Otherwise(Way):
     3. What Dynamo leaves outside of its graphs runs in float32. Where that is more than a little, or becomes so as it
        gives up one thing after another, the model runs as it is written after all, as torch.autocast would run it;
        unless that raises where Dynamo does not.
-    4. Calls without gradients go the way of those with; before there are any, as written where Dynamo makes no graph.
+    4. So does a model that speaks of autocast where a trial run does not find all regions in which it is switched off.
+    5. Calls without gradients go the way of those with; before there are any, as written where Dynamo makes no graph.
 
     Args:
         options: what convert() was asked for.
@@ -129,6 +132,10 @@ class Otherwise(Way):
         return result
 
     def _through_dynamo(self, base: Any, module: nn.Module, args: Any, kwargs: Any, tells: bool) -> Any:
+        if not self._stays and _tells((args, kwargs)) and self._hides_regions(base, module, args, kwargs):
+            self.chosen = self._gone = self.written
+            self._has_left = True
+            return self._away_from_dynamo(base, module, args, kwargs)
         is_known = self._is_judged and not self.by_dynamo.given_up
         asks = tells and not is_known
         asks_without = not torch.is_grad_enabled() and self.without_gradients is None and _tells((args, kwargs))
@@ -141,6 +148,16 @@ class Otherwise(Way):
         else:
             self._judge_without_gradients(module, given)
         return result
+
+    def _hides_regions(self, base: Any, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether forward may switch autocast off where Dynamo's graphs do not show it, and what is written would."""
+        if self.by_dynamo.calls or _needs_a_compiler(module):
+            return False
+        stopped_by = self.by_dynamo.look_for_regions(base, module, args, kwargs)
+        if stopped_by:
+            text = "%s: from now on %s, as it may switch autocast off where Dynamo's graphs would not show it (%s)"
+            log.info(text, type(module).__qualname__, self.written.how(module), stopped_by)
+        return bool(stopped_by)
 
     def _away_from_dynamo(self, base: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         try:
@@ -155,6 +172,8 @@ class Otherwise(Way):
 
     def _judge_parts(self, model: nn.Module) -> None:
         share = _share_in_parts(model, self.written.blocks)
+        if self.written.calls_itself:
+            share = max(share, _share_in_graphs(model))
         self.chosen = self.written if share >= NEARLY_ALL else self.by_dynamo
         if self.chosen is self.by_dynamo:
             text = "%s: captured by Dynamo from now on, as graphs of its parts hold %s of the weights alone"
@@ -220,6 +239,15 @@ def _share_in_parts(model: nn.Module, blocks: Any) -> float:
     """The same of modules that are graphs, or like one that is: experts that were not hit yet will be."""
     graphs = {type(part) for part in map(model.get_submodule, blocks) if part._modules}
     return _share(model, lambda module: type(module) in graphs)
+
+
+def _share_in_graphs(model: nn.Module) -> float:
+    """The same of those that graphs of the model itself read."""
+    engine = engine_of(model)
+    graphs = [] if engine is None else [variant.graph for variant in engine.all_variants()]
+    read = {ir.weight_path(node) for graph in graphs for node in graph.nodes if ir.is_weight(node)}
+    sizes = multiplied(model)
+    return sum(size for name, size in sizes.items() if name in read) / max(1, sum(sizes.values()))
 
 
 def _needs_a_compiler(model: nn.Module) -> bool:

@@ -110,7 +110,7 @@ def test_one_of_layers_alone_is_for_dynamo_at_once(caplog):
     converted = o1(Shallow())
     with caplog.at_level(logging.INFO, "fxamp"):
         converted(batch(0)).sum().backward()
-    assert engine_of(converted).otherwise.by_dynamo.calls == 1 and not engine_of(converted).dynamo.written.engines
+    assert engine_of(converted).otherwise.by_dynamo.calls == 1 and not engine_of(converted).otherwise.written.engines
     assert any("Shallow: captured by Dynamo, not as a symbolic graph" in record.message for record in caplog.records)
 
 
@@ -448,3 +448,109 @@ def test_it_compiles_with_a_graph_break():
     expected = converted(batch(0))
     compiled = torch.compile(converted, backend="eager")
     torch.testing.assert_close(compiled(batch(0)), expected, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------------- regions in which autocast is switched off
+
+
+class SwitchedOff(nn.Module):
+    """As LightGlue of kornia: the author wants float32, in a method that has a question about data."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.matrix = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return self.inner(x)
+
+    def inner(self, x):
+        for layer in self.layers:
+            x = layer(x).relu() @ self.matrix
+        return x * 2 if bool(x.sum() > 1e9) else x
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["example", "none"])
+def test_what_stands_where_autocast_is_switched_off_is_float32(is_given):
+    torch.manual_seed(0)
+    model, x = SwitchedOff(), torch.randn(4, 16)
+    exact = model(x).detach()
+    converted = o1(model, example_inputs=(x,) if is_given else None)
+    for _ in range(2):
+        result = converted(x)
+        result.sum().backward()
+        assert torch.equal(result, exact)
+    assert chosen(converted) is Written
+    with torch.no_grad():
+        assert torch.equal(o1(model)(x), exact), "nor where the first call has no gradients"
+
+
+def test_dynamo_asked_for_tells_that_it_may_not_see_where_autocast_is_switched_off(caplog):
+    torch.manual_seed(0)
+    converted = fxamp.convert(SwitchedOff(), torch.bfloat16, capture="dynamo")
+    converted(torch.randn(4, 16))
+    (told,) = [record.message for record in caplog.records if "speaks of torch.autocast" in record.message]
+    assert "forward asks what its data holds" in told and "overrides={path: 'deny'}" in told
+
+
+def test_what_comes_before_a_question_about_data_is_seen_to_be_switched_off():
+    torch.manual_seed(0)
+    model, x = SwitchedOff(), torch.randn(4, 16)
+    exact = model(x).detach()
+    assert torch.equal(fxamp.convert(model, torch.bfloat16, capture="dynamo")(x), exact)
+
+
+# ------------------------------------------------------------------------------------------ forwards that call forward
+
+
+class OwnLoss(nn.Module):
+    """As models of ultralytics: a batch makes forward call a loss, which calls forward with images."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+
+    def forward(self, x):
+        if isinstance(x, dict):
+            return self.loss(x)
+        for layer in self.model:
+            x = layer(x).relu()
+        return x
+
+    def loss(self, batch):
+        missed = self.forward(batch["img"]) - batch["y"]
+        return missed.abs().mean() if missed.sum() > 0 else missed.square().mean()
+
+
+def test_a_forward_that_calls_itself_stays_with_the_graph_of_that_call():
+    torch.manual_seed(0)
+    model, given = OwnLoss(), {"img": torch.randn(4, 16), "y": torch.randn(4, 16)}
+    converted = o1(model)
+    losses = []
+    for _ in range(3):
+        losses.append(converted(given))
+        losses[-1].backward()
+    assert chosen(converted) is Written and fxamp.report(converted).captures == ("symbolic",)
+    assert "all weights are in graphs" in str(fxamp.report(converted).outside)
+    assert {gemm.precision for gemm in fxamp.report(converted).gemms} == {"low"} and losses[0].dtype == torch.float32
+    torch.testing.assert_close(losses[0], model(given), rtol=2e-2, atol=1e-3)
+
+
+def test_a_forward_that_calls_itself_without_a_graph_is_judged_by_its_parts():
+    """There is a graph of other calls, which tells nothing of this one."""
+
+    class Asking(OwnLoss):
+        def forward(self, x):
+            if isinstance(x, dict):
+                return self.loss(x)
+            for layer in self.model:
+                x = layer(x).relu()
+            return x * 2 if self.training and x.sum() > 1e9 else x
+
+    torch.manual_seed(0)
+    given = {"img": torch.randn(4, 16), "y": torch.randn(4, 16)}
+    converted = o1(Asking())
+    converted.eval()(given["img"]).sum().backward()
+    converted.train()(given).backward()
+    assert chosen(converted) is DynamoForward

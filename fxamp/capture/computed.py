@@ -48,15 +48,15 @@ def sources(node: fx.Node, from_inputs: bool = False) -> list[fx.Node] | None:
     found, seen, waiting = [], {node}, [node]
     while waiting:
         given = waiting.pop()
-        if _is_number(given) or (from_inputs and given.op == "placeholder"):
+        if is_number(given) or (from_inputs and given.op == "placeholder"):
             found.append(given)
             continue
-        if given.target not in _OURS and not _is_computed(given):
+        if given.target not in _OURS and not is_computed(given):
             return None
         new = [each for each in given.all_input_nodes if each not in seen]
         seen.update(new)
         waiting += new
-    tensors = {each for each in seen if not _is_number(each)}
+    tensors = {each for each in seen if not is_number(each)}
     if not tensors:
         return found
     is_written = _is_written(tensors) or (from_inputs and _writes_into_what_is_given(max(tensors)))
@@ -96,11 +96,13 @@ class Forms:
         return self._of[node]
 
 
-def _is_computed(node: fx.Node) -> bool:
+def is_computed(node: fx.Node) -> bool:
+    """Whether its op makes a tensor of constants, or reads one that may be made so."""
     return node.op in ("call_function", "call_method") and canonical_name(node.target) in _COMPUTED
 
 
-def _is_number(node: fx.Node) -> bool:
+def is_number(node: fx.Node) -> bool:
+    """Whether it gives a size, a dtype or the like, which is known."""
     return isinstance(node.meta.get("val", UNKNOWN), _NUMBERS)
 
 
@@ -127,7 +129,7 @@ def _are_read(node: fx.Node) -> bool:
     """Whether a node gives numbers, or a list of them, of which nothing can be a view: a layer may be made of them."""
     while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return _is_number(node) or (node.op == "call_method" and node.target in ("item", "tolist"))
+    return is_number(node) or (node.op == "call_method" and node.target in ("item", "tolist"))
 
 
 def _writes_into_what_is_given(last: fx.Node) -> bool:

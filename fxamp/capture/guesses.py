@@ -25,10 +25,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.capture.computed import computed, is_computed, is_number
 from fxamp.capture.splits import sizes_of_parts
 from fxamp.errors import CaptureError, uncaught_captures
 from fxamp.fakes import UNKNOWN, Fakes
+from fxamp.opnames import canonical_name
 from fxamp.recurrent_fakes import SEQUENCES, like_recurrent
+
+_MOST_HELD = 64
+"""Numbers in a tensor of the model's that one is read of."""
 
 
 def known_or_guessed(node: fx.Node) -> Any:
@@ -65,7 +70,7 @@ def guess(node: fx.Node, fakes: Fakes) -> Any:
         except DynamicOutputShapeException:
             return _at_full_length(node, fakes, values)
         except DataDependentOutputException:  # of a size that is a tensor, as in F.pad(x, (before, after))
-            return fakes.run(node, {given: _as_size(value) for given, value in values.items()}.__getitem__)
+            return _by_sizes(node, {given: _as_size(given, value, fakes) for given, value in values.items()}, fakes)
     except CaptureError as error:
         if error.__cause__ is None:
             raise
@@ -99,10 +104,44 @@ def _most(extent: int | torch.SymInt, longest: int) -> int:
     return int(most) if most.is_Integer and most < sys.maxsize - 1 else longest
 
 
-def _as_size(value: Any) -> Any:
-    """One, for a tensor of one integer; anything else as it is."""
-    is_number = isinstance(value, FakeTensor) and value.dim() == 0 and value.dtype in (torch.int64, torch.int32)
-    return 1 if is_number else value
+def _as_size(node: fx.Node, value: Any, fakes: Fakes) -> Any:
+    """For a tensor of one integer what it holds, or one where that is not known; anything else as it is."""
+    is_size = isinstance(value, FakeTensor) and value.dim() == 0 and value.dtype in (torch.int64, torch.int32)
+    return _held(node, fakes) if is_size else value
+
+
+def _held(node: fx.Node, fakes: Fakes) -> int:
+    """The integer that forward makes of constants, sizes and the model's own small tensors: x.permute(*self.order)."""
+    known: dict[fx.Node, Any] = {}
+    waiting = [node]
+    while waiting:
+        given = waiting.pop()
+        if is_number(given):
+            known[given] = given.meta["val"]
+        elif given.op == "get_attr":
+            known[given] = held = ir.attribute(fakes.root, str(given.target))
+            if not isinstance(held, torch.Tensor) or held.is_floating_point() or held.numel() > _MOST_HELD:
+                return 1
+        elif is_computed(given):
+            waiting += given.all_input_nodes
+        else:
+            return 1
+    with torch.no_grad():
+        return int(computed(node, known))
+
+
+def _by_sizes(node: fx.Node, values: dict[fx.Node, Any], fakes: Fakes) -> Any:
+    """What an op gives of sizes that may be wrong; where they do not fit what is known, the rank and dtype of it."""
+    try:
+        return fakes.run(node, values.__getitem__)
+    except Exception:
+        op, whole = canonical_name(node.target), values[node.all_input_nodes[0]]
+        asked = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], tuple | list) else node.args[1:]
+        if op == "permute":
+            return whole.permute(*range(whole.dim()))
+        if op not in ("expand", "reshape", "view"):
+            raise
+        return whole.new_empty((1,) * len(asked)).requires_grad_(whole.requires_grad)
 
 
 def _numbers_in(value: torch.Tensor, method: str) -> Any:

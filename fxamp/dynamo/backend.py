@@ -35,6 +35,11 @@ log = logging.getLogger("fxamp")
 
 Watch = Callable[[Variant, list[Any]], Any]
 _TRANSFORMED = "%s: Dynamo captures nothing under torch.func's transforms: calls there run as written, in float32."
+_IN_PART = (
+    "%s speaks of torch.autocast, and Dynamo's graphs may not show all regions in which forward switches it off: a "
+    "trial run that looks for them ended early (%s). What such a region computes is kept in float32 by "
+    "overrides={path: 'deny'}."
+)
 _OPTION_NAMES = ("dtype", "level", "lists", "overrides", "pad_to", "pad", "output_dtype", "inner")
 
 
@@ -81,6 +86,7 @@ class DynamoForward(Way):
         self.rewrite: Rewrite = rewrite
         self.variants: list[Variant] = []
         self.protected: frozenset[str] = frozenset()
+        self._stopped_by: str | None = None  # the search for them; None before it
         self.watch: Watch | None = None
         self.calls = 0
         self.trains = False
@@ -127,6 +133,12 @@ class DynamoForward(Way):
     def __reduce__(self) -> Any:
         return DynamoForward, (self.options, self.rewrite)
 
+    def look_for_regions(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Find the lines of forward that stand where torch.autocast is switched off, once; what stopped the search."""
+        if self._stopped_by is None:
+            self.protected, self._stopped_by = protected_lines(base, module, args, kwargs)
+        return self._stopped_by
+
     def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling() and self._outside is not None:
             return self._outside(base, module, args, kwargs)
@@ -141,7 +153,8 @@ class DynamoForward(Way):
         self._seen = weakref.ref(module)
         if self._compiled is None:
             self.variants, self._nested, self._alike = [], nested(module), _most_alike(module)
-            self.protected = protected_lines(base, module, args, kwargs)
+            if stopped_by := self.look_for_regions(base, module, args, kwargs):
+                log.warning(_IN_PART, type(module).__qualname__, stopped_by)
             self._compiled = compile_apart(base.forward, _weak_backend(self))
         running = self._compiled, self.variants, failed_captures()  # held while it runs, whatever other threads do
         known = len(running[1])

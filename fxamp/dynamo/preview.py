@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+)
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
@@ -39,7 +44,7 @@ def trace_on_fakes(
         previews, none where the model cannot run on fake tensors (the first real call then makes its graphs).
     """
     base: Any = type(plain)
-    protected = protected_lines(base, plain, args, kwargs)
+    protected, _ = protected_lines(base, plain, args, kwargs)
     previews: list[Variant] = []
 
     def record(module: fx.GraphModule, example_inputs: list[Any], twin: nn.Module) -> None:
@@ -57,25 +62,33 @@ def trace_on_fakes(
     return previews
 
 
-def protected_lines(base: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
-    """Source lines that the model's author protected from autocast, also where the region does nothing without it.
+def protected_lines(
+    base: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[frozenset[str], str]:
+    """Source lines that the model's author protected from autocast, also where the region does nothing without it; and
+    what stopped the search, "" where it came to the end of forward, or no class of the model speaks of autocast.
 
-    (transformers' `maybe_autocast(enabled=False)` leaves no node in a graph unless autocast is on.) Only models
-    whose source mentions autocast are asked, by one more trace on fake tensors.
+    (transformers' `maybe_autocast(enabled=False)` leaves no node in a graph unless autocast is on; nor does a region in
+    the graph of a function that Dynamo captures by itself, as it has a question about data.) Only models whose source
+    mentions autocast are asked, by one more trace on fake tensors.
     """
     if not _mentions_autocast(model):
-        return frozenset()
+        return frozenset(), ""
     lines: set[str] = set()
+    kind = autocast_kind(device_of(model))
 
     def note(module: fx.GraphModule, example_inputs: list[Any], twin: nn.Module) -> None:
         graph = adopt(module, example_inputs, module).graph
-        lines.update(ir.source_line(node) for node in graph.nodes if node.meta.get("autocast") == "off")
+        is_inside = not torch.is_autocast_enabled(kind)
+        lines.update(ir.source_line(node) for node in graph.nodes if is_inside or node.meta.get("autocast") == "off")
 
-    with idle_autocast(autocast_kind(device_of(model))):
+    with idle_autocast(kind):
         error = visit_graphs(base, model, args, kwargs, note)
-    if error is not None:
-        log.info("%s: regions without autocast were looked for in part (%s)", base.__qualname__, _first_line(error))
-    return frozenset(lines - {""})
+    found = frozenset(lines - {""})
+    if error is None or not _a_class_mentions_autocast(model):
+        return found, ""
+    is_of_data = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+    return found, "forward asks what its data holds" if is_of_data else _first_line(error)
 
 
 def visit_graphs(
@@ -128,6 +141,19 @@ def _mentions_autocast(model: nn.Module) -> bool:
             if "autocast" in inspect.getsource(sys.modules[name]):
                 return True
         except (KeyError, OSError, TypeError):
+            continue
+    return False
+
+
+def _a_class_mentions_autocast(model: nn.Module) -> bool:
+    """Whether it stands in a class of the model's, and not only in a script that trains it."""
+    for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
+        if kind.__module__.startswith(("torch.", "builtins")):
+            continue
+        try:
+            if "autocast" in inspect.getsource(kind):
+                return True
+        except (OSError, TypeError):
             continue
     return False
 

@@ -78,11 +78,12 @@ class Part:
             return written(view, *args, **kwargs)
         take_back_writes()
         before, running.view = getattr(running, "view", None), view
+        calls = self.family.written.calls_as_written
         try:
             return engine(module, args, kwargs)
         finally:
             running.view = before
-            self.family.note(self.path, engine)
+            self.family.note(self.path, engine, is_held=calls == self.family.written.calls_as_written)
 
     def child(self, view: nn.Module, name: str, value: Any) -> Any:
         """What forward is to see of a child."""
@@ -187,9 +188,15 @@ class Family:
         engine.paths += () if path in engine.paths else (path,)
         return engine
 
-    def note(self, path: str, engine: Engine) -> None:
-        """Take note of a part of which there are graphs, and on the graphs what they are for."""
+    def note(self, path: str, engine: Engine, is_held: bool) -> None:
+        """Take note of a part of which there are graphs, and on the graphs what they are for.
+
+        Args:
+            is_held: whether a graph held the call, and nothing of it ran as written.
+        """
         blocks = self.written.blocks
+        if not path and is_held:
+            self.written.calls_itself = True
         if path and path not in blocks and engine.variants:
             blocks[path] = engine
             for variant in engine.all_variants():

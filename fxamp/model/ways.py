@@ -26,6 +26,7 @@ class Way:
         given_up: functions that Dynamo does not capture any more, and why.
         blocks: the engines of the parts of which there are graphs, by path.
         engines: those of all parts that were called.
+        calls_itself: whether forward has called itself with something else, for which there is a graph of the model.
         rewrite: the pipeline; None where no graphs are made.
         watch: while it is set, it runs Dynamo's graphs in the place of their compiled forwards.
         may_be_written: whether forward can run as it is written, with graphs inside.
@@ -41,6 +42,7 @@ class Way:
     given_up: Mapping[str, str] = _NONE
     blocks: Mapping[str, Any] = _NONE
     engines: Mapping[Any, Any] = _NONE
+    calls_itself: bool = False
     rewrite: Callable[..., Any] | None = None
     watch: Any = None
     may_be_written: bool = False

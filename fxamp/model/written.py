@@ -36,6 +36,7 @@ class Written(Way):
         engines: those of all parts that were called, as long as a model is there whose parts they are; equal parts, and
             those of copies of the model that hold no objects of their own, share one.
         kin: what parts of one kind could not be captured for, those inside of parts included.
+        calls_as_written: of the model, so far.
     """
 
     may_be_written = True
@@ -50,6 +51,8 @@ class Written(Way):
         self.blocks: dict[str, Engine] = {}
         self.engines: weakref.WeakValueDictionary[Any, Engine] = weakref.WeakValueDictionary()
         self.kin: collections.defaultdict[Any, Refusals] = collections.defaultdict(Refusals)
+        self.calls_itself = False
+        self.calls_as_written = 0
         self._views: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
         self._outside: Any = None
 
@@ -77,6 +80,7 @@ class Written(Way):
         return self._call(base, module, args, kwargs)
 
     def _call(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.calls_as_written += 1
         view = self._view_of(module)
         part = part_of(view)
         if self.options.opt_level == "O3":

@@ -274,6 +274,8 @@ def _untouchable(ruling: Ruling, node: fx.Node) -> str | None:
     if (sparse := ir.sparse_values(node)) and not is_conversion(node):
         name = "its result" if sparse[0] is node else f"its input {sparse[0].name}"
         return f"{name} is sparse: few kernels take a low one, and torch has no gradient for some casts of it"
+    if any(found.dtype is None for found in own):
+        return "what it gives is not known before real inputs are seen, or hangs on data"
     if any(found.dtype is not None and found.dtype.is_complex for found in own):
         return "it makes complex numbers"
     if ir.is_returned_whole(node):

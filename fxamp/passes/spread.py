@@ -46,7 +46,7 @@ def _keep_clear_between_deny_nodes(ruling: Ruling, carries: dict[fx.Node, fx.Nod
 
 
 def protect_domains(ruling: Ruling) -> None:
-    """Backward: infer nodes that reach a domain-sensitive argument through infer and clear nodes are high.
+    """Backward: infer nodes that reach a domain-sensitive argument through infer, clear and unlisted nodes are high.
 
     So are those that are squared where the square is subtracted: 1 - tanh(x)**2 is positive, unless tanh(x) was rounded
     to 1.
@@ -60,7 +60,7 @@ def protect_domains(ruling: Ruling) -> None:
             text = f"feeds the argument of `{op}` ({end.name}), which must not round to {_EDGES.get(op, _POSITIVE)}"
             ruling.fix(node, "high", "upstream", text, end)
         passes_on = node in reaches and (
-            ruling.colours[node] in ("infer", "clear") or (node in differs and _is_square(ruling, node))
+            ruling.colours[node] in ("infer", "clear", "unlisted") or (node in differs and _is_square(ruling, node))
         )
         is_difference = passes_on and (node in differs or ir.mark(node).op in _DIFFERENCES)
         sensitive = DOMAIN_SENSITIVE.get(ir.mark(node).op, ())

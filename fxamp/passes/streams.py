@@ -81,21 +81,31 @@ class _Part:
     sum: fx.Node
     is_normed: bool = False
     is_gated: bool = False  # multiplied by what is computed
+    is_modulated: bool = False  # and that behind a norm
 
 
 def _sums_that_go_on(ruling: Ruling, low: set[fx.Node], weights: set[fx.Node]) -> dict[fx.Node, None]:
-    """Sums of two values in float32 under autocast, one of which is such a sum too, and that one."""
+    """Sums of two values in float32 under autocast, one of which is such a sum too, and that one.
+
+    Where a norm and a product stand between two sums, the second may be a branch's own (a modulation, whose next reader
+    is a GEMM); a third behind it tells that it is the state of a recurrent cell: c = norm(f * c + i * g).
+    """
     sums: dict[fx.Node, None] = {}
+    modulated: dict[fx.Node, fx.Node] = {}  # a sum -> the one before it, behind a norm and a product
     parts: dict[fx.Node, _Part] = {}
     for node in ruling.graph.nodes:
         if not node.op.startswith("call") or not ruling.is_reader(node) or node in low:
             continue
         computed = [read for read in ruling.reads[node] if read.value not in weights]
         given = [_part_of(ruling.sources_of(read, node), parts) for read in computed]
-        before = next(filter(None, given), None)
+        before = min(filter(None, given), key=lambda part: part.is_modulated, default=None)
         is_sum = ir.mark(node).op in SUMS and len(computed) >= 2 and not ruling.is_spoken_of(node)
         if is_sum and not _is_mix(given):
-            if before is not None:
+            if before is not None and before.is_modulated:
+                modulated[node] = before.sum
+                if before.sum in modulated:
+                    sums |= dict.fromkeys((modulated[before.sum], before.sum, node))
+            elif before is not None:
                 sums |= dict.fromkeys((before.sum, node))
             parts[node] = _Part(node)
         elif before is not None and (part := _passed_on(ruling, node, before, len(computed))) is not None:
@@ -128,13 +138,13 @@ def _is_mix(given: Sequence[_Part | None]) -> bool:
 def _passed_on(ruling: Ruling, node: fx.Node, part: _Part, operands: int) -> _Part | None:
     """What a node that reads a part of a stream makes of it, None where that is another value.
 
-    A product with what is computed gates a stream; of what a norm made, it is a branch's own (a modulation).
+    A product with what is computed gates a stream; of what a norm made, it may be a branch's own (a modulation).
     """
     op = ir.mark(node).op
     if op in ("mul", "div") and operands > 1:
-        return None if part.is_normed else dataclasses.replace(part, is_gated=True)
+        return dataclasses.replace(part, is_gated=True, is_modulated=part.is_modulated or part.is_normed)
     if op in _NORMS:
-        return _Part(part.sum, is_normed=True)
+        return _Part(part.sum, is_normed=True, is_modulated=part.is_modulated)
     return part if op in _SCALES or ruling.colours[node] == "clear" else None
 
 

@@ -185,6 +185,12 @@ _COMPLEX = frozenset("complex polar view_as_complex view_as_real real imag angle
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float32}
 # Integers and bools are added in int64.
 _SUMS = frozenset("sum cumsum prod cumprod nansum trace".split())
+# They give several tensors of one dtype.
+_PARTS_ALIKE = frozenset(
+    """aminmax broadcast_tensors chunk dsplit hsplit linalg_eigh linalg_lu linalg_qr linalg_slogdet linalg_svd lstm_cell
+    meshgrid multi_head_attention_forward qr split split_with_sizes std_mean svd tensor_split unbind unsafe_chunk
+    unsafe_split unsafe_split_with_sizes var_mean vsplit""".split()
+)
 # Indices are never float32: the argument positions that hold them.
 _INDEX_ARGUMENTS = {"embedding": 0, "embedding_bag": 0, "one_hot": 0}
 
@@ -258,7 +264,16 @@ def _promoted(node: fx.Node, op: str) -> ValueType:
     result = TensorType(dtype)
     if op in TRAITS["values_and_indices"] and _gives_indices(node, op):
         return (result, TensorType(torch.int64))
-    return result
+    return _parts(node, result) if op in _PARTS_ALIKE else result
+
+
+def _parts(node: fx.Node, part: TensorType) -> ValueType:
+    """Of an op that gives several tensors as many as are read; where they are handed on together it is not known."""
+    places = [user.args[1] for user in node.users if ir.mark(user).op == "getitem"]
+    are_known = len(places) == len(node.users) and all(isinstance(place, int) and place >= 0 for place in places)
+    if not places or not are_known:
+        return UNKNOWN_TENSOR
+    return (part,) * (max(places) + 1)  # type: ignore[type-var, operator]
 
 
 def _counts(node: fx.Node, given: fx.Node) -> bool:

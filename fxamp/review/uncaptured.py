@@ -68,6 +68,8 @@ def _around_parts(engine: Engine, model: nn.Module, runs: str) -> tuple[float, s
         return 0.0, ""
     sizes = {name: weight.numel() for name, weight in matrices(model)}
     left = [name for name in sizes if not name.startswith(tuple(f"{path}." for path in engine.blocks))]
+    if engine.way.calls_itself:
+        left = [name for name in left if name not in set().union(*map(_weights_read, engine.all_variants()))]
     if engine.boundaries and not left:
         return 0.0, ""
     share = sum(sizes[name] for name in left) / max(1, sum(sizes.values()))

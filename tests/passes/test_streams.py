@@ -47,6 +47,12 @@ X, W = torch.rand(8, 8), torch.rand(8, 8)
             "a=linear n=norm(a) f=linear(n) s=add(n,f) m=norm(s) r=mul(m,f) t=add(r,f) h=linear(t) linear(h)",
             "low low low low low low low low low",
         ),
+        # but where that sum is an operand of a third in the same way, it is the state of a recurrent cell
+        (
+            "a=linear n=norm(a) f=linear(n) s=add(n,f) m=norm(s) r=mul(m,f) t=add(r,f) o=norm(t) q=mul(o,f) u=add(q,f) "
+            "linear(u)",
+            "low low low high high high high high high high low",
+        ),
         # a gated stream is added to the stream
         (
             "a=linear n=norm(a) f=linear(n) s=add(n,f) g=linear(s) r=mul(s,g) t=add(s,r) linear(t)",
@@ -286,3 +292,29 @@ def test_the_parameters_of_what_stays_float32_are_stored_so():
     assert converted.places.dtype == torch.float32
     assert converted.ups[0].weight.dtype == torch.bfloat16
     assert converted(tokens).dtype == torch.float32
+
+
+class NormedCell(nn.Module):
+    """An LSTM cell whose state passes a norm at each step, as in torchaudio's RNN-T."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.states = nn.Linear(8, 64, bias=False), nn.Linear(16, 64, bias=False)
+        self.norm, self.gates = nn.LayerNorm(16), nn.LayerNorm(64)
+
+    def forward(self, x):
+        hidden = cell = torch.zeros(x.shape[1], 16)
+        found = []
+        for row in self.inputs(x).unbind(0):
+            i, f, n, o = self.gates(row + self.states(hidden)).chunk(4, 1)
+            cell = self.norm(f.sigmoid() * cell + i.sigmoid() * n.tanh())
+            hidden = o.sigmoid() * cell.tanh()
+            found.append(hidden)
+        return torch.stack(found)
+
+
+def test_a_state_that_passes_a_norm_at_each_step_stays_float32():
+    torch.manual_seed(0)
+    model = fxamp.convert(NormedCell(), dtype=torch.bfloat16, example_inputs=(torch.randn(6, 4, 8),))
+    norms = [row for row in fxamp.report(model).rows if row.op == "layer_norm" and row.module == "norm"]
+    assert len(norms) == 6 and {row.dtype for row in norms} == {"float32"}
