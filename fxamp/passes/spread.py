@@ -49,7 +49,8 @@ def protect_domains(ruling: Ruling) -> None:
     """Backward: infer nodes that reach a domain-sensitive argument through infer, clear and unlisted nodes are high.
 
     So are those that are squared where the square is subtracted: 1 - tanh(x)**2 is positive, unless tanh(x) was rounded
-    to 1.
+    to 1. At level balanced so is a difference of two that saturate, and what leads to it: the probability of an
+    interval is sigmoid(x + 0.5) - sigmoid(x - 0.5), and its gradient a difference of those two's.
     """
     reaches: dict[fx.Node, fx.Node] = {}
     differs: set[fx.Node] = set()  # what is subtracted, or is subtracted from, on the way
@@ -58,14 +59,21 @@ def protect_domains(ruling: Ruling) -> None:
             end = reaches[node]
             op = ir.mark(end).op
             text = f"feeds the argument of `{op}` ({end.name}), which must not round to {_EDGES.get(op, _POSITIVE)}"
+            if op in _DIFFERENCES:
+                text = f"leads to {end.name}, a difference of values between bounds, which rounding may be larger than"
             ruling.fix(node, "high", "upstream", text, end)
         passes_on = node in reaches and (
             ruling.colours[node] in ("infer", "clear", "unlisted") or (node in differs and _is_square(ruling, node))
         )
         is_difference = passes_on and (node in differs or ir.mark(node).op in _DIFFERENCES)
         sensitive = DOMAIN_SENSITIVE.get(ir.mark(node).op, ())
+        is_interval = _is_interval(ruling, node)
+        if is_interval and node not in ruling.fixed:
+            text = "is a difference of values between bounds, which their rounding may be larger than"
+            ruling.fix(node, "high", "differences", text)
         for read in ruling.reads[node]:
-            end_of_way = node if read.position in sensitive else reaches[node] if passes_on else None
+            ends = read.position in sensitive or is_interval
+            end_of_way = node if ends else reaches[node] if passes_on else None
             if end_of_way is not None:
                 for source in ruling.sources_of(read, node):
                     reaches.setdefault(source, end_of_way)
@@ -85,6 +93,16 @@ _EDGES = {
 """Op -> where its domain ends, of those that take not only positive numbers."""
 
 _DIFFERENCES = frozenset({"sub", "rsub"})
+
+
+_SATURATES = frozenset("erf hardsigmoid sigmoid softmax special_expit special_ndtr tanh".split())
+
+
+def _is_interval(ruling: Ruling, node: fx.Node) -> bool:
+    if ruling.policy.level != "balanced" or ir.mark(node).op not in _DIFFERENCES or ruling.is_spoken_of(node):
+        return False
+    origins = [ruling.through_clear(source) for source in ruling.sources(node)]
+    return len(origins) == 2 and all(ir.mark(origin).op in _SATURATES for origin in origins)
 
 
 def _is_square(ruling: Ruling, node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from fxamp.model.variant import Variant
 from fxamp.review.gemms import ALIGNMENT, Gemm
 from fxamp.review.regions import Region
 from fxamp.review.rows import Row
-from fxamp.words import bytes_in_words, listed, plural
+from fxamp.words import bytes_in_words, listed, percent, plural
 
 _MANY = 3
 """Entries of one kind of advice that are named; the rest is counted."""
@@ -115,7 +115,7 @@ def _high_gemms(gemms: Sequence[Gemm]) -> Iterator[str]:
         share = sum(gemm.work for gemm in high) / max(1, sum(gemm.work for gemm in gemms))
         names = listed([gemm.node for gemm in sorted(high, key=lambda gemm: -gemm.work)], _MANY)
         count = plural(sum(gemm.runs for gemm in high), "GEMM")
-        yield f"{count} ({share:.0%} of GEMM work) in float32: {names}; ask fxamp.explain why."
+        yield f"{count} ({percent(share)} of GEMM work) in float32: {names}; ask fxamp.explain why."
 
 
 def _unaligned(gemms: Sequence[Gemm], alignment: int) -> Iterator[str]:

@@ -264,7 +264,7 @@ _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
     "not low-born": _LOW,
     "stream": _LOW,
     "state": _allowing(_ANYWAY + "small changes of the state are then lost, call after call"),
-    "differences": _allowing(_ANYWAY + "what is rounded may be as large as what the norm goes by"),
+    "differences": _allowing(_ANYWAY + "what is rounded may be as large as the differences that the result goes by"),
     "not between": _LOW,
     "input": _input,
     "parameter": _read_parameter,

@@ -78,7 +78,7 @@ def _around_parts(engine: Engine, model: nn.Module, runs: str) -> tuple[float, s
         return 0.0, f"without gradients forward runs {runs}: {why}"
     where = "in calls that no graph holds " if engine.all_variants() else ""
     outside = f"outside of every {'block' if engine.boundaries else 'graph'}"
-    weights = f"{share:.0%} of the weights are {outside} ({listed(left, _NAMED)}), in a"
+    weights = f"{percent(share)} of the weights are {outside} ({listed(left, _NAMED)}), in a"
     weights = weights if left else "all weights are in graphs of parts, around which there is a"
     return share, f"{where}{weights} forward that runs {runs}: {why}"
 
@@ -96,7 +96,7 @@ def kept_whole(engine: Engine, model: nn.Module) -> tuple[float, str]:
     share = share_in({name: weight.numel() for name, weight in matrices(model)}, paths)
     return (
         share,
-        f"{share:.0%} of the weights are in modules with hooks, which run whole, in float32, while they have them "
+        f"{percent(share)} of the weights are in modules with hooks, which run whole, in float32, while they have them "
         f"({listed(paths, _NAMED)}). fxamp.convert(model, boundaries=[...]) converts those by themselves, and their "
         "hooks run.",
     )
