@@ -617,6 +617,31 @@ def test_peak_memory_of_a_step_is_what_the_docstring_says(fused, allowed, monkey
     assert memory.peak >= gradients + bucket
 
 
+@pytest.mark.parametrize(("fused", "found"), [(True, 16.25), (False, 17.75)])
+def test_peak_memory_of_the_model_that_is_measured_on_a_gpu(fused, found, monkeypatch):
+    """Bytes a parameter: docs/speed.md has them beside those of a GPU, and tools/gpu_runtime the model."""
+    monkeypatch.setattr(device_skip, "LOOKS_AT_HOST_FLAGS", False)
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(16)]).half()
+    weights = list(model.parameters())
+    inner = torch.optim.AdamW(weights, 1e-3, fused=fused, foreach=not fused)
+    optimizer, scaler = MasterWeightOptimizer(inner, bucket_bytes=8 * 2**20), LossScaler(device="cpu")
+    scaler.scale(torch.zeros(()))
+
+    def step():
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    kept = [*weights, *optimizer.master_params(), *(v for s in optimizer.state.values() for v in s.values() if v.dim())]
+    optimizer.zero_grad()
+    with PeakBytes(lambda: optimizer._layouts.held_bytes) as memory:
+        step()
+    peak = sum(tensor.nbytes for tensor in kept) + memory.peak
+    assert peak / sum(weight.numel() for weight in weights) == pytest.approx(found, abs=0.01)
+
+
 def test_options_are_checked():
     weight = torch.nn.Parameter(torch.ones(2))
     inner = torch.optim.SGD([weight], 0.1)
