@@ -315,7 +315,7 @@ print(json.dumps(as_json(count_all(("lstm_lm",), ways, torch.float16, "cuda", ti
     return tables.from_json(json.loads(done.stdout))
 
 
-@pytest.mark.parametrize("way", MORE_WAYS)
+@pytest.mark.parametrize("way", ["O1 loss inside", "O2 loss inside", *MORE_WAYS])
 def test_the_loss_inside_is_the_same_loss(way):
     losses = []
     for each in (way, "O1 balanced"):

@@ -76,7 +76,7 @@ def _prose(text: str) -> str:
 
 # ------------------------------------------------------------------------------------------------------ tables
 
-COUNTED_WAYS = ("O1 strict", "O1 balanced", "O2", "half")
+COUNTED_WAYS = ("O1 strict", "O1 balanced", "O1 loss inside", "O2", "O2 loss inside", "half")
 WITH_GOALS = ("O1 balanced", "O2")
 
 
@@ -95,12 +95,13 @@ def count(data: Any) -> str:
             cells += [f"{GOALS[label][way]:.2f}"] if way in WITH_GOALS else []
         rows.append(cells)
     missed = [line for way in ways for line in missed_goals(table, way)]
-    worse = []
-    for way in ways:
-        lines = [] if way == "half" else worse_than_autocast(table, way)
-        worse += [f"{way}: {', '.join(line.replace(':', '') for line in lines)}."] if lines else []
+    found = {way: worse_than_autocast(table, way) for way in ways if way != "half"}
+    worse = [f"{way}: {', '.join(line.replace(':', '') for line in lines)}." for way, lines in found.items() if lines]
+    never = [way for way, lines in found.items() if not lines]
+    worse += [f"No model with {' or '.join(never)}."] if never else []
     verdict = f"Missed: {'. '.join(missed)}." if missed else "Every goal is met."
-    losses = f"Worse than autocast, {' '.join(worse)}" if worse else "No model is worse than autocast in any of these."
+    is_any_worse = any(found.values())
+    losses = f"Worse than autocast, {' '.join(worse)}" if is_any_worse else "No model is worse than autocast in any."
     missing = [f"Not counted: {line}." for line in not_counted(whole)]
     return "\n\n".join([results.as_table(rows, headers), *map(_prose, [verdict, losses, *missing])])
 

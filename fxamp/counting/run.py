@@ -22,10 +22,20 @@ from fxamp.runtime.masters import LOGICAL
 from fxamp.runtime.padded_weights import note_room, with_room
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-WAYS = ("fp32", "autocast", "O1 strict", "O1 balanced", "O1 aggressive", "O2", "half")
-MORE_WAYS = ("O1 loss inside", "O2 loss inside", "O1 loss converted", "O2 loss converted")
-"""Level balanced, where the converted model computes the loss too, as autocast computes it in its region; and where the
-loss is a converted module of its own that reads the model's results as they are computed."""
+WAYS = (
+    "fp32",
+    "autocast",
+    "O1 strict",
+    "O1 balanced",
+    "O1 aggressive",
+    "O1 loss inside",
+    "O2",
+    "O2 loss inside",
+    "half",
+)
+"""Loss inside: level balanced, where the converted model computes the loss too, as autocast does in its region."""
+MORE_WAYS = ("O1 loss converted", "O2 loss converted")
+"""Level balanced, where the loss is a converted module of its own, which reads the results as they are computed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +107,7 @@ def _prepare(step: Step, way: str, dtype: torch.dtype, device: str) -> tuple[nn.
         halved, low = _halved(step.model, dtype), tree_map(lambda value: _in(value, dtype), call)
         return halved, lambda: step.loss_of(tree_map(lambda value: _in(value, torch.float32), _run(halved, low)))
     opt_level, _, level = way.partition(" ")
-    if way in MORE_WAYS or not level:
+    if level not in ("strict", "aggressive"):
         level = "balanced"
     model, loss_of, output_dtype = step.model, step.loss_of, None if way.endswith("loss converted") else torch.float32
     if way.endswith("loss inside"):
