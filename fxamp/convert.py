@@ -83,7 +83,8 @@ def convert(
         model: an nn.Module, an fx.GraphModule, or a torch.export.ExportedProgram. It still works and is not changed
             (O1). A converted model is given back as it is, or with other options converted anew from its plain forward.
         dtype: torch.float16, torch.bfloat16, "auto" (bfloat16 where the device has it natively), or None:
-            torch.autocast's default for the device (CUDA float16, CPU bfloat16).
+            torch.autocast's default for the device (CUDA float16, CPU bfloat16); of a module without parameters, such
+            as a loss, for the machine's accelerator.
         example_inputs: those of one call: a tensor, a tuple or list of args, (args, kwargs), or a dict of keywords;
             only shapes and dtypes are used.
         opt_level: "O0" fp32, unchanged; "O1" casts, fp32 parameters; "O2" low-precision parameters, with fp32

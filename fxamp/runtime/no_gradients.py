@@ -28,7 +28,8 @@ def leaves_of(loss: Loss) -> list[torch.Tensor]:
         node = nodes.pop()
         if node not in seen:
             seen.add(node)
-            found += [node.variable] if hasattr(node, "variable") else []
+            leaf = getattr(node, "variable", None)  # of AccumulateGrad, or what a function's author has kept
+            found += [leaf] if isinstance(leaf, torch.Tensor) and leaf.is_leaf else []
             nodes += [following for following, _ in node.next_functions if following is not None]
     return found
 
