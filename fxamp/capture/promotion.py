@@ -132,13 +132,13 @@ def _convert(node: fx.Node, given: fx.Node, dtype: torch.dtype, run: Run) -> fx.
     return cast
 
 
-def promote(graph: fx.Graph, root: nn.Module, fakes: Fakes) -> None:
+def promote(graph: fx.Graph, root: nn.Module, fakes: Fakes, is_model: bool) -> None:
     """Widen wherever it is wanted in a whole graph, and bring the values below up to date.
-
-    A graph without weights may be a piece of a low model, whose deny ops are left alone.
 
     Args:
         root: whose weights the graph reads.
+        is_model: whether that is the model: else a graph without weights may be a piece of a low one, whose deny ops
+            are left alone.
     """
 
     def value(given: fx.Node) -> Any:
@@ -147,7 +147,9 @@ def promote(graph: fx.Graph, root: nn.Module, fakes: Fakes) -> None:
 
     weights = [node.meta.get("val") for node in graph.nodes if ir.is_weight(node)]
     dtypes = {weight.dtype for weight in (*root.parameters(), *weights) if isinstance(weight, nn.Parameter)}
-    promotion = Promotion(root, lambda node: fakes.run(node, value), is_float32=torch.float32 in dtypes)
+    promotion = Promotion(
+        root, lambda node: fakes.run(node, value), is_float32=torch.float32 in dtypes or (is_model and not dtypes)
+    )
     stale: set[fx.Node] = set()
     for node in list(graph.nodes):
         if promotion.before(node) or any(given in stale for given in node.all_input_nodes):

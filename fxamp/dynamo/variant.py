@@ -48,7 +48,7 @@ def rewrite_dynamo_graph(
     _name_from_root(captured, weights or root)
     if (mode := fake_mode_of(captured.graph)) is not None:
         fakes = Fakes(module, mode=mode)
-        promote(captured.graph, weights or root, fakes)
+        promote(captured.graph, weights or root, fakes, is_model=root is not module)
         note_writes(captured.graph, fakes)
     if root is module:
         captured.root = module

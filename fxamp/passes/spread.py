@@ -95,7 +95,7 @@ _EDGES = {
 _DIFFERENCES = frozenset({"sub", "rsub"})
 
 
-_SATURATES = frozenset("erf hardsigmoid sigmoid softmax special_expit special_ndtr tanh".split())
+_SATURATES = frozenset("erf hardsigmoid sigmoid softmax special_ndtr tanh".split())
 
 
 def _is_interval(ruling: Ruling, node: fx.Node) -> bool:

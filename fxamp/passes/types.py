@@ -7,6 +7,7 @@ others later). Without them only dtypes are inferred, from the op's kind; a valu
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -269,7 +270,7 @@ def _promoted(node: fx.Node, op: str) -> ValueType:
 
 def _parts(node: fx.Node, part: TensorType) -> ValueType:
     """Of an op that gives several tensors as many as are read; where they are handed on together it is not known."""
-    places = [user.args[1] for user in node.users if ir.mark(user).op == "getitem"]
+    places = [user.args[1] for user in node.users if user.target is operator.getitem]
     are_known = len(places) == len(node.users) and all(isinstance(place, int) and place >= 0 for place in places)
     if not places or not are_known:
         return UNKNOWN_TENSOR
