@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.capture import recomputed, size_guards
+from fxamp.capture import recomputed, size_guards, sizes
 from fxamp.capture.computed import computed
 from fxamp.capture.sizes import TRIALS_BEFORE_GUARD, Sizes
 from fxamp.model.engine import engine_of
@@ -64,7 +64,8 @@ def converted_pair(**options):
 
 @pytest.fixture
 def trials(monkeypatch):
-    """How often anything was run on fake tensors of a call's sizes."""
+    """How often anything was run on fake tensors of a call's sizes; a busy machine has the time that a guard takes."""
+    monkeypatch.setattr(sizes, "MOST_TRIALS", 10_000)
     found, of = [], Sizes.of
 
     def counted(self, *given):
