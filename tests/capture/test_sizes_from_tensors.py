@@ -41,7 +41,7 @@ READS = {
     "chunk": lambda m, x: sum(part.exp().sum() for part in m.second(x).chunk(2, 1)),
     "split": lambda m, x: sum(part.log_softmax(-1).sum() for part in m.last(x).split([2, 6], -1)),
     "unbind": lambda m, x: sum(part.exp().sum() for part in m.second(x).unbind(1)),
-    "aminmax": lambda m, x: sum(part.exp().sum() for part in torch.aminmax(m.second(x), dim=1)),
+    "var_mean": lambda m, x: sum(part.exp().sum() for part in torch.var_mean(m.second(x), 1)),
     "attention": lambda m, x: sum(
         part.exp().sum() for part in m.attention(*[x.flatten(2).transpose(1, 2).repeat(1, 1, 2)] * 3)
     ),
