@@ -115,7 +115,9 @@ class Otherwise(Way):
     ) -> DynamoForward | Written:
         """The way that calls take from now on; where none has told, this one is made for it."""
         tells = torch.is_grad_enabled() and _tells((args, kwargs))
-        if self._way_for(module, tells) is self.written and self.chosen is None:
+        if self._way_for(module, tells) is self.by_dynamo:
+            self._leaves_for_regions(base, module, args, kwargs)
+        elif self.chosen is None:
             self(base, module, args, kwargs)
         return self.chosen or self.by_dynamo
 
@@ -132,9 +134,8 @@ class Otherwise(Way):
         return result
 
     def _through_dynamo(self, base: Any, module: nn.Module, args: Any, kwargs: Any, tells: bool) -> Any:
-        if not self._stays and _tells((args, kwargs)) and self._hides_regions(base, module, args, kwargs):
-            self.chosen = self._gone = self.written
-            self._has_left = True
+        if self._leaves_for_regions(base, module, args, kwargs):
+            self._gone = self.written
             return self._away_from_dynamo(base, module, args, kwargs)
         is_known = self._is_judged and not self.by_dynamo.given_up
         asks = tells and not is_known
@@ -149,14 +150,15 @@ class Otherwise(Way):
             self._judge_without_gradients(module, given)
         return result
 
-    def _hides_regions(self, base: Any, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Whether forward may switch autocast off where Dynamo's graphs do not show it, and what is written would."""
-        if self.by_dynamo.calls or _needs_a_compiler(module):
+    def _leaves_for_regions(self, base: Any, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Leave Dynamo if forward may switch autocast off where its graphs would not show it; what is written does."""
+        if self._stays or self.by_dynamo.calls or not _tells((args, kwargs)) or _needs_a_compiler(module):
             return False
         stopped_by = self.by_dynamo.look_for_regions(base, module, args, kwargs)
         if stopped_by:
             text = "%s: from now on %s, as it may switch autocast off where Dynamo's graphs would not show it (%s)"
             log.info(text, type(module).__qualname__, self.written.how(module), stopped_by)
+            self.chosen, self._has_left = self.written, True
         return bool(stopped_by)
 
     def _away_from_dynamo(self, base: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:

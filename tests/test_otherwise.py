@@ -486,6 +486,14 @@ def test_what_stands_where_autocast_is_switched_off_is_float32(is_given):
         assert torch.equal(o1(model)(x), exact), "nor where the first call has no gradients"
 
 
+def test_what_compares_before_the_first_call_goes_the_way_of_the_calls():
+    torch.manual_seed(0)
+    model, x = SwitchedOff(), torch.randn(4, 16)
+    converted = o1(copy.deepcopy(model))
+    assert fxamp.compare(model, converted, (x,)).output == 0
+    assert fxamp.find_nan(converted, (x,)) is None and chosen(converted) is Written
+
+
 def test_dynamo_asked_for_tells_that_it_may_not_see_where_autocast_is_switched_off(caplog):
     torch.manual_seed(0)
     converted = fxamp.convert(SwitchedOff(), torch.bfloat16, capture="dynamo")
