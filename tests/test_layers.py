@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "fxamp"
 
 # What each room may import, besides itself. A file of its own line comes before its folder's.
-GROUND = {"errors", "dtypes", "randomness", "references", "words"}
+GROUND = {"errors", "dtypes", "logs", "randomness", "references", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
 CALLED = {"switches", "checks", "draws", "authors"}
 FAKES = {"fake_limits", "grouped", "leaf_fakes", "recurrent_fakes", "sparse_fakes"}
@@ -33,6 +33,7 @@ GRAPH = (
 )
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "logs": {"errors"},
     "words": set(),
     "randomness": set(),
     "references": set(),

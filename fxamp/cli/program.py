@@ -14,7 +14,7 @@ from fxamp.cli.parser import parser
 from fxamp.cli.targets import failure, is_of_print
 from fxamp.cli.types import INTERRUPTED, OK, WRONG
 from fxamp.errors import FxampError, FxampWarning
-from fxamp.review.announce import configure_logging
+from fxamp.logs import configure_logging
 
 log = logging.getLogger("fxamp")
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from torch import nn
 
-from fxamp.errors import OptionError, nearest, warn
+from fxamp.errors import OptionError
+from fxamp.logs import configure_logging
 from fxamp.model.engine import Engine
 from fxamp.review.advice import low_already
 from fxamp.review.dump import dump
@@ -26,13 +27,11 @@ MAX_LINES = 18
 """Lines said about one model at INFO, all of its graphs together; with two on how it was captured, 20."""
 _MOST = 0.5
 """Of the weights: where a larger share is left out, a warning is due."""
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 _warned: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 _informed: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 _folders: "weakref.WeakKeyDictionary[Engine, Path]" = weakref.WeakKeyDictionary()
 _unwritable: set[Path] = set()
-_configured: str | None = None
 _looking = contextvars.ContextVar("looking", default=False)
 
 
@@ -112,24 +111,6 @@ def _inform(converted: nn.Module, lines: Iterable[str]) -> None:
             log.log(logging.INFO if len(said) < MAX_LINES else logging.DEBUG, line)
             if len(said) == MAX_LINES:
                 log.info("there is more: print(fxamp.report(model)), or FXAMP_LOG_LEVEL=DEBUG")
-
-
-def configure_logging() -> None:
-    """Follow FXAMP_LOG_LEVEL: set the level, and print to stderr where there is no logging yet."""
-    global _configured
-    wanted = os.environ.get("FXAMP_LOG_LEVEL", "").strip().upper()
-    if not wanted or wanted == _configured:
-        return
-    _configured = wanted
-    if wanted not in _LEVELS:
-        hint = nearest(wanted, _LEVELS)
-        warn(f"FXAMP_LOG_LEVEL={wanted} is no level.{hint} Allowed: {', '.join(_LEVELS)}.")
-        return
-    log.setLevel(wanted)
-    if not log.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("fxamp: %(message)s"))
-        log.addHandler(handler)
 
 
 def _log_nodes(built: Report) -> None:

@@ -11,6 +11,7 @@ from torch._compile import _disable_dynamo
 
 from fxamp import recorded
 from fxamp.errors import OptionError
+from fxamp.logs import configure_logging
 from fxamp.runtime import gradients, master_gradients
 from fxamp.runtime.device_skip import settle, step_unless, takes_found_inf
 from fxamp.runtime.layouts import Layouts
@@ -95,6 +96,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, masters: str = "fp32", bucket_bytes: int = BUCKET_BYTES
     ) -> None:
+        configure_logging()
         check_arguments(optimizer, masters, bucket_bytes)
         check_apart(gradients.parameters(optimizer))
         self.optimizer = optimizer

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fxamp.dtypes import NAMES
 from fxamp.errors import FxampError, OptionError, nearest
+from fxamp.logs import configure_logging
 from fxamp.runtime import gradients, late_backward, scaler_state
 from fxamp.runtime.arguments import checked_device, checked_flag, number_in, refuse_containers
 from fxamp.runtime.copies import copy_on
@@ -37,6 +38,7 @@ class ScalerBase(torch.amp.GradScaler):
         device: torch.device | str | None,
         max_skips: int,
     ) -> None:
+        configure_logging()
         if isinstance(max_skips, bool) or not isinstance(max_skips, int) or max_skips < 1:
             raise OptionError(f"max_skips={max_skips!r} must be an integer >= 1.")
         init_scale, where = number_in(init_scale), checked_device(device)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fxamp.errors import OptionError
+from fxamp.logs import configure_logging
 
 log = logging.getLogger("fxamp")
 
@@ -90,6 +91,7 @@ def set_tf32(enabled: bool | Tf32 = True) -> Tf32:
     _switch(wanted, before)
     if wanted._switches:
         _put_back(wanted)
+    configure_logging()
     log.info("%s (before: %s)", tf32_state(), before)
     return before
 

@@ -10,7 +10,7 @@ from review_cases import FP16, Language, Two, tokens
 import fxamp
 from fxamp.review import announce as module
 from fxamp.review import dump as dump_module
-from fxamp.review.announce import MAX_LINES, announce, configure_logging
+from fxamp.review.announce import MAX_LINES, announce
 from fxamp.review.report import report
 from fxamp.review.table import overview
 
@@ -20,16 +20,6 @@ X = torch.linspace(-1, 1, 32).reshape(4, 8)
 @pytest.fixture
 def language():
     return fxamp.convert(Language().eval(), FP16, (tokens(),), level="strict")
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    log = logging.getLogger("fxamp")
-    was = log.level, list(log.handlers)
-    monkeypatch.setattr(module, "_configured", None)
-    yield
-    log.setLevel(was[0])
-    log.handlers[:] = was[1]
 
 
 def test_the_summary_comes_first_and_the_rest_is_short(language, caplog):
@@ -155,20 +145,6 @@ def test_a_full_disk_has_one_remedy_and_leaves_no_empty_folder(language, tmp_pat
     monkeypatch.setenv("FXAMP_LOG_PATH", str(tmp_path / "mine"))
     announce(language)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["Language-1"], "there is room again"
-
-
-@pytest.mark.parametrize("level, number", [("debug", 10), ("INFO", 20), ("WARNING", 30)])
-def test_the_level_comes_from_the_environment(level, number, monkeypatch):
-    monkeypatch.setenv("FXAMP_LOG_LEVEL", level)
-    configure_logging()
-    assert logging.getLogger("fxamp").level == number
-
-
-def test_a_misspelt_level_is_warned_about_once(monkeypatch):
-    monkeypatch.setenv("FXAMP_LOG_LEVEL", "DEBG")
-    with pytest.warns(UserWarning, match="FXAMP_LOG_LEVEL=DEBG is no level. Did you mean 'DEBUG'"):
-        configure_logging()
-    configure_logging()
 
 
 def test_convert_and_the_first_call_write_the_folder(tmp_path, monkeypatch):
