@@ -69,17 +69,64 @@ Precision = Literal["low", "high", "none"]
 Role = Literal["", "cast", "weight cast", "pad", "slice"]
 
 
+Rule = Literal[
+    "absorbed",
+    "aliasing",
+    "author",
+    "boundary",
+    "cast",
+    "conversion",
+    "creation",
+    "cut",
+    "differences",
+    "downstream",
+    "gradient sums",
+    "input",
+    "inside",
+    "integers",
+    "kernel",
+    "level",
+    "list",
+    "literal",
+    "not between",
+    "not low-born",
+    "operand",
+    "override",
+    "pack",
+    "pad",
+    "parameter",
+    "plan",
+    "position",
+    "ranges",
+    "rows",
+    "square",
+    "state",
+    "stream",
+    "sum",
+    "taint",
+    "type",
+    "unlisted",
+    "unmarked",
+    "upstream",
+    "user cast",
+    "user dtype",
+    "user operand",
+    "user region",
+]
+"""The rules that decide on nodes; mypy knows a misspelt one, which would be a decision that nobody makes."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Reason:
     """Why a node has its colour or precision.
 
     Attributes:
-        kind: the rule, in one or two words ("list", "downstream", "literal", "override", "cut"...).
+        kind: the rule.
         text: one sentence for a reader.
         node: name of the node the reason came from, when it came from another one.
     """
 
-    kind: str
+    kind: Rule
     text: str
     node: str | None = None
 

@@ -53,7 +53,7 @@ ROUNDS_ONCE: dict[str, Exactness] = {
     **{op: "one rounding" for op in _ONE_ROUNDING.split()},
 }
 # Why a node is float32 that absorption may set aside: its kernel computes in float32 all the same.
-_BY_LIST = frozenset({"list", "downstream", "upstream", "cut"})
+_BY_LIST: frozenset[ir.Rule] = frozenset({"list", "downstream", "upstream", "cut"})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import fx
 
+from fxamp import ir
 from fxamp.ir import Reason
 from fxamp.passes.base import Pass
 from fxamp.passes.ruling import Ruling, Verdict
@@ -16,7 +17,9 @@ Decide = Callable[[fx.Graph], Mapping[str, Pin]]
 
 PINNED = "pinned"
 # What stays stronger than a pin: facts about types, and what the user wrote in the code or the arguments.
-_STRONGER = frozenset(("type", "override", "user cast", "user operand", "conversion", "input", "parameter"))
+_STRONGER: frozenset[ir.Rule] = frozenset(
+    ("type", "override", "user cast", "user operand", "conversion", "input", "parameter")
+)
 
 
 @dataclasses.dataclass(frozen=True)

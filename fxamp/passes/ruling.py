@@ -57,7 +57,7 @@ class Ruling:
     rounded: set[fx.Node] = dataclasses.field(default_factory=set)
 
     def fix(
-        self, node: fx.Node, precision: Literal["low", "high"], kind: str, text: str, via: fx.Node | None = None
+        self, node: fx.Node, precision: Literal["low", "high"], kind: ir.Rule, text: str, via: fx.Node | None = None
     ) -> None:
         """Give a node its precision; `via` is the node the reason came from."""
         self.fixed[node] = Verdict(precision, Reason(kind, text, via.name if via is not None else None))

@@ -229,7 +229,7 @@ def _by_size(pattern: str, limit: float) -> Callable[[Row, Extent | None], tuple
     return judge
 
 
-_JUDGES: Mapping[str, Callable[[Row, Extent | None], tuple[str, str]]] = {
+_JUDGES: Mapping[ir.Rule, Callable[[Row, Extent | None], tuple[str, str]]] = {
     "literal": _literal,
     "taint": lambda row, extent: ("taint", "warning"),
     "square": _by_size("square", FP16_INF),

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from fxamp import ir
 from fxamp.review.rows import Row
 
-ROOTS = frozenset(
+ROOTS: frozenset[ir.Rule] = frozenset(
     {
         *("list", "unlisted", "override", "plan", "ranges", "level", "not between"),
         *("literal", "square", "user cast", "user region", "type", "input", "parameter", "conversion", "pack", "pad"),

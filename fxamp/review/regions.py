@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from fxamp import ir
 from fxamp.review.rows import Row
 
-_CAUSES = (
+_CAUSES: tuple[ir.Rule, ...] = (
     "list",
     "override",
     "user cast",

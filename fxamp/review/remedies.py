@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from fxamp import ir
 from fxamp.lists import OpLists
 from fxamp.passes.reads import CONVERSIONS
 from fxamp.review.chain import Rows, readers_of
@@ -245,7 +246,7 @@ def _boundary(root: Row, lists: OpLists) -> Iterator[Remedy]:
 
 _ANYWAY = "runs {it} low all the same; "
 _LOW = _allowing("runs {it} low")
-_HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
+_HIGH: Mapping[ir.Rule, Callable[[Row, OpLists], Iterator[Remedy]]] = {
     "list": _by_list,
     "unlisted": _unlisted,
     "literal": _literal,
@@ -278,7 +279,7 @@ _HIGH: Mapping[str, Callable[[Row, OpLists], Iterator[Remedy]]] = {
     "boundary": _boundary,
     "kernel": _kernel,
 }
-_DECISIVE = frozenset(("upstream", "position", "aliasing"))
+_DECISIVE: frozenset[ir.Rule] = frozenset(("upstream", "position", "aliasing"))
 """Kinds that decide by themselves: what their reason names is not what to change."""
-_FINAL = frozenset(("type", "boundary"))
+_FINAL: frozenset[ir.Rule] = frozenset(("type", "boundary"))
 """Roots that no override can get past."""

@@ -47,7 +47,7 @@ class Row:
     nbytes: int | None
     role: str
     reason: str
-    reason_kind: str
+    reason_kind: ir.Rule
     reason_node: str | None
     source: str
     module: str

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fxamp import ir
 from fxamp.errors import FxampError, OptionError, nearest, warn_once
 from fxamp.lists import Op, OpLists, each
 from fxamp.lists.names import op_name
@@ -25,7 +26,7 @@ log = logging.getLogger("fxamp")
 
 MAX_MOVES = 12
 """Moves that `suggest` tries."""
-_MOVABLE = ("list", "unlisted", "not low-born", "stream", "state", "user region", "override")
+_MOVABLE: tuple[ir.Rule, ...] = ("list", "unlisted", "not low-born", "stream", "state", "user region", "override")
 """Kinds of reason that a move may set aside; literals, squares and integers are facts about the numbers."""
 WORTH = 0.01
 """Share of all bytes that a move without a saved launch must save to be suggested."""
