@@ -188,9 +188,9 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float32}
 _SUMS = frozenset("sum cumsum prod cumprod nansum trace".split())
 # They give several tensors of one dtype.
 _PARTS_ALIKE = frozenset(
-    """aminmax broadcast_tensors chunk dsplit hsplit linalg_eigh linalg_lu linalg_qr linalg_slogdet linalg_svd lstm_cell
-    meshgrid multi_head_attention_forward qr split split_with_sizes std_mean svd tensor_split unbind unsafe_chunk
-    unsafe_split unsafe_split_with_sizes var_mean vsplit""".split()
+    """aminmax broadcast_tensors chunk dsplit hsplit linalg_eigh linalg_lu linalg_polar linalg_qr linalg_slogdet
+    linalg_svd lstm_cell meshgrid multi_head_attention_forward qr split split_with_sizes std_mean svd tensor_split
+    unbind unsafe_chunk unsafe_split unsafe_split_with_sizes var_mean vsplit""".split()
 )
 # Indices are never float32: the argument positions that hold them.
 _INDEX_ARGUMENTS = {"embedding": 0, "embedding_bag": 0, "one_hot": 0}

@@ -11,9 +11,12 @@ import torch
 
 from fxamp.opnames import canonical_name
 
-SINCE = {"rms_norm": "2.12", "const_data_ptr": "2.13"}
-"""What the lists name that the oldest torch lacks: a policy of autocast's, a method of Tensor."""
+SINCE = {"rms_norm": "2.12", "const_data_ptr": "2.13", "linalg_matrix_sqrth": "2.14", "linalg_polar": "2.14"}
+"""What the lists name that the oldest torch lacks: a policy of autocast's, a method of Tensor, ops."""
+UNTIL = {"cholesky": "2.14", "qr": "2.14"}
+"""What autocast's tables name that the newest torch has no more as an op of ATen."""
 ONLY_IN_LATER = {name for name, version in SINCE.items() if torch.__version__ < version}
+ONLY_IN_EARLIER = {name for name, version in UNTIL.items() if torch.__version__ >= version}
 
 USERS_KERNELS = "jiterator"
 """Entries of op_db that are kernels written by a test, not ops of torch."""
