@@ -27,7 +27,7 @@ class ConnectOutputs(Pass):
     Attribution (gradients of a score with respect to returned attention maps or hidden states), StyleGAN2's path
     lengths and `output.retain_grad()` ask for it.
 
-    Where a value is only moved on its way to a float32 reader, the copy is moved instead, and a cast is saved.
+    Where a value is read in float32, at once or after moves, the copy is read or moved instead, and a cast is saved.
 
     1. Only where gradients flow: a frozen model's graph is as it was.
     2. A result that somebody writes into afterwards stays a copy, and so does one inside a checkpointed region.
@@ -83,6 +83,10 @@ def _is_loss(reader: fx.Node) -> bool:
 def _move_wide(graph: fx.Graph, reader: fx.Node, copy: fx.Node, aliases: Aliases) -> bool:
     """Let moves that end in casts up read the float32 copy, and leave the casts out; False where they do not."""
     value = copy.all_input_nodes[0]
+    if ir.mark(reader).role and _is_up(reader):  # a cast of ours that gives what the copy is
+        reader.replace_all_uses_with(copy)
+        graph.erase_node(reader)
+        return True
     if only_converts(reader, torch.float32):
         reader.replace_input_with(value, copy)
         return True

@@ -48,6 +48,31 @@ class Widened(nn.Module):
         return self.head(features), features.float()
 
 
+class Shared(nn.Module):
+    """What the user converts and returns is read in float32 elsewhere, which needs a cast of ours."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.body, self.use = nn.Linear(8, 16), use
+
+    def forward(self, x):
+        features = self.body(x)
+        return self.use(features), features.float()
+
+
+USES = {
+    "a loss": lambda y: F.mse_loss(y, torch.zeros_like(y)),
+    "a deny op": torch.exp,
+    "a sum of powers": lambda y: y.pow(3).sum(),
+    "float64": lambda y: y.double().sum(),
+    "the other dtype": lambda y: y.to(torch.bfloat16),
+    "deny and allow": lambda y: y.exp() + y @ torch.ones(16, 16),
+    "a moved one": lambda y: y.transpose(0, 1).exp(),
+    "two of them": lambda y: y.exp() + y.pow(2).sum(),
+    "a write into it": lambda y: y.exp() + y.float().mul_(2),
+}
+
+
 class Uneven(Features):
     """Sizes that are padded."""
 
@@ -101,6 +126,29 @@ def test_a_result_has_a_gradient_with_respect_to_another(model, options, dtype):
     inner.retain_grad()
     result.sum().backward()
     assert inner.grad is not None and inner.dtype == inner.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_result_and_what_reads_it_in_float32_share_a_cast(use, capture, dtype):
+    torch.manual_seed(0)
+    plain = Shared(use)
+    converted = fxamp.convert(copy.deepcopy(plain), dtype=dtype, capture=capture, example_inputs=(X,))
+    used, features = converted(X)
+    wanted_use, wanted = plain(X)
+    assert features.dtype == torch.float32 and distance(features, wanted) < 8 * torch.finfo(dtype).eps
+    assert used.dtype == wanted_use.dtype and distance(used, wanted_use) < 16 * torch.finfo(torch.bfloat16).eps
+    (used.sum().float() + features.sum()).backward()
+    (wanted_use.sum().float() + wanted.sum()).backward()
+    ours, theirs = (model.body.weight.grad for model in (converted, plain))
+    assert distance(ours, theirs) < 16 * torch.finfo(dtype).eps
+
+
+def test_the_shared_cast_is_one():
+    converted = fxamp.convert(Shared(torch.exp), dtype=torch.float16, example_inputs=(X,))
+    report = fxamp.report(converted)
+    assert report.casts == 2 and report.weight_casts == 2, "the input down, the features up"
 
 
 def test_the_numbers_are_those_of_the_copy_that_was_beside():
