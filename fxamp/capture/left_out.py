@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.computed import sources
-from fxamp.capture.locations import is_library_file
+from fxamp.capture.locations import is_library_frame
 
 MOST_FUNCTIONS = 8
 """So many functions a trace leaves out at the most: each costs a trace to find."""
@@ -63,7 +63,7 @@ def _codes_to_leave_out(
 ) -> Iterator[types.CodeType]:
     for frame in frames:
         code = frame.f_code
-        if code in known or is_library_file(code.co_filename):
+        if code in known or is_library_frame(frame):
             continue
         if not _is_of_layers(frame) and _looks_at_inputs_alone(frame):
             yield code

@@ -21,18 +21,33 @@ _MODELS = (os.path.join(_PACKAGE, "demo", ""), os.path.join(_PACKAGE, "counting"
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
+# Code that programs write: ours, torch.fx, dataclasses and namedtuples, attrs, numpy's dispatch, Python's imports.
+_GENERATED = ("<fxamp ", "<eval_with_key", "<string>", "<attrs generated", "<__array_function__", "<frozen ")
+
+
 def is_library_file(filename: str) -> bool:
-    """Whether a file is torch's, this package's, or generated."""
+    """Whether a file is torch's, this package's, or generated.
+
+    Other code without a file is the user's: typed in a session, made by `exec`, or of a `torch.package`.
+    """
     if filename.startswith("<"):
-        return True
+        return filename.startswith(_GENERATED)
     return filename.startswith((_TORCHS, _OURS)) and not filename.startswith(_MODELS)
 
 
 def is_library_function(function: types.FunctionType) -> bool:
-    """The same for a function; of those that have no file, what was typed in a session, or given to `python -c`, is the
-    user's."""
-    filename = function.__code__.co_filename
-    return is_library_file(filename) and not (filename.startswith("<") and function.__module__ == "__main__")
+    """The same for a function; what was given to `python -c` is the user's."""
+    return _is_librarys(function.__code__, function.__module__)
+
+
+def is_library_frame(frame: types.FrameType) -> bool:
+    """The same for the code that runs in a frame."""
+    return _is_librarys(frame.f_code, frame.f_globals.get("__name__"))
+
+
+def _is_librarys(code: types.CodeType, module: str | None) -> bool:
+    filename = code.co_filename
+    return is_library_file(filename) and not (filename.startswith("<") and module == "__main__")
 
 
 def is_torchs_file(filename: str) -> bool:
@@ -52,7 +67,7 @@ def user_frames() -> Iterator[types.FrameType]:
         filename = frame.f_code.co_filename
         if frame.f_code.co_name == "trace" and filename.startswith(_OURS):
             return  # what lies outside of the trace called convert(), and made no node
-        if not is_library_file(filename):
+        if not is_library_frame(frame):
             yield frame
         frame = frame.f_back
 
@@ -73,7 +88,7 @@ def user_line_below(outermost: str, inside: Collection[str]) -> str | None:
         if filename.startswith(_OURS):
             if name == outermost or name in inside:
                 return found if name == outermost else None
-        if not (found or is_own) and not is_library_file(filename):
+        if not (found or is_own) and not is_library_frame(frame):
             found = f"{filename}:{frame.f_lineno}"
         frame = frame.f_back
     return None
@@ -88,9 +103,8 @@ def line_of(error: BaseException) -> str:
     """The innermost line of the user's code in an error's traceback."""
     found, trace = "", error.__traceback__
     while trace is not None:
-        filename = trace.tb_frame.f_code.co_filename
-        if not is_library_file(filename):
-            found = f"{filename}:{trace.tb_lineno}"
+        if not is_library_frame(trace.tb_frame):
+            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found
 

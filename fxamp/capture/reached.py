@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fxamp.capture.locations import is_library_file
+from fxamp.capture.locations import is_library_function
 from fxamp.capture.objects import FUNCTIONS, MISSING, is_library
 from fxamp.capture.unseen import CONTAINERS, is_refilled, refill
 
@@ -47,7 +47,7 @@ def names_in(functions: Iterable[types.FunctionType], kinds: Iterable[type]) -> 
     waiting, seen = list(functions), set()
     while waiting:
         function = waiting.pop()
-        if function in seen or is_library_file(function.__code__.co_filename):
+        if function in seen or is_library_function(function):
             continue
         seen.add(function)
         texts = set(_names_of(function.__code__))

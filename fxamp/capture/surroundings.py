@@ -19,7 +19,7 @@ from torch.nn.utils import rnn
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.guesses import known_or_guessed
-from fxamp.capture.locations import is_library_file, user_line
+from fxamp.capture.locations import is_library_frame, user_line
 from fxamp.capture.objects import is_other_self
 from fxamp.capture.proxies import is_value, questions_of
 from fxamp.capture.raises import check_of_torch, is_asked_for_nothing
@@ -87,8 +87,7 @@ def grad_mode_reads(tracer: Any) -> Iterator[None]:
     original_inference = torch.is_inference_mode_enabled
 
     def is_asked_by_the_model() -> bool:
-        filename = sys._getframe(2).f_code.co_filename
-        return tracer.is_recording and not is_library_file(filename)
+        return tracer.is_recording and not is_library_frame(sys._getframe(2))
 
     def is_grad_enabled() -> bool:
         if not is_asked_by_the_model():
@@ -120,7 +119,7 @@ def honest_questions() -> Iterator[None]:
 
     def isinstance_(instance: Any, kinds: Any) -> bool:
         asks_if_traced = kinds is fx.Proxy or kinds is FakeTensor
-        if asks_if_traced and is_value(instance) and not is_library_file(sys._getframe(1).f_code.co_filename):
+        if asks_if_traced and is_value(instance) and not is_library_frame(sys._getframe(1)):
             return is_asked_for_nothing() or not questions_of(instance).of_data.hides_trace()
         if original(instance, kinds):
             return True
@@ -133,7 +132,7 @@ def honest_questions() -> Iterator[None]:
 
     def is_asked_by_the_model(frame: types.FrameType) -> bool:
         asker = frame.f_back if frame.f_code is torch.is_tensor.__code__ else frame
-        return asker is not None and not is_library_file(asker.f_code.co_filename)
+        return asker is not None and not is_library_frame(asker)
 
     def callable_(value: Any) -> bool:
         return not is_value(value) and original_callable(value)
@@ -204,7 +203,7 @@ def _refused(holder: Any, name: str) -> Iterator[None]:
     original, thread = getattr(holder, name), threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and not is_library_file(sys._getframe(1).f_code.co_filename):
+        if threading.get_ident() == thread and not is_library_frame(sys._getframe(1)):
             raise CaptureError(
                 f"{user_line()}: forward calls torch.{name}, which a graph cannot hold: it draws at each call."
             )
