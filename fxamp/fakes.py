@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from fxamp.authors import run_as_cast
@@ -114,7 +114,9 @@ class Fakes:
         `from_tensor` fakes the gradient too, and fails where its dtype is another one, as LossScaler.unscale_ leaves
         it at a low parameter.
         """
-        twin = self._mode.from_tensor(value.detach(), static_shapes=True)
+        with unset_fake_temporarily():  # a module that stays whole runs inside of the mode, which would fake it here
+            plain = value.detach()
+        twin = self._mode.from_tensor(plain, static_shapes=True)
         with temporarily_clear_interpreter_stack():
             twin.requires_grad_(value.requires_grad)
         if not value.is_leaf:

@@ -195,3 +195,24 @@ def test_what_a_module_does_without_gradients_is_not_taken_for_what_it_does(what
     expected = model(x)
     # at most sixteen roundings to 8 bits, each 2**-9 of values that are no larger than the largest result
     assert torch.allclose(converted(x), expected, atol=2**-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("way", ["unscale_", "master_params"])
+def test_a_hook_may_come_while_there_are_float32_gradients(way):
+    """The module stays whole from then on, and is looked at with its gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 40))
+    model = fxamp.convert(model, dtype=torch.float16, opt_level="O2")
+    optimizer = fxamp.MasterWeightOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler, x = fxamp.LossScaler(), torch.randn(4, 16)
+    scaler.scale(model(x).square().mean()).backward()
+    if way == "unscale_":
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        list(fxamp.master_params(optimizer))
+    seen = []
+    model[1].register_forward_hook(lambda module, given, output: seen.append(output.shape))
+    expected = nn.Sequential(*model)(x.half()).float()
+    assert torch.allclose(model(x), expected, atol=0.01) and seen
