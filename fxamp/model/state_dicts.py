@@ -46,6 +46,7 @@ def speak_float32(model: nn.Module, original: nn.Module) -> list[Any]:
         if lowered:
             module.__dict__[LOWERED] = lowered
             handles.append(_Names(module))
+        if module._parameters or module._buffers:  # others may be tied to a lowered one later
             handles.append(module.register_state_dict_post_hook(_raise_to_float32))  # type: ignore[no-untyped-call]
             handles.append(module.register_load_state_dict_post_hook(_end_load))  # type: ignore[no-untyped-call]
             if module is not model:  # the model itself has a method that does so, see load_exactly

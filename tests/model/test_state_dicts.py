@@ -315,3 +315,33 @@ def test_a_state_dict_that_another_thread_takes_during_a_call_is_no_error(monkey
     for thread in [each for each in found if isinstance(each, threading.Thread)]:
         thread.join()
     assert model[0].bias.eq(7).all() and found
+
+
+class Tieable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.table = nn.Linear(16, 16), nn.Embedding(16, 16)
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens))
+
+
+@pytest.mark.parametrize("way", ["model", "part"])
+def test_weights_that_are_tied_after_conversion_are_exact_under_both_names(way):
+    tokens = torch.arange(8).reshape(2, 4)
+    model = fxamp.convert(Tieable(), dtype=torch.bfloat16, opt_level="O2", example_inputs=(tokens,))
+    model.table.weight = model.head.weight
+    state = model.state_dict()
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    assert torch.equal(state["head.weight"], state["table.weight"])
+    plain = Tieable()
+    plain.table.weight = plain.head.weight
+    plain.load_state_dict(state)
+    assert torch.equal(plain.head.weight, state["head.weight"])
+    other = {name: value + 2.0**-12 for name, value in state.items()}
+    if way == "model":
+        model.load_state_dict(other)
+    else:
+        model.table.load_state_dict({"weight": other["table.weight"]})
+    assert torch.equal(model.state_dict()["head.weight"], other["head.weight"])
+    assert torch.equal(model.state_dict()["table.weight"], other["head.weight"])
