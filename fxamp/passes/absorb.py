@@ -66,7 +66,7 @@ class Absorb(Pass):
     1. low -> float32 -> low is the low value.
     2. cast up, one pointwise op, cast down is the op on the low value, where its kernel rounds once.
     3. An op with `dtype=` takes the cast of its input.
-    4. A promoting op with another float32 operand reads a low operand as it is.
+    4. A promoting op with another float32 operand, which it may write into, reads a low operand as it is.
     5. A mask in float32 that is only cast down is made low at once: `mask.float()` -> `mask.to(low)`.
     6. A cast that serves anybody else stays, and so does every other cast the user wrote.
     7. An op that the user has put on the deny list himself keeps its casts: in float32 it saves float32 for backward.
@@ -183,9 +183,9 @@ def can_absorb(cast: fx.Node) -> bool:
 
 def _rule(reader: fx.Node, cast: fx.Node) -> Rewrite | None:
     """How a reader can take a cast inside, None where it cannot."""
-    if ir.mark(reader).precision != "high" or mutated(reader):
+    if ir.mark(reader).precision != "high":
         return None
-    if can_take_dtype(reader) and reader.args and reader.args[0] is cast:
+    if can_take_dtype(reader) and reader.args and reader.args[0] is cast and not mutated(reader):
         return _give_dtype
     if can_promote(reader, cast):
         return _read_as_it_is
@@ -200,7 +200,7 @@ def can_take_dtype(node: fx.Node) -> bool:
 
 
 def can_promote(node: fx.Node, low: fx.Node) -> bool:
-    """Whether a node reads `low` beside a float32 tensor that makes the result float32.
+    """Whether a node reads `low` beside a float32 tensor that makes the result float32, or that it writes into.
 
     A float32 tensor without dimensions does not promote one that has some.
     """
@@ -209,6 +209,8 @@ def can_promote(node: fx.Node, low: fx.Node) -> bool:
     first, second = node.args[:2]
     other = second if first is low else first
     if (first is low) == (second is low) or not isinstance(other, fx.Node):
+        return False
+    if (written := mutated(node)) and (first is low or written != [first]):
         return False
     ours, theirs = ir.mark(low).type, ir.mark(other).type
     if not (isinstance(ours, TensorType) and isinstance(theirs, TensorType)) or theirs.dtype != torch.float32:

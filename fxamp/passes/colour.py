@@ -8,7 +8,6 @@ from networkx.utils import UnionFind
 from torch import fx
 
 from fxamp import ir
-from fxamp.inplace import mutated
 from fxamp.ir import Reason
 from fxamp.passes import mincut
 from fxamp.passes.absorb import can_promote
@@ -162,7 +161,7 @@ def _down_to(node: fx.Node, value: fx.Node, ruling: Ruling) -> Iterator[tuple[fx
 
 def _promotes(node: fx.Node, value: fx.Node, fixed: dict[mincut.Variable, str], variables: UnionFind) -> bool:
     """Whether a node reads a low `value` as it is where it is high, beside an operand that is float32 anyway."""
-    if fixed.get(variables[node], HIGH) != HIGH or mutated(node) or not can_promote(node, value):
+    if fixed.get(variables[node], HIGH) != HIGH or not can_promote(node, value):
         return False
     return all(other is value or fixed.get(variables[other]) == HIGH for other in node.all_input_nodes)
 

@@ -1,6 +1,7 @@
 """Casts that kernels do inside disappear; each rule is proved over values."""
 
 import math
+import operator
 
 import pytest
 import torch
@@ -126,6 +127,83 @@ def test_a_dtype_that_the_user_gave_is_kept():
 def test_a_promoting_op_reads_a_low_operand_beside_a_float32_one():
     assert casts_of(lambda m, x: x.exp() + m[0](x), X) == ["low"]
     assert casts_of(lambda m, x: m[0](x) / x.exp(), X) == ["low"]
+
+
+IN_PLACE = {
+    "add_": lambda wide, low: wide.add_(low, alpha=2),
+    "sub_": lambda wide, low: wide.sub_(low),
+    "mul_": lambda wide, low: wide.mul_(low),
+    "div_": lambda wide, low: wide.div_(low),
+    "+=": lambda wide, low: operator.iadd(wide, low),
+    "*=": lambda wide, low: operator.imul(wide, low),
+    "broadcast": lambda wide, low: wide.add_(low[:1]),
+}
+
+
+@pytest.mark.parametrize("write", IN_PLACE.values(), ids=IN_PLACE)
+def test_a_promoting_op_that_writes_into_a_float32_operand_reads_a_low_one(write):
+    assert casts_of(lambda m, x: write(x.exp(), m[0](x)), X) == ["low"]
+
+
+@pytest.mark.parametrize("write", IN_PLACE.values(), ids=IN_PLACE)
+@pytest.mark.parametrize("low", LOW)
+def test_a_write_of_a_low_operand_has_the_values_and_gradients_of_the_cast(write, low):
+    found = []
+    for wide in (True, False):
+        rng = torch.Generator().manual_seed(0)
+        given = (torch.randn(64, 64, generator=rng) * 1e-3).to(low).requires_grad_()
+        other = (torch.randn(64, 64, generator=rng) * 1e3).requires_grad_()
+        result = write(other * 1.0, given.float() if wide else given)
+        assert result.dtype == FP32
+        found.append((result, *torch.autograd.grad((result * result.detach()).sum(), (given, other))))
+    for ours, expected in zip(*found, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_what_is_written_is_not_read_low():
+    """A low operand that is written becomes float32 first, and one that is written between keeps its cast's place."""
+
+    def forward(m, x):
+        h = m[0](x)
+        total = x.exp()
+        total += h
+        h.mul_(2)
+        total += h
+        return total, h
+
+    setting = captured(forward, X, module=(module := layers()))
+    run_steps((*PIPELINE, ABSORB), setting)
+    for ours, expected in zip(run_graph(setting, X)[0], forward(module, X), strict=True):
+        torch.testing.assert_close(ours.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+class Residual(nn.Module):
+    """Blocks that add to their stream in place."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.in_place = in_place
+
+    def forward(self, x):
+        x = x * 1.0
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            y = layer(norm(x))
+            if self.in_place:
+                x += y
+            else:
+                x = x + y
+        return x
+
+
+def test_a_stream_that_is_added_to_in_place_takes_no_more_casts():
+    casts = {}
+    for in_place in (True, False):
+        model = Residual(in_place)
+        report = fxamp.report(fxamp.convert(model, BF16, (torch.randn(8, 32),)))
+        casts[in_place] = report.casts
+    assert casts[True] == casts[False]
 
 
 def test_a_float32_scalar_tensor_does_not_promote():
