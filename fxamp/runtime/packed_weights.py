@@ -278,7 +278,8 @@ class _Kept:
 
     @staticmethod
     def state_of(weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-        return steps_taken(), [weight.data_ptr() for weight in weights], versions_of(weights)
+        lie = [(weight.data_ptr(), weight.shape, weight.stride()) for weight in weights]
+        return steps_taken(), lie, versions_of(weights)
 
 
 _NUMBER = operator.attrgetter("cdata")

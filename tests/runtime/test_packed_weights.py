@@ -571,6 +571,17 @@ def test_kept_copies_are_of_these_tensors_not_of_an_address():
     assert not wrong
 
 
+@pytest.mark.parametrize("other", [lambda w: torch.zeros_like(w), lambda w: w.t(), lambda w: w.flip(0)])
+def test_kept_copies_are_made_again_where_a_weight_is_given_other_memory(other):
+    """An EMA that is swapped in: the memory of before is held by somebody, and as good as it was."""
+    model = fxamp.convert(nn.Linear(8, 8, bias=False), torch.bfloat16).freeze()
+    x, held = torch.randn(4, 8), model.weight.data
+    with torch.no_grad():
+        for data in (held, other(held), held, other(held)):
+            model.weight.data = data
+            torch.testing.assert_close(model(x), x @ data.t(), rtol=0.02, atol=0.02)
+
+
 def test_kept_copies_are_of_these_numbers_not_of_an_address():
     """Memory that a weight gave up may be handed out again, to the next `.data = ` of the same weight."""
     model = fxamp.convert(nn.Linear(64, 64, bias=False), torch.bfloat16).freeze()
