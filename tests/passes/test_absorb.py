@@ -115,13 +115,30 @@ def test_an_op_with_a_dtype_takes_the_cast_of_its_input(spelling):
 
 
 def test_a_dtype_that_the_user_gave_is_kept():
-    def forward(m, x):
-        return m[0](x).exp().sum(-1, dtype=torch.float64)
+    for reduce in (lambda h: h.exp().sum(-1, dtype=torch.float64), lambda h: h.sum(-1, dtype=torch.float64)):
+        setting = captured(
+            lambda m, x, reduce=reduce: reduce(m[0](x)), X, module=layers(), chosen=policy(level="strict")
+        )
+        run_steps((*PIPELINE, ABSORB), setting)
+        total = next(node for node in setting.graph.nodes if ir.mark(node).op == "sum")
+        assert total.kwargs["dtype"] == torch.float64
 
-    setting = captured(forward, X, module=layers())
+
+@pytest.mark.parametrize("low", LOW)
+def test_conversions_of_float64_are_none_of_a_cast(low):
+    """float64 -> float32 -> low rounds twice, and is no mask: the user's conversion stays what it is."""
+
+    def forward(m, x):
+        wide = x.double() * 1.0000001
+        return m[0](wide.float()), m[1](x) + wide.float()
+
+    setting = captured(forward, X, module=(module := layers()), chosen=policy(low))
     run_steps((*PIPELINE, ABSORB), setting)
-    total = next(node for node in setting.graph.nodes if ir.mark(node).op == "sum")
-    assert total.kwargs["dtype"] == torch.float64
+    kinds = [(ir.dtype_of(n.args[0]), ir.dtype_of(n)) for n in setting.graph.nodes if str(n.target) in ("float", "to")]
+    assert kinds.count((torch.float64, FP32)) == 2 and (torch.float64, low) not in kinds
+    plain = captured(forward, X, module=module, chosen=policy(low))
+    run_steps(PIPELINE, plain)
+    assert_same(run_graph(setting, X), run_graph(plain, X))
 
 
 def test_a_promoting_op_reads_a_low_operand_beside_a_float32_one():

@@ -133,12 +133,14 @@ def test_a_written_weight_keeps_its_own_cast():
         def __init__(self) -> None:
             super().__init__()
             self.w, self.v, self.u = (nn.Parameter(torch.rand(8, 8)) for _ in range(3))
-            self.register_buffer("b", torch.rand(8, 8))
+            for name in ("b", "c"):
+                self.register_buffer(name, torch.rand(8, 8))
 
         def forward(self, x):
             x = x @ self.w @ self.v
             self.b.add_(1.0)
-            return x @ self.b @ self.u
+            self.c.add_(1.0)
+            return x @ self.b @ self.c @ self.u
 
     found = pack(lambda m, x: m(x), Written(), X)
     assert found == [["w", "v", "u"]]
