@@ -32,7 +32,7 @@ from fxamp.model.collected import COLLECTED, is_collected_from
 from fxamp.model.hooked import check_hooks
 from fxamp.model.structure import Structure
 from fxamp.model.variant import Variant, takes_apart
-from fxamp.model.views import base_of, plain_tree
+from fxamp.model.views import base_of, check_class, plain_tree
 from fxamp.model.ways import Way
 from fxamp.model.workshop import Workshop
 
@@ -155,7 +155,12 @@ class Engine:
         return variant, given
 
     def _recheck(self, module: nn.Module) -> "Engine":
-        """The engine for a model that is new here, or whose modules or hooks have changed: itself, or a fresh one."""
+        """The engine for a model that is new here, or whose modules or hooks have changed: itself, or a fresh one.
+
+        Raises:
+            OptionError: the model itself has been parametrized since it was converted.
+        """
+        check_class(module)
         engine, structure = self, Structure(module)
         if self.fingerprint is not None and structure.fingerprint != self.fingerprint:
             engine = self._succeeded(module, structure.fingerprint)

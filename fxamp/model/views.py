@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fxamp.capture.leaves import TABLES, is_boundary
+from fxamp.errors import OptionError
 from fxamp.ir import ENGINE, RUN
 from fxamp.references import copy_slots, repointed
 
@@ -28,6 +30,21 @@ def plain_view(model: nn.Module) -> nn.Module:
 def base_of(model: nn.Module) -> Any:
     """The user's class of a converted model, or of a view of one; any other model's own."""
     return getattr(type(model), BASE, type(model))
+
+
+def check_class(model: nn.Module) -> None:
+    """Refuse a parametrization put on a converted model itself: it derives a class from the converted one's, which has
+    properties in the place of parameters, and takes those away from the user's class, too, which has no properties.
+
+    Raises:
+        OptionError: such a model.
+    """
+    if BASE not in vars(type(model)) and hasattr(type(model), BASE) and is_parametrized(model):
+        names = ", ".join(model.parametrizations)  # type: ignore[arg-type]
+        raise OptionError(
+            f"{base_of(model).__qualname__} was parametrized ({names}) after it was converted. Take that back by "
+            "torch.nn.utils.parametrize.remove_parametrizations, parametrize the model, and convert it then."
+        )
 
 
 def plain_tree(model: nn.Module) -> nn.Module:

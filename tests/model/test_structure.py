@@ -206,3 +206,21 @@ def test_only_a_few_states_are_kept(captures):
         converted(X)
     assert len(captures) == 1 + 2 * len(widths)
     assert len(engine_of(converted).known) <= Engine.most_known
+
+
+@pytest.mark.parametrize("capture", ["auto", "symbolic", "dynamo"])
+@pytest.mark.parametrize("is_called_first", [True, False])
+def test_a_parametrization_of_the_model_itself_is_refused_and_can_be_taken_back(capture, is_called_first):
+    model, x = nn.Linear(8, 8), torch.randn(2, 8)
+    converted = fxamp.convert(model, dtype=torch.bfloat16, capture=capture)
+    if is_called_first:
+        converted(x)
+    nn.utils.parametrizations.weight_norm(converted)
+    with pytest.raises(
+        fxamp.OptionError, match=r"Linear was parametrized \(weight\) after it was converted.*remove_para"
+    ):
+        converted(x)
+    nn.utils.parametrize.remove_parametrizations(converted, "weight")
+    torch.testing.assert_close(converted(x), model(x), rtol=0.02, atol=0.02)
+    parametrized = fxamp.convert(nn.utils.parametrizations.weight_norm(model), dtype=torch.bfloat16, capture=capture)
+    torch.testing.assert_close(parametrized(x), model(x), rtol=0.02, atol=0.02)
