@@ -435,3 +435,21 @@ def test_a_graph_for_each_number_of_rows_is_refused_at_o2_with_a_remedy_that_hel
         converted(torch.randn(many, 4))
     with pytest.raises(CaptureError, match="Pad the inputs to a few sizes, or use opt_level='O1', which Dynamo can"):
         converted(torch.randn(17, 4))
+
+
+class AsksForTensors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.fc(x) if isinstance(x, torch.Tensor) else x
+
+
+def test_a_preview_takes_for_a_tensor_what_it_does_not_know():
+    """Weights that O2 stores low, and names of nodes that overrides have, are those of the way that tensors take."""
+    converted = fxamp.convert(AsksForTensors(), dtype=torch.bfloat16, opt_level="O2")
+    assert converted.fc.weight.dtype == torch.bfloat16
+    converted = fxamp.convert(AsksForTensors(), dtype=torch.bfloat16, overrides={"fc": "deny"})
+    x = torch.randn(2, 8)
+    assert torch.equal(converted(x), converted.fc(x))
