@@ -1,5 +1,7 @@
 """tools/gpu_models on the CPU: what it measures, what it does with what fails, and its tables."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -68,6 +70,19 @@ def test_every_way_is_timed_and_one_that_fails_says_why(monkeypatch):
     assert gpu_models_table.failures({"times": {"ncf": found}, "distances": {}}) == [
         "ncf half, times: RuntimeError: no such kernel"
     ]
+
+
+def test_the_tables_tell_what_failed_and_what_is_not_finite():
+    """They stand on pages of their own, each with what it lacks."""
+    whole = {f"{way} {dtype}": [1e-3, 1e-3] for way in ("autocast", "O1", "O2") for dtype in ("float16", "bfloat16")}
+    data = {
+        "times": {"ncf": {"failed": "RuntimeError: no room"}},
+        "distances": {"ncf/0": {**whole, "O1 float16": [math.nan, 1e-3]}, "unet/0": {"failed": "ValueError: no"}},
+    }
+    assert "ncf, times: RuntimeError: no room" in gpu_models_table.times(data)
+    text = gpu_models_table.distances(data)
+    assert "ncf/0 O1 float16, distances: not finite" in text and "unet/0, distances: ValueError: no" in text
+    assert gpu_models_table.markdown(data).count("not finite") == 1
 
 
 def test_a_call_goes_on_with_what_is_missing(tmp_path, capsys):

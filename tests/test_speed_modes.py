@@ -272,3 +272,71 @@ def test_channels_last_is_channels_last():
         weights = [p for p in work.make().parameters() if p.dim() == 4 and p.shape[2] > 1 and p.shape[1] > 1]
         for tensor in (work.inputs[0], *weights):
             assert tensor.is_contiguous(memory_format=torch.channels_last) == wanted
+
+
+def test_skipped_steps_are_noted(tmp_path, monkeypatch):
+    """They are shorter than others."""
+
+    def overflows(setting):
+        model, optimizer = setting.shared
+        scaler = modes.loss_scaler(setting)
+
+        def step():
+            optimizer.zero_grad()
+            loss = setting.work.loss_fn(model(*setting.work.inputs), setting.work.targets)
+            (scaler.scale(loss) * 1e38).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss.detach()
+
+        parameters = list(model.parameters())
+        return modes.Prepared(step, None, parameters, True, note=lambda: "a note", scale=scaler.get_scale)
+
+    monkeypatch.setitem(modes.MODES, "O1", overflows)
+    _, rows = one_call(tmp_path, monkeypatch, ["autocast", "O1", "O2", "O1 graphed"])
+    assert rows["O1"]["note"] == f"a note; {suite.SKIPPED}"
+    assert all(suite.SKIPPED not in rows[mode]["note"] for mode in rows if mode != "O1")
+
+
+@pytest.mark.parametrize("mode", ["autocast", "O1", "O2", "O1 graphed", "O2 graphed", "compile fxamp"])
+def test_each_mode_tells_its_scale(mode, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, **given: model)
+    prepared = modes.MODES[mode](modes.Setting("ncf", workload("ncf", "small", CPU, tiny=True), LOW, "eager"))
+    prepared.step()
+    assert prepared.scale() == modes.SCALE and prepared.scale.__name__ == "get_scale"
+
+
+def test_an_interrupted_row_is_measured_by_the_next_call(tmp_path, monkeypatch):
+    """As often as it was interrupted; a process that ends by itself is another thing."""
+
+    def stop(setting):
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setitem(modes.MODES, "O1", stop)
+            _, rows = one_call(tmp_path, monkeypatch, ["autocast", "O1"])
+        assert rows["O1"]["status"] == "not run: interrupted" and (tmp_path / "speed.md").exists()
+    code, rows = one_call(tmp_path, monkeypatch, ["autocast", "O1"])
+    assert code == 0 and rows["O1"]["status"] == rows["autocast"]["status"] == "ok"
+
+
+def test_a_dry_run_in_which_a_row_has_failed_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(modes.MODES, "O1", lambda setting: 1 // 0)
+    code, _ = one_call(tmp_path, monkeypatch, ["autocast", "O1"])
+    assert code == 1 and "1 of them failed" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite.Suite, "run", lambda *given: pytest.fail("it ran"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as end:
+        suite.main(["--dry-run", "--save", str(tmp_path / "file" / "speed.json")])
+    assert end.value.code == 2 and "cannot be written: " in capsys.readouterr().err
+
+
+def test_an_lstm_runs_low_on_any_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(suite, "TINY_TURNS_SECONDS", 0.0)
+    path = str(tmp_path / "speed.json")
+    given = ["--dry-run", "--models", "gnmt", "--sizes", "small", "--save", path, "--modes", "autocast"]
+    assert suite.main(given) == 0

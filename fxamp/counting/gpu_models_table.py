@@ -27,7 +27,7 @@ Distances from float32 (relative, L2, without dropout) of outputs and of gradien
 
 def markdown(data: Row) -> str:
     """Both tables, and what failed."""
-    return "\n\n".join([times(data), distances(data), *failures(data)])
+    return "\n\n".join([times(data), distances(data)])
 
 
 def times(data: Row) -> str:
@@ -35,7 +35,8 @@ def times(data: Row) -> str:
     names = [name for name in PUBLISHED if "failed" not in data["times"].get(name, {"failed": ""})]
     heads = ("ms", "kernels", "copies", "peak GB")
     headers = [each for head, ways in zip(heads, _RATIOS, strict=True) for each in (head, *ways)]
-    return f"{_table(names, headers, lambda name: _times_of(data['times'][name]))}\n\n{TIMES_LEGEND}"
+    table = _table(names, headers, lambda name: _times_of(data["times"][name]))
+    return "\n\n".join([table, TIMES_LEGEND, *failures(data, "times")])
 
 
 def _times_of(of: Row) -> list[float]:
@@ -56,7 +57,8 @@ def distances(data: Row) -> str:
     heads = [f"{what} {dtype}" for dtype in ("fp16", "bf16") for what in ("outputs", "gradients")]
     headers = [each for head in heads for each in (head, *COMPARED[1:])]
     legend = DISTANCES_LEGEND.format(seeds=f"{len(seeds)} seed{'s' if len(seeds) != 1 else ''}")
-    return f"{_table(names, headers, lambda name: _distances_of(data['distances'], name))}\n\n{legend}"
+    table = _table(names, headers, lambda name: _distances_of(data["distances"], name))
+    return "\n\n".join([table, legend, *failures(data, "distances")])
 
 
 def _distances_of(rows: Row, name: str) -> list[float]:
@@ -94,12 +96,14 @@ def _mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, known)) / len(known)) if known else math.nan
 
 
-def failures(data: Row) -> list[str]:
-    """What could not be measured, and why."""
+def failures(data: Row, *parts_of: str) -> list[str]:
+    """What could not be measured, and why, of "times" or "distances" or of both; distances that are not finite, too."""
     found = []
-    for what in ("times", "distances"):
+    for what in parts_of or ("times", "distances"):
         for name, row in data[what].items():
             parts = {"": row} if "failed" in row else row
             told = [(way, facts["failed"]) for way, facts in parts.items() if "failed" in facts]
+            if what == "distances" and "failed" not in row:
+                told += [(way, "not finite") for way, pair in row.items() if not all(map(math.isfinite, pair))]
             found += [f"{' '.join((name, way)).strip()}, {what}: {why}" for way, why in told]
     return found

@@ -63,6 +63,19 @@ def save(record: dict[str, Any], path: Path) -> None:
     os.replace(part, path)
 
 
+def why_not_writable(path: Path) -> str:
+    """What is in the way of writing a file, found before anything is measured; "" where nothing is."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a") as file:
+            is_new = file.tell() == 0
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def load(path: Path) -> dict[str, Any] | None:
     """The record in a file, None where there is none."""
     return json.loads(path.read_text()) if path.exists() else None

@@ -36,6 +36,7 @@ class Prepared:
         parameters: what that loss is differentiated by.
         is_sharing: its model and optimizer are those of `Setting.shared`.
         note: what a reader must know, asked after the steps.
+        scale: of the loss, asked after the steps; below `SCALE` where steps were skipped.
     """
 
     step: Callable[[], torch.Tensor]
@@ -43,6 +44,7 @@ class Prepared:
     parameters: Sequence[torch.Tensor]
     is_sharing: bool = False
     note: Callable[[], str] = lambda: ""
+    scale: Callable[[], float] = lambda: SCALE
 
 
 class Setting:
@@ -107,6 +109,8 @@ def eager(
         return found.detach()
 
     facts.setdefault("loss", loss)
+    if scaler.is_enabled():
+        facts["scale"] = scaler.get_scale
     return Prepared(step, parameters=list(model.parameters()), **facts)
 
 
@@ -172,7 +176,8 @@ def graphed(opt_level: str) -> Callable[[Setting], Prepared]:
     def build(setting: Setting) -> Prepared:
         model, optimizer = _with_masters(setting) if opt_level == "O2" else _alone(setting)
         work = setting.work
-        step = GraphedStep(model, work.loss_fn, optimizer, loss_scaler(setting))
+        scaler = loss_scaler(setting)
+        step = GraphedStep(model, work.loss_fn, optimizer, scaler)
 
         def note() -> str:
             return "" if step.is_graphed else f"ran eagerly: {step.why_eager}"
@@ -183,7 +188,8 @@ def graphed(opt_level: str) -> Callable[[Setting], Prepared]:
                 raise torch.OutOfMemoryError(step.why_eager)
             return loss
 
-        return Prepared(run, None, list(model.parameters()), note=note)
+        scale = scaler.get_scale if scaler.is_enabled() else lambda: SCALE
+        return Prepared(run, None, list(model.parameters()), note=note, scale=scale)
 
     return build
 

@@ -19,6 +19,7 @@ CRASHED_TWICE = "failed: the process ended twice while this was measured"
 TOO_LONG = "failed: over the row's"
 TRY_AGAIN = ("crashed", TOO_LONG)
 """How the status of a row begins that may cost a call dearly again: after all others, and alone."""
+INTERRUPTED = "not run: interrupted"
 # InvalidBackend: of calls whose compiled mode needed an installed fxamp.
 UNDONE = ("built", "not run", "failed: InvalidBackend")
 """How the status of a row begins that a further call has to measure."""
@@ -49,6 +50,16 @@ class Rows:
     def status(self, model: str, size: str, mode: str) -> str:
         """ "" where there is no row."""
         return str(self.found.get(_key(model, size, mode), {}).get("status", ""))
+
+    def note(self, model: str, size: str, mode: str) -> str:
+        """ "" where there is none."""
+        return str(self.found.get(_key(model, size, mode), {}).get("note", ""))
+
+    def interrupt(self) -> None:
+        """Let a further call measure what was being built or timed when the user stopped this one."""
+        for row in self.found.values():
+            if row["status"] == STARTED:
+                row["status"] = INTERRUPTED
 
     def is_due(self, model: str, size: str, mode: str, *, again: bool = False) -> bool:
         """Whether a row has to be measured; again: whether it took too long, or the process, in a call before."""

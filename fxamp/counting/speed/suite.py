@@ -19,7 +19,7 @@ import torch
 
 from fxamp.counting import results
 from fxamp.counting.speed import measure
-from fxamp.counting.speed.modes import BASELINE, COMPILED, COMPILED_FIRST, MODES, SETS, Prepared, Setting
+from fxamp.counting.speed.modes import BASELINE, COMPILED, COMPILED_FIRST, MODES, SCALE, SETS, Prepared, Setting
 from fxamp.counting.speed.rows import BUILT, STARTED, TOO_LONG, Rows
 from fxamp.counting.speed.table import markdown
 from fxamp.counting.speed.workloads import FAMILIES, SIZES, workload
@@ -32,6 +32,8 @@ TURNS_SECONDS, TINY_TURNS_SECONDS = 4.0, 0.2
 
 NO_ROOM = "out of memory"
 """Status of a row."""
+SKIPPED = "gradients overflowed: steps were skipped, which take less"
+"""Note of a row."""
 NO_MEMORY = ("out of memory", "OutOfMemoryError", "ALLOC_FAILED", "ALLOCATION_FAILED")
 """Words of the allocator, of CUDA's driver (also for a graph), of a compiler that quotes them, of cuBLAS and cuDNN."""
 
@@ -84,12 +86,14 @@ class Suite:
         """Measure what is not in the file yet, set by set for all models; then what took too long in a call before,
         or the process with it.
         """
-        for again in (False, True):
-            for members in SETS:
-                chosen = [mode for mode in members if mode in modes]
-                for model in _ordered(models, members):
-                    for size in sizes:
-                        self._run_set(model, size, chosen, again)
+        # oneDNN has no low LSTM for some CPUs ("could not create a primitive descriptor").
+        with torch.backends.mkldnn.flags(enabled=False) if self.device == "cpu" else contextlib.nullcontext():
+            for again in (False, True):
+                for members in SETS:
+                    chosen = [mode for mode in members if mode in modes]
+                    for model in _ordered(models, members):
+                        for size in sizes:
+                            self._run_set(model, size, chosen, again)
 
     def _run_set(self, model: str, size: str, chosen: Sequence[str], again: bool) -> None:
         todo = self._todo(model, size, chosen, again)
@@ -170,6 +174,8 @@ class Suite:
             found = dict.fromkeys(found, found[BASELINE])  # times are worth little without it: each is tried alone
         for mode in asked:
             facts = found[mode] | {"launch_us": launch_us, "unprofiled_launch_us": self.unprofiled_launch_us}
+            if built[mode].scale() < SCALE:
+                facts["note"] = "; ".join(filter(None, (self.rows.note(model, size, mode), SKIPPED)))
             self.rows.put(model, size, mode, **facts)
 
     def _build(
@@ -294,7 +300,7 @@ def _timed(found: Any, baseline: Any, units: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns 1 where no row was measured."""
+    """The command line; returns 1 where no row was measured, of a dry run where one has failed."""
     parser = argparse.ArgumentParser(
         prog="gpu_speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -315,6 +321,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(typed)
     is_dry = given.dry_run or not torch.cuda.is_available()
     path = given.save or (Path("runs/gpu_speed_dry.json") if is_dry else results.FOLDER / "gpu_speed.json")
+    if why := results.why_not_writable(path):
+        parser.error(f"--save {path} cannot be written: {why}.")
     if given.fresh:
         path.unlink(missing_ok=True)
     if other := _other_run(path, given.dtype, is_dry):
@@ -324,16 +332,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = Rows(path, device, dtype, is_dry, typed)
     suite = Suite(rows, inner, Budget(given.budget, given.row_budget, given.compile_budget))
     gc.freeze()  # collections between modes need not look at what was imported
-    suite.run(given.models, given.sizes, given.modes)
-    gc.unfreeze()
+    try:
+        suite.run(given.models, given.sizes, given.modes)
+    except KeyboardInterrupt:
+        rows.interrupt()
+    finally:
+        gc.unfreeze()
     rows.save()
     text = f"{_title(rows.record())}\n\n{markdown(rows.found.values(), is_dry)}\n"
     path.with_suffix(".md").write_text(text)
     print(text)
     rest = f", {rows.undone} not run; the same command goes on with those." if rows.undone else "; none is left."
-    print(f"{len(rows.found) - rows.undone} rows in {path}{rest}")
+    failed = [row for row in rows.found.values() if row["status"].startswith("failed")]
+    print(f"{len(rows.found) - rows.undone} rows in {path}, {len(failed)} of them failed{rest}")
     if is_dry:
         print("A dry run on the CPU: its times say nothing about a GPU.")
+        return 1 if failed else 0
     return 0 if any(row["status"] == "ok" for row in rows.found.values()) else 1
 
 
