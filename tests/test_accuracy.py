@@ -329,6 +329,7 @@ def store(tmp_path):
         ((0.70, 0.70, 0.70), "NO: better by 0.1"),
         ((0.55, float("nan"), 0.55), "NO: not a number"),
         ((0.55, 0.55), "NO: 2 of 3 seeds so far"),
+        ((0.55, 0.55, 0.55, 0.55), "NO: seeds 1, 2, 3, 4 of 10 steps; fp32: seeds 1, 2, 3 of 10 steps"),
     ],
 )
 def test_a_claim(store, metrics, text):
@@ -341,6 +342,30 @@ def test_a_claim(store, metrics, text):
     assert (f"- detection, O1 strict fp16: {text}" in printed) == (not found.holds)
     (line,) = [line for line in printed.splitlines() if line.startswith("| O1 strict fp16")]
     assert text in line
+
+
+def test_other_seeds_and_other_steps_are_not_held_against_fp32s(store):
+    for seed in (7, 8, 9):
+        store.add(dataclasses.replace(record("O1 strict fp16", seed, 0.55), steps=2))
+    for seed in (1, 2, 3):
+        store.add(dataclasses.replace(record("O2 fp16", seed, 0.55), steps=10 if seed < 3 else 2))
+    strict, lowered = verdicts(store)
+    assert strict.text == "NO: seeds 7, 8, 9 of 2 steps; fp32: seeds 1, 2, 3 of 10 steps"
+    assert lowered.text == "NO: seeds 1, 2 of 10 steps and seeds 3 of 2 steps; fp32: seeds 1, 2, 3 of 10 steps"
+    assert (strict.holds, lowered.holds) == (False, False)
+
+
+def test_one_seed_has_no_spread(tmp_path, capsys):
+    kept = Store(tmp_path / "accuracy.json", {"torch": "2"})
+    kept.tasks["detection"] = TaskFacts("SSD", "mAP", True, 1234, 10)
+    for mode in ("fp32", "autocast fp16", "O2 fp16"):
+        kept.add(record(mode, 1, 0.55))
+    assert [(one.holds, one.text) for one in verdicts(kept)] == [(None, "needs 2 seeds")] * 2
+    printed = page(kept, "accuracy")
+    assert "**No row can be held against fp32's spread: it needs 2 seeds.**" in printed
+    assert "rows of fxamp are within" not in printed and "0.55\\*" not in printed
+    assert suite.main(["--tables", "--out", str(tmp_path)]) == 1
+    assert "| needs 2 seeds " in capsys.readouterr().out
 
 
 def test_lower_can_be_better(store):

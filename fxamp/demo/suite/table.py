@@ -28,6 +28,8 @@ not run.
 Loss curves of all runs: [{base}.png]({base}.png).
 """
 
+FEWEST_SEEDS = 2
+"""Of fp32, for a spread."""
 LEGEND = """\
 Metric: on held-out data, the mean over the seeds and the lowest and highest of them. test loss: on the same data. final
 loss: of training, over the last tenth of the steps. low / nodes: of fxamp's graphs. casts: calls in a step that convert
@@ -54,6 +56,11 @@ class Summary:
     def errors(self) -> list[str]:
         return [one.error for one in self.records if one.error is not None]
 
+    @property
+    def trained(self) -> set[tuple[int, int]]:
+        """(seed, steps) of those that did not fail: the same ones saw the same batches."""
+        return {(one.seed, one.steps) for one in self.records if one.metric is not None}
+
     def of(self, name: str) -> list[float]:
         """A number of each run."""
         return [value for one in self.records if (value := getattr(one, name)) is not None]
@@ -61,11 +68,11 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a mode of a task is held against, and what was found."""
+    """What a mode of a task is held against, and what was found; `holds` None where there is no spread."""
 
     task: str
     mode: str
-    holds: bool
+    holds: bool | None
     text: str
 
     @property
@@ -86,8 +93,12 @@ def verdict(task: str, mode: str, ours: Summary, fp32: Summary | None, facts: Ta
         return Verdict(task, mode, False, f"NO: failed, {ours.errors[0]}")
     if fp32 is None or not fp32.metrics:
         return Verdict(task, mode, False, "NO: no fp32 runs")
-    if len(ours.metrics) < len(fp32.metrics):
-        return Verdict(task, mode, False, f"NO: {len(ours.metrics)} of {len(fp32.metrics)} seeds so far")
+    if ours.trained < fp32.trained:
+        return Verdict(task, mode, False, f"NO: {len(ours.trained)} of {len(fp32.trained)} seeds so far")
+    if ours.trained != fp32.trained:
+        return Verdict(task, mode, False, f"NO: {_seeds(ours.trained)}; fp32: {_seeds(fp32.trained)}")
+    if len(fp32.metrics) < FEWEST_SEEDS:
+        return Verdict(task, mode, None, f"needs {FEWEST_SEEDS} seeds")
     mean, low, high = fmean(ours.metrics), min(fp32.metrics), max(fp32.metrics)
     if low <= mean <= high:
         return Verdict(task, mode, True, "yes")
@@ -96,6 +107,12 @@ def verdict(task: str, mode: str, ours: Summary, fp32: Summary | None, facts: Ta
     beyond = mean - high if mean > high else mean - low
     side = "better" if (beyond > 0) == facts.higher_is_better else "worse"
     return Verdict(task, mode, False, f"NO: {side} by {abs(beyond):.2g}")
+
+
+def _seeds(trained: set[tuple[int, int]]) -> str:
+    """_seeds({(1, 10), (2, 10)}) == "seeds 1, 2 of 10 steps"."""
+    of = {steps: sorted(seed for seed, each in trained if each == steps) for _, steps in sorted(trained)}
+    return " and ".join(f"seeds {', '.join(map(str, seeds))} of {steps} steps" for steps, seeds in of.items())
 
 
 def verdicts(store: Store) -> list[Verdict]:
@@ -124,12 +141,15 @@ def page(store: Store, base: str) -> str:
 
 def count(found: Sequence[Verdict]) -> str:
     """How many claims hold, and which do not."""
-    claims, others = [one for one in found if one.is_claim], [one for one in found if not one.is_claim]
+    judged = [one for one in found if one.holds is not None]
+    if found and not judged:
+        return f"**No row can be held against fp32's spread: it needs {FEWEST_SEEDS} seeds.**\n"
+    claims, others = [one for one in judged if one.is_claim], [one for one in judged if not one.is_claim]
     lines = [
-        f"**{sum(one.holds for one in claims)} of {len(claims)} rows of fxamp are within fp32's spread; "
-        f"of autocast's, {sum(one.holds for one in others)} of {len(others)}.**\n"
+        f"**{sum(one.holds is True for one in claims)} of {len(claims)} rows of fxamp are within fp32's spread; "
+        f"of autocast's, {sum(one.holds is True for one in others)} of {len(others)}.**\n"
     ]
-    lines += [f"- {one.task}, {one.mode}: {one.text}" for one in claims if not one.holds]
+    lines += [f"- {one.task}, {one.mode}: {one.text}" for one in found if one.is_claim and not one.holds]
     return "\n".join(lines) + "\n"
 
 
@@ -151,7 +171,7 @@ def same_as_autocast(store: Store) -> str:
 def overview(store: Store, only: Sequence[str] = tuple(MODES)) -> str:
     """A row for each task, a column for each of these modes that ran: the mean metric, marked where it is outside."""
     columns = [mode for mode in _modes(store) if mode in only]
-    outside = {(one.task, one.mode) for one in verdicts(store) if not one.holds}
+    outside = {(one.task, one.mode) for one in verdicts(store) if one.holds is False}
     rows = []
     for task, facts in store.facts():
         modes = summaries(store, task)
