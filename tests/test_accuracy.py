@@ -495,11 +495,61 @@ def test_tables_of_a_gpus_runs_are_written_where_there_is_none(store, capsys):
     assert (store.path.parent / "accuracy-cuda.md").read_text().strip() in capsys.readouterr().out
 
 
+@pytest.fixture
+def no_runs(monkeypatch):
+    """Nothing is trained: what is refused is refused before."""
+    monkeypatch.setattr(suite, "train", lambda *_: pytest.fail("trained"))
+
+
+def refusal(capsys, *arguments) -> str:
+    """What is printed where the command ends with 2."""
+    with pytest.raises(SystemExit) as ended:
+        suite.main([str(argument) for argument in arguments])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["torch", "python", "device"])
+def test_runs_of_another_machine_are_not_mixed_with_these(tmp_path, no_runs, capsys, name):
+    there = suite.machine(CPU) | {name: "another"}
+    Store(tmp_path / "accuracy.json", there).write()
+    before = (tmp_path / "accuracy.json").read_text()
+    printed = refusal(capsys, "--out", tmp_path)
+    assert f"{name} another" in printed and "Give another folder with --out, or redraw" in printed
+    assert [file.name for file in tmp_path.iterdir()] == ["accuracy.json"]
+    assert (tmp_path / "accuracy.json").read_text() == before
+    assert suite.main(["--tables", "--out", str(tmp_path)]) == 0
+    assert f"{name} another" in (tmp_path / "accuracy.md").read_text()
+
+
+def test_short_runs_do_not_replace_those_of_the_docs(no_runs, capsys):
+    for out in ((), ("--out", suite.DOCS.resolve())):
+        assert "would be replaced. Give another folder with --out." in refusal(capsys, "--steps", 2, *out)
+
+
+def test_what_cannot_be_done_is_said_before_the_work(tmp_path, no_runs, capsys):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert f"--out {out}: " in refusal(capsys, "--out", out)
+    assert "give at least 2" in refusal(capsys, "--steps", 1, "--out", tmp_path)
+    for device in ("cpu", "cuda"):
+        assert "--tables: there is no " in refusal(capsys, "--tables", "--device", device, "--out", tmp_path)
+    assert "--device cuda:99: " in refusal(capsys, "--device", "cuda:99", "--out", tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
 def test_the_exit_code_tells_of_a_broken_claim(store, capsys):
     arguments = ["--tables", "--out", str(store.path.parent)]
     threads = torch.get_num_threads()
     for seed in (1, 2, 3):
         store.add(record("O2 fp16", seed, 0.55))
+    assert suite.main(arguments) == 0
+    for seed in (1, 2, 3):
+        store.add(record("autocast fp16", seed, 0.9))
+    assert suite.main(arguments) == 0, "autocast's rows are no claims"
+    store.add(Record("detection", "tf32", 1, 10, error="RuntimeError: no kernel"))
+    assert suite.main(arguments) == 1
+    store.add(record("tf32", 1, 0.55))
     assert suite.main(arguments) == 0
     store.add(record("O2 fp16", 3, 0.0))
     assert suite.main(arguments) == 1

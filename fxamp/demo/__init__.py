@@ -57,7 +57,7 @@ def run(chosen: argparse.Namespace) -> int:
         )
     if device.type == "cpu":
         torch.set_num_threads(1)
-    _check_folder(chosen.out)
+    check_folder(chosen.out)
     if chosen.json:
         with contextlib.redirect_stdout(sys.stderr):
             found = _train(chosen, device)
@@ -147,8 +147,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     results.add_save(parser, "train")
 
 
-def _check_folder(out: Path) -> None:
-    """Say now, not after the training, that the graphs cannot be written."""
+def check_folder(out: Path) -> None:
+    """Make it; say now, not after the training, that it cannot be written.
+
+    Raises:
+        OptionError: `--out` is no folder, or one that cannot be written.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
