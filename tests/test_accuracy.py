@@ -44,6 +44,14 @@ CPU = torch.device("cpu")
 HERE = modes_of(CPU)
 
 
+@pytest.fixture(autouse=True)
+def threads():
+    """As many as there were: the command takes one."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 # --------------------------------------------------------------------------------------- every task, every mode
 
 
@@ -391,6 +399,16 @@ def test_a_failed_run_and_autocasts_rows_are_shown(store):
     assert "0.9\\*" in printed  # marked in the table of all tasks
 
 
+def test_a_seed_that_failed_is_not_made_up_for_by_the_others(store, capsys):
+    for seed in (1, 2):
+        store.add(record("O2 fp16", seed, 0.55))
+    store.add(Record("detection", "O2 fp16", 3, 10, error="RuntimeError: no kernel"))
+    (found,) = verdicts(store)
+    assert (found.holds, found.text) == (False, "NO: failed, RuntimeError: no kernel")
+    assert suite.main(["--tables", "--out", str(store.path.parent)]) == 1
+    assert "- detection, O2 fp16: NO: failed" in capsys.readouterr().out
+
+
 def test_rows_with_autocasts_numbers_are_counted(store):
     for seed, metric in enumerate((0.55, 0.56), 1):
         for mode in ("autocast fp16", "autocast bf16", "O1 strict fp16"):
@@ -446,7 +464,6 @@ def test_what_is_done(store):
 
 
 def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
-    threads = torch.get_num_threads()
     arguments = ["--only", "flow", "--steps", "2", "--seeds", "1", "2", "--modes", "fp32", "O1 balanced bf16"]
     arguments += ["--out", str(tmp_path)]
     whole, ran = SuiteJob.run, []
@@ -464,7 +481,6 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(SuiteJob, "run", lambda job, on_step: ran.append((job.mode, job.seed)) or whole(job, on_step))
     suite.main(arguments)
     suite.main([*arguments, "--tables"])
-    torch.set_num_threads(threads)
     assert sorted(ran) == [(mode, seed) for mode in ("O1 balanced bf16", "fp32") for seed in (1, 2)]
     printed = capsys.readouterr().out
     assert printed.strip().endswith((tmp_path / "accuracy.md").read_text().strip())
@@ -479,11 +495,10 @@ def test_processes_are_started_once_for_all_tasks(tmp_path, monkeypatch, capsys)
             made.append(workers)
             super().__init__(1, steps)
 
-    made, threads = [], torch.get_num_threads()
+    made = []
     monkeypatch.setattr(suite, "Runner", Noted)
     arguments = ["--only", "flow", "adversarial", "--steps", "2", "--seeds", "1", "--modes", "fp32", "--jobs", "2"]
     suite.main([*arguments, "--out", str(tmp_path)])
-    torch.set_num_threads(threads)
     assert made == [2]
     assert {one.task for one in Store(tmp_path / "accuracy.json", {}).records} == {"flow", "adversarial"}
 
@@ -540,7 +555,6 @@ def test_what_cannot_be_done_is_said_before_the_work(tmp_path, no_runs, capsys):
 
 def test_the_exit_code_tells_of_a_broken_claim(store, capsys):
     arguments = ["--tables", "--out", str(store.path.parent)]
-    threads = torch.get_num_threads()
     for seed in (1, 2, 3):
         store.add(record("O2 fp16", seed, 0.55))
     assert suite.main(arguments) == 0
@@ -553,5 +567,4 @@ def test_the_exit_code_tells_of_a_broken_claim(store, capsys):
     assert suite.main(arguments) == 0
     store.add(record("O2 fp16", 3, 0.0))
     assert suite.main(arguments) == 1
-    torch.set_num_threads(threads)
     assert "- detection, O2 fp16: NO: worse by" in capsys.readouterr().out
