@@ -174,13 +174,25 @@ def test_tables(tiny_on_fake_cuda):
     assert mean_ratio(worse, "cast launches", "O1") == 2.0
 
 
-def test_the_command_prints_a_table_and_names_what_it_does_not_know(capsys):
+def test_the_command_prints_a_table(capsys):
     main(["ncf", "--device", "cpu", "--dtype", "bfloat16", "--ways", "fp32,half"])
     printed = capsys.readouterr().out
     assert "CPU tensors, really run" in printed and "ncf" in printed
-    with pytest.raises(SystemExit):
-        main(["nfc"])
-    assert "'nfc' is neither a model nor a way" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["ncf", "hf_gpt"], "'hf_gpt' is none of the models. Did you mean 'hf_gpt2'?"),
+        (["ncf", "--ways", "fp32,O1 strickt"], "'O1 strickt' is none of the ways. Did you mean 'O1 strict'?"),
+        (["ncf", "--ways", ""], "'' is none of the ways."),
+    ],
+)
+def test_a_wrong_name_is_refused_before_the_work_and_the_nearest_is_named(arguments, text, monkeypatch, capsys):
+    monkeypatch.setattr(tables, "count_all", lambda *_: pytest.fail("counted"))
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and text in capsys.readouterr().err
 
 
 def test_a_model_of_ones_own():

@@ -16,7 +16,7 @@ from fxamp.counting import results
 from fxamp.counting.counts import Counts
 from fxamp.counting.run import MORE_WAYS, WAYS, count
 from fxamp.counting.zoo import MODELS, PUBLISHED
-from fxamp.errors import FxampError
+from fxamp.errors import FxampError, nearest
 from fxamp.numerics.progress import watched
 
 # What the ratios are taken of, and the models whose bytes have a row of their own.
@@ -181,11 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results.add_save(parser, "count")
     typed = list(sys.argv[1:] if arguments is None else arguments)
     given = parser.parse_args(typed)
-    unknown = [name for name in given.models if name not in KNOWN]
-    unknown += [way for way in given.ways.split(",") if way not in (*WAYS, *MORE_WAYS)]
-    if unknown:
-        parser.error(f"{unknown[0]!r} is neither a model nor a way")
     models, ways = given.models or list(PUBLISHED), given.ways.split(",")
+    for what, names, known in (("models", models, KNOWN), ("ways", ways, (*WAYS, *MORE_WAYS))):
+        for name in names:
+            if name not in known:
+                parser.error(f"{name!r} is none of the {what}.{nearest(name, known)}")
     is_tiny = given.tiny or given.device == "cpu"
     start = time.perf_counter()
     table = count_all(models, ways, getattr(torch, given.dtype), given.device, is_tiny)

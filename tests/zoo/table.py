@@ -7,11 +7,13 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 
 import torch
 from tabulate import tabulate
 
 from fxamp.counting import results
+from fxamp.errors import nearest
 from tests.zoo import hugging_face, measure
 from tests.zoo.test_zoo import HAND_WRITTEN
 
@@ -57,7 +59,7 @@ def measured(name: str, level: str, seeds: int) -> measure.Row:
     return measure.measure(name, make, call, seeds=seeds, level=level)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(prog="tools/zoo", description=__doc__)
@@ -65,8 +67,13 @@ def main() -> None:
     parser.add_argument("--level", default="balanced", choices=("strict", "balanced", "aggressive"))
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each model; default 3")
     results.add_save(parser, "zoo")
-    given = parser.parse_args()
-    names = given.names or [*HAND_WRITTEN, *(f"hf:{name}" for name in hugging_face.ARCHITECTURES)]
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    given = parser.parse_args(typed)
+    every = [*HAND_WRITTEN, *(f"hf:{name}" for name in hugging_face.ARCHITECTURES)]
+    names = given.names or every
+    for name in names:
+        if name not in (*every, *hugging_face.ARCHITECTURES):
+            parser.error(f"{name!r} is none of the models.{nearest(name, (*hugging_face.ARCHITECTURES, *every))}")
     begun, rows, numbers, failures = time.time(), [], [], []
     for name in names:
         start = time.time()
@@ -82,7 +89,7 @@ def main() -> None:
         print(f"FAILED {failure}")
     if given.save:
         data = {"rows": numbers, "failures": failures, "headers": HEADER, "cells": rows}
-        results.save(results.make("tools/zoo", sys.argv[1:], data, time.time() - begun), given.save)
+        results.save(results.make("tools/zoo", typed, data, time.time() - begun), given.save)
 
 
 if __name__ == "__main__":
