@@ -1,5 +1,6 @@
 """The counter: what it counts, on the CPU and on fake CUDA tensors, and that the report agrees with it."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import fxamp
 from fxamp.counting import run
 from fxamp.counting import table as tables
 from fxamp.counting.counts import Counter, Counts, SavedTensors, count_step
-from fxamp.counting.run import MORE_WAYS, count
+from fxamp.counting.run import MORE_WAYS, WAYS, count
 from fxamp.counting.table import count_all, main, mean_ratio, ratios_text, worse_than_autocast
 from fxamp.counting.zoo import MODELS, PUBLISHED, MissingPackageError, Step, from_torchvision, from_transformers
 from fxamp.errors import CaptureError
@@ -193,6 +194,52 @@ def test_a_wrong_name_is_refused_before_the_work_and_the_nearest_is_named(argume
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
+FLOAT32 = torch.float32
+OPTIONS = ("opt_level", "level", "output_dtype")
+CONVERTED = {
+    "O1 strict": [("Linear", "O1", "strict", FLOAT32)],
+    "O1 balanced": [("Linear", "O1", "balanced", FLOAT32)],
+    "O1 aggressive": [("Linear", "O1", "aggressive", FLOAT32)],
+    "O1 loss inside": [("_WithLoss", "O1", "balanced", FLOAT32)],
+    "O1 loss converted": [("_Loss", "O1", "balanced", FLOAT32), ("Linear", "O1", "balanced", None)],
+    "O2": [("Linear", "O2", "balanced", FLOAT32)],
+    "O2 loss inside": [("_WithLoss", "O2", "balanced", FLOAT32)],
+    "O2 loss converted": [("_Loss", "O1", "balanced", FLOAT32), ("Linear", "O2", "balanced", None)],
+}
+"""Way -> what is converted, its opt_level, level and output dtype: `fxamp.convert`'s arguments."""
+SEEN = {"fp32": (None, FLOAT32, FLOAT32), "autocast": (BF16, BF16, FLOAT32), "half": (None, FLOAT32, BF16)}
+"""Way -> the region the loss is computed in, the dtype of what it is given, and that of the weights."""
+
+
+@pytest.mark.parametrize("way", [*WAYS, *MORE_WAYS])
+def test_a_way_is_what_it_is_named_for(way, monkeypatch):
+    conversions, losses, convert = [], [], run.convert
+
+    def noted(*args, **kwargs):
+        given = inspect.signature(convert).bind(*args, **kwargs)
+        given.apply_defaults()
+        model, dtype, *others = (given.arguments[name] for name in ("model", "dtype", *OPTIONS))
+        conversions.append((type(model).__name__, *others))
+        assert dtype == BF16
+        return convert(*args, **kwargs)
+
+    def make(tiny: bool) -> Step:
+        model = nn.Linear(8, 8)
+
+        def loss_of(outputs):
+            if way in SEEN:
+                region = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+                losses.append((region, outputs.dtype, model.weight.dtype))
+            return outputs.float().sum()
+
+        return Step(model, (torch.ones(2, 8),), loss_of)
+
+    monkeypatch.setattr(run, "convert", noted)
+    count(make, way, BF16, "cpu")
+    assert conversions == CONVERTED.get(way, [])
+    assert set(losses) == ({SEEN[way]} if way in SEEN else set())
 
 
 def test_a_model_of_ones_own():

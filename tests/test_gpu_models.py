@@ -1,5 +1,6 @@
 """tools/gpu_models on the CPU: what it measures, what it does with what fails, and its tables."""
 
+import inspect
 import math
 
 import pytest
@@ -7,6 +8,10 @@ import torch
 from torch import nn
 
 from fxamp.counting import gpu_models, gpu_models_table, results
+from fxamp.counting.zoo import Step
+from fxamp.dtypes import dtype_name
+
+FP16, BF16 = torch.float16, torch.bfloat16
 
 
 def test_distances_are_of_the_same_numbers():
@@ -14,6 +19,59 @@ def test_distances_are_of_the_same_numbers():
     assert set(found) == {f"{way} {dtype}" for way in ("autocast", "O1", "O2") for dtype in ("float16", "bfloat16")}
     assert all(0 < outputs < 0.05 and 0 < gradients < 0.05 for outputs, gradients in found.values())
     assert found == gpu_models.distances("ncf", 0, "cpu", True)
+
+
+@pytest.fixture
+def conversions(monkeypatch) -> list:
+    """(dtype, opt_level, level) of each conversion; everything is converted all the same."""
+    found, convert = [], gpu_models.convert
+
+    def noted(*args, **kwargs):
+        given = inspect.signature(convert).bind(*args, **kwargs)
+        given.apply_defaults()
+        found.append(tuple(given.arguments[name] for name in ("dtype", "opt_level", "level")))
+        return convert(*args, **kwargs)
+
+    monkeypatch.setattr(gpu_models, "convert", noted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("way", "converted", "seen", "weights"),
+    [
+        ("fp32", [], (None, torch.float32), torch.float32),
+        ("autocast", [], (BF16, BF16), torch.float32),
+        ("O1", [(BF16, "O1", "balanced")], (None, torch.float32), torch.float32),
+        ("O2", [(BF16, "O2", "balanced")], (None, torch.float32), BF16),
+        ("half", [], (None, torch.float32), BF16),
+    ],
+)
+def test_a_way_is_what_it_is_named_for(way, converted, seen, weights, conversions):
+    """`seen`: the region in which the loss is computed, and the dtype of what it is given."""
+    losses = []
+
+    def loss_of(found):
+        losses.append((torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None, found.dtype))
+        return found.float().sum()
+
+    model, run = gpu_models.loss_of(Step(nn.Linear(8, 8), (torch.ones(2, 8),), loss_of), way, BF16, "cpu")
+    run()
+    assert conversions == converted and losses == [seen]
+    assert next(model.parameters()).dtype == weights
+    assert way in gpu_models_table.TIMED
+
+
+def test_a_row_is_measured_in_the_way_it_is_of(conversions, monkeypatch):
+    ways, whole = [], gpu_models.loss_of
+    monkeypatch.setattr(gpu_models, "loss_of", lambda *args: ways.append(args[1:3]) or whole(*args))
+    found = gpu_models.distances("ncf", 0, "cpu", True)
+    fp32, *compared = ways
+    assert fp32 == ("fp32", torch.float32)
+    assert [f"{way} {dtype_name(dtype)}" for way, dtype in compared] == list(found)
+    assert conversions == [(dtype, way, "balanced") for dtype in (FP16, BF16) for way in ("O1", "O2")]
+    ways.clear()
+    found = gpu_models.times("ncf", "cpu", True)
+    assert ways == [(way, FP16) for way in found] and list(found) == ["fp32", "autocast", "O1", "O2", "half"]
 
 
 class Dropping(nn.Module):
