@@ -72,7 +72,7 @@ MODELS = (
     GuideModel(
         "NVIDIA Sentiment Analysis", "Table 1", ("recurrent_lm",),
         "its first half, the character model",
-        "the multiplicative LSTM (in tests/zoo only), and reviews: none come with Python",
+        "the multiplicative LSTM (in tests/zoo, tools/count and docs/speed.md), and reviews: none come with Python",
     ),
     GuideModel(
         "FAIRSeq", "Table 1", ("transformer_lm", "translation"),
