@@ -180,8 +180,7 @@ def test_the_result_does_not_depend_on_the_order_of_anything():
     assert mincut.solve(problem) == mincut.solve(turned)
 
 
-def test_a_saved_value_draws_its_readers_to_low(monkeypatch):
-    """Two keepers of one large value: keeping it once, low, is cheaper; without their price it would not be asked."""
+def test_what_is_kept_of_a_graph():
     setting = captured(
         lambda m, x: (m[1](F.gelu(h := m[0](x))), h.exp()), X, module=nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
     )
@@ -191,3 +190,75 @@ def test_a_saved_value_draws_its_readers_to_low(monkeypatch):
         for entry in Costs.of(setting.graph).kept(setting.graph)
     }
     assert kept["linear"] == ["gelu"] and kept["exp"] == ["exp"] and kept["gelu"] == ["linear"]
+
+
+def test_no_weight_is_kept_and_nothing_without_gradients():
+    """A weight is there anyway."""
+    layer = nn.Linear(8, 8)
+    setting = decided(lambda m, x: torch.relu(m(x)), X, module=layer)
+    assert kept_by(node_of(setting, "linear")) == [node_of(setting, "input")]
+    layer.requires_grad_(False)
+    setting = decided(lambda m, x: torch.relu(m(x)), X.detach(), module=layer)
+    assert kept_by(node_of(setting, "linear")) == kept_by(node_of(setting, "relu")) == []
+
+
+def test_running_high_costs_twice_with_a_backward():
+    prices = {}
+    for with_gradients in (True, False):
+        setting = decided(lambda x: torch.relu(x), torch.randn(4, 8, requires_grad=with_gradients))
+        prices[with_gradients] = Costs.of(setting.graph).high(node_of(setting, "relu"))
+    assert prices == {True: 2 * 2 * 64, False: 2 * 64}
+
+
+def test_a_low_value_that_is_read_inside_saves_its_bytes_in_forward():
+    setting = decided(lambda x: torch.relu(x), torch.randn(4, 8, requires_grad=True))
+    assert Costs.of(setting.graph).inside(node_of(setting, "input")) == LAUNCH_BYTES + 6 * 32 - 2 * 32
+    setting = decided(lambda x: torch.relu(x), torch.randn(4, 8))
+    assert Costs.of(setting.graph).inside(node_of(setting, "input")) == 0
+
+
+@pytest.mark.parametrize("preview", [False, True])
+def test_a_tied_table_is_cast_with_the_others(preview):
+    """One that is gathered from alone is cast by itself, and costs more than what gathers from it in float32."""
+    tables = nn.ModuleList([nn.Embedding(5, 8), nn.Embedding(5, 8)])
+
+    def forward(m, t):
+        return F.linear(m[0](t) + m[1](t), m[0].weight)
+
+    setting = captured(forward, torch.tensor([1]), module=tables, preview=preview)
+    run_steps(DECIDE, setting)
+    prices = Costs.of(setting.graph)
+    weights = {str(n.target): prices.cast(n) for n in setting.graph.nodes if ir.is_weight(n)}
+    tied, alone = (LAUNCH_BYTES + 1,) * 2 if preview else (2 * 6 * 40, 2 * (LAUNCH_BYTES + 6 * 40))
+    assert weights == {"module.0.weight": tied, "module.1.weight": alone}
+
+
+def test_the_only_keeper_of_a_value_pays_for_it():
+    module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    setting = captured(lambda m, x: m[1](F.gelu(m[0](x))), X, module=module)
+    run_steps(DECIDE, setting)
+    gelu = node_of(setting, "gelu")
+    (price,) = problem_of(lambda m, x: m[1](F.gelu(m[0](x))), X, module=module).high_cost.values()
+    assert price == Costs.of(setting.graph).high(gelu) + 2 * X.numel()
+
+
+def precision_of_relus(count: int, rows: int) -> set[str]:
+    """Of relus one after another, before and after which somebody reads float32."""
+
+    def forward(m, x):
+        h = last = m(x)
+        for _ in range(count):
+            last = torch.relu(last)
+        return h.exp(), last.exp()
+
+    with torch.device("meta"):
+        setting = captured(forward, torch.empty(rows, 8), module=nn.Linear(8, 8))
+    run_steps(DECIDE, setting)
+    return {ir.mark(node).precision for node in setting.graph.nodes if ir.mark(node).op == "relu"}
+
+
+def test_a_launch_is_worth_the_bytes_of_a_few_small_tensors():
+    """Ten small relus move less in float32 than one more cast and its gradient's are worth; ten large ones more."""
+    assert precision_of_relus(10, rows=512) == {"high"}
+    assert precision_of_relus(10, rows=1 << 19) == {"low"}
+    assert precision_of_relus(1, rows=1 << 19) == {"high"}
