@@ -10,12 +10,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import checkpoint as torch_checkpoint
 
 from fxamp.capture.creations import holds_proxy
+from fxamp.capture.locations import user_line
 from fxamp.capture.recompute import Region
+from fxamp.errors import CaptureError
 
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+if hasattr(torch_checkpoint, f"{_GENERATOR}_impl"):  # since torch 2.14, where the other only calls it
+    _GENERATOR += "_impl"
 Enter = Callable[[Region], "contextlib.AbstractContextManager[None]"]
 
 
@@ -30,7 +36,7 @@ def whole_functions(call: Callable[..., Any], enter: Enter) -> Iterator[None]:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not holds_proxy((args, kwargs)):
-            return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+            return _APPLY.__get__(None, cls)(*args, **kwargs)
         if cls is torch_checkpoint.CheckpointFunction:
             function, preserve, *inputs = args
             with enter(Region({"use_reentrant": True, "preserve_rng_state": preserve})):
@@ -38,16 +44,55 @@ def whole_functions(call: Callable[..., Any], enter: Enter) -> Iterator[None]:
         return call(_as_function(cls), args, kwargs)
 
     utils = torch._functorch.utils
-    unwrap, regions = utils.unwrap_dead_wrappers, torch_checkpoint._checkpoint_without_reentrant_generator
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    unwrap, regions = utils.unwrap_dead_wrappers, getattr(torch_checkpoint, _GENERATOR)
     utils.unwrap_dead_wrappers = lambda args: args if holds_proxy(args) else unwrap(args)
-    torch_checkpoint._checkpoint_without_reentrant_generator = _generator(regions, enter)
+    setattr(torch_checkpoint, _GENERATOR, _generator(regions, enter))
+    try:
+        with _applied_by(apply):
+            yield
+    finally:
+        utils.unwrap_dead_wrappers = unwrap
+        setattr(torch_checkpoint, _GENERATOR, regions)
+
+
+# In what `Function.apply` ends; since torch 2.14 that is `Function.apply` itself.
+_APPLY: Any = inspect.getattr_static(torch._C._FunctionBase, "apply")
+_IS_APPLY_OF_C = vars(Function)["apply"] is _APPLY
+
+
+@contextlib.contextmanager
+def _applied_by(apply: Callable[..., Any]) -> Iterator[None]:
+    """Context: `MyFunction.apply` is this function.
+
+    So is one that was bound before (`swish = Swish.apply`), where it is Python's; where it is C's, forward is refused.
+    """
+    owner: Any = Function if _IS_APPLY_OF_C else _SingleLevelFunction
+    owner.apply, meta = classmethod(apply), type(Function)
+    if _IS_APPLY_OF_C:
+        meta.__getattribute__ = _look_up  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
-        utils.unwrap_dead_wrappers = unwrap
-        torch_checkpoint._checkpoint_without_reentrant_generator = regions
+        if _IS_APPLY_OF_C:
+            owner.apply = _APPLY
+            del meta.__getattribute__
+        else:
+            del owner.apply
+
+
+def _look_up(cls: Any, attribute: str) -> Any:
+    """An attribute of a function's class; its forward is not for a trace, whose graph would lose the backward."""
+    found = type.__getattribute__(cls, attribute)
+    if attribute != "forward":
+        return found
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if holds_proxy((args, kwargs)):
+            name = f"{cls.__qualname__}.apply"
+            raise CaptureError(f"{user_line()}: {name} was bound before the call. Write {name}(...) in forward.")
+        return found(*args, **kwargs)
+
+    return forward
 
 
 def _as_function(cls: Any) -> Callable[..., Any]:
@@ -76,15 +121,15 @@ def named_like(function: Callable[..., Any], original: Any) -> Callable[..., Any
 
 def _generator(original: Callable[..., Any], enter: Enter) -> Callable[..., Any]:
     """torch's own generator around a checkpointed function, which marks the nodes made in between."""
-    signature = inspect.signature(original).parameters
-    names = [name for name, parameter in signature.items() if parameter.default is not parameter.empty]
+    signature = inspect.signature(original)
+    defaults = {name: each.default for name, each in signature.parameters.items() if each.default is not each.empty}
 
-    def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
         if not holds_proxy((args, kwargs)):
-            yield from original(function, *args, **kwargs)
+            yield from original(*args, **kwargs)
             return
-        given = dict(zip(names, args, strict=False))
-        options = {name: value for name, value in given.items() if value != signature[name].default}
+        given = signature.bind(*args, **kwargs).arguments
+        options = {name: given[name] for name in defaults if name in given and given[name] != defaults[name]}
         with enter(Region({"use_reentrant": False, **options})):
             yield
 

@@ -152,10 +152,16 @@ def _register(kind: Kind, owner: Any, name: str) -> None:
         _casts_arguments(kind, function)
         return
     found = inspect.getattr_static(owner, name)
+    if isinstance(found, types.ClassMethodDescriptorType):  # `apply` of an autograd.Function since torch 2.14
+        found = classmethod(functools.partial(_call_bound, found))
     is_bound = isinstance(found, staticmethod | classmethod)
     inner = found.__func__ if is_bound else found if inspect.isclass(owner) else function
     wrapped = _casts_arguments(kind, getattr(inner, _ORIGINAL, inner))
     setattr(owner, name, type(found)(wrapped) if is_bound else wrapped)
+
+
+def _call_bound(method: types.ClassMethodDescriptorType, owner: type, *args: Any, **kwargs: Any) -> Any:
+    return method.__get__(None, owner)(*args, **kwargs)
 
 
 def _is_torchs(owner: Any) -> bool:

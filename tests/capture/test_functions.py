@@ -1,0 +1,94 @@
+"""Custom `autograd.Function`s keep their own backward in a graph, however they are called."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp.capture.functions import _IS_APPLY_OF_C
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 7 * grad  # no derivative of what forward computes: a lost backward shows
+
+
+class Scaled(torch.autograd.Function):
+    """With a `setup_context`, two inputs, and one that needs no gradient."""
+
+    @staticmethod
+    def forward(x, factor):
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 7 * grad * ctx.factor, None
+
+
+class Inside(torch.autograd.Function):
+    """Calls another one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return Twice.apply(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 7 * grad
+
+
+twice, scaled = Twice.apply, Scaled.apply  # bound before, as modules of many packages do
+
+WAYS = {
+    "looked up": lambda x: Twice.apply(x),
+    "of a setup": lambda x: Scaled.apply(x, 3.0),
+    "inside of another": lambda x: Inside.apply(x),
+    "bound before": lambda x: twice(x),
+    "a bound one of a setup": lambda x: scaled(x, 3.0),
+    "without gradients": lambda x: x + Twice.apply(x.detach()),
+    "in no_grad": lambda x: x + torch.no_grad()(twice)(x),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.first, self.last, self.way = nn.Linear(8, 8), nn.Linear(8, 8), way
+
+    def forward(self, x):
+        return self.last(self.way(self.first(x)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [{}, {"capture": "dynamo"}, {"opt_level": "O2"}], ids=["auto", "dynamo", "O2"])
+def test_gradients_are_those_of_its_own_backward(way, options):
+    torch.manual_seed(0)
+    plain, x = Net(WAYS[way]), torch.randn(4, 8)
+    (expected,) = torch.autograd.grad(plain(x).sum(), plain.first.weight)
+    converted = fxamp.convert(plain, dtype=torch.bfloat16, **options)
+    for _ in range(2):
+        (found,) = torch.autograd.grad(converted(x).sum(), converted.first.weight)
+        assert (found.float() - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_which_of_them_a_symbolic_graph_holds(way):
+    net, x = Net(WAYS[way]), torch.randn(4, 8)
+    if _IS_APPLY_OF_C and (
+        "bound" in way or way == "in no_grad"
+    ):  # since torch 2.14, and Dynamo then follows the model
+        with pytest.raises(fxamp.CaptureError, match=r"(Twice|Scaled)\.apply was bound before the call"):
+            fxamp.convert(net, dtype=torch.bfloat16, capture="symbolic", example_inputs=(x,))
+    else:
+        converted = fxamp.convert(net, dtype=torch.bfloat16, capture="symbolic", example_inputs=(x,))
+        torch.testing.assert_close(converted(x), net(x), rtol=0.05, atol=0.05)
+    assert Twice.apply(torch.ones(2)).tolist() == [2.0, 2.0] and twice(torch.ones(1)).item() == 2.0
