@@ -41,7 +41,8 @@ def casts_inside(rows: Sequence[Row], device: str) -> int:
 
     They are no nodes of the graph, and no kernels on CUDA; elsewhere torch makes softmax and log_softmax with
     `dtype=` of a conversion and a kernel (in bfloat16 on CUDA too), and an RMS norm of float32 kernels between two
-    conversions. What a CPU's composite kernel of attention (dropout, a mask) converts inside is not counted.
+    conversions. What a CPU's composite kernel of attention (for dropout, a mask, three
+    dimensions, or operands whose strides its fused kernel does not take) converts inside is not counted.
     """
     dtypes = {(row.graph, row.name): row.dtype for row in rows}
     total = 0
