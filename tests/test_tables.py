@@ -1,6 +1,7 @@
 """The documentation's tables are what the generator makes of the committed results, and of made-up ones."""
 
 import dataclasses
+import datetime
 import json
 import re
 from pathlib import Path
@@ -48,6 +49,13 @@ def region(tmp_path, name):
     """A page after the rewrite, runs of spaces as one."""
     page = regions.rewrite(f"before\n<!-- table: {name} -->\nold\n<!-- end -->\nafter\n", tmp_path)
     return re.sub(" +", " ", page)
+
+
+def test_results_say_of_which_day_they_are():
+    made = results.make("tools/zoo", [], {}, 1.0)
+    day = made.pop("date")
+    assert day == datetime.date.today().isoformat()
+    assert regions.source({**made, "date": day}) == f"{regions.source(made)[:-1]}; {day})", "older results have none"
 
 
 def test_a_region_is_replaced_and_the_rest_stays(tmp_path):

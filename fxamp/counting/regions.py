@@ -65,9 +65,10 @@ def region(name: str, folder: Path) -> str:
 
 
 def source(record: Record) -> str:
-    """The command, the machine and the versions of a result, in one line."""
+    """The command, the machine, the versions and the day of a result, in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return f"`{record['command']}` ({record['machine']}; {versions})"
+    day = f"; {record['date']}" if "date" in record else ""  # older results have none
+    return f"`{record['command']}` ({record['machine']}; {versions}{day})"
 
 
 def _prose(text: str) -> str:

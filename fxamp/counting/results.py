@@ -1,4 +1,4 @@
-"""What a measuring command found, as a file: the numbers, the command, the machine, the versions.
+"""What a measuring command found, as a file: the numbers, the command, the machine, the versions, the day.
 
     record = results.make("tools/count", ["gpt2_small"], data, seconds)
     results.save(record, Path("docs/results/count.json"))
@@ -7,6 +7,7 @@ The README's tables are made from these files (`tools/tables`).
 """
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -50,6 +51,7 @@ def make(tool: str, arguments: Sequence[str], data: Any, seconds: float, device:
         "command": " ".join([tool, *map(shlex.quote, _without_save(arguments))]),
         "machine": machine(device),
         "versions": versions(),
+        "date": datetime.date.today().isoformat(),
         "seconds": round(seconds, 1),
         "data": data,
     }
