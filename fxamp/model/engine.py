@@ -371,6 +371,7 @@ class Engine:
                 raise
             name = type(module).__qualname__
             log.warning(_BROKEN_RULE, name, error)
+            self.otherwise.prefer_written()  # Dynamo's graphs would most likely break it, too
             raise CaptureError(f"the graph of {name} breaks a rule of fxamp's own: {error}") from error
         variant.note_transforms(is_transformed)
         return variant

@@ -335,8 +335,8 @@ def test_a_conversion_to_a_name_is_relative_where_the_name_is_a_dtype_that_was_r
     assert [row.precision for row in rows] == ["low", precision]
 
 
-def test_a_defect_of_the_passes_is_told_and_dynamo_takes_the_model(caplog):
-    """InvariantError is fxamp's own fault: `auto` goes on by the other way, `symbolic` shows it."""
+def test_a_defect_of_the_passes_is_told_and_the_model_runs_as_it_is_written(caplog):
+    """InvariantError is fxamp's own fault: `auto` goes on as under autocast, `symbolic` shows it."""
 
     def broken(*args, **options):
         raise InvariantError("linear gives bfloat16, but float32 is recorded")
@@ -349,7 +349,6 @@ def test_a_defect_of_the_passes_is_told_and_dynamo_takes_the_model(caplog):
     with torch.autocast("cpu", torch.bfloat16):
         expected = plain(x).float()
     assert torch.equal(model(x), expected)
-    assert set(fxamp.report(model).captures) == {"dynamo"}
     assert "please report it: linear gives bfloat16" in caplog.text
     only = fxamp.convert(plain, torch.bfloat16, capture="symbolic")
     engine_of(only).workshop = dataclasses.replace(engine_of(only).workshop, build=broken)

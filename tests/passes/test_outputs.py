@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
+from fxamp.errors import InvariantError
+from fxamp.passes.outputs import ConnectOutputs
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -231,3 +233,25 @@ def test_a_result_and_a_slice_of_it(slice_of, opt_level):
     assert (hidden.dtype, first.dtype) == (torch.float32, torch.float32) and torch.equal(hidden[:, 0], first)
     (gradient,) = torch.autograd.grad(first.sum(), hidden, allow_unused=True)
     assert gradient is not None
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_defect_that_each_capture_meets_stops_no_training(opt_level, monkeypatch, caplog):
+    """The model runs as it is written, as under autocast, and its parts as graphs."""
+    whole = ConnectOutputs.apply
+
+    def broken(self, graph):
+        if any(node.target is torch.exp for node in graph.nodes):
+            raise InvariantError("a rule is broken")
+        return whole(self, graph)
+
+    monkeypatch.setattr(ConnectOutputs, "apply", broken)
+    torch.manual_seed(0)
+    plain = Shared(torch.exp)
+    converted = fxamp.convert(copy.deepcopy(plain), dtype=torch.bfloat16, opt_level=opt_level)
+    for _ in range(2):
+        for model in (plain, converted):
+            model.zero_grad()
+            sum(part.float().sum() for part in model(X)).backward()
+        assert distance(converted.body.weight.grad, plain.body.weight.grad) < 0.02
+    assert "please report it" in caplog.text and "runs as under torch.autocast" in str(fxamp.report(converted))
