@@ -31,7 +31,7 @@ from fxamp.counting import results
 from fxamp.counting.gpu_models_table import COMPARED, DTYPES, TIMED, Row, failures, markdown
 from fxamp.counting.speed import measure
 from fxamp.counting.speed.modes import in_half
-from fxamp.counting.zoo import PUBLISHED, Step
+from fxamp.counting.zoo import COUNTED, Step
 from fxamp.dtypes import dtype_name
 from fxamp.errors import nearest
 from fxamp.runtime.tf32 import set_tf32
@@ -46,7 +46,7 @@ def step_of(name: str, seed: int, device: str, is_tiny: bool) -> Step:
     """A model in training mode, its inputs and its loss."""
     torch.manual_seed(seed)
     with torch.device(device):
-        step = PUBLISHED[name](is_tiny)
+        step = COUNTED[name](is_tiny)
     step.model.train()
     return step
 
@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="gpu_models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all. {', '.join(PUBLISHED)}")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: all. {', '.join(COUNTED)}")
     parser.add_argument("--parts", nargs="+", choices=("distances", "times"), default=["distances", "times"])
     parser.add_argument("--jobs", type=int, default=1, help="models whose distances are measured at a time; default 1")
     parser.add_argument("--seeds", type=int, default=3, help="of distances; default 3")
@@ -268,14 +268,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     given = parser.parse_args(typed)
     for name in given.models:
-        if name not in PUBLISHED:
-            parser.error(f"{name!r} is none of the models.{nearest(name, PUBLISHED)}")
+        if name not in COUNTED:
+            parser.error(f"{name!r} is none of the models.{nearest(name, COUNTED)}")
     is_dry = given.dry_run or not torch.cuda.is_available()
     path = given.save or (Path("runs/gpu_models_dry.json") if is_dry else results.FOLDER / "gpu_models.json")
     if other := _other_run(path, is_dry):
         parser.error(f"{path} has rows of {other}. Give another file with --save.")
     models = Models(path, "cpu" if is_dry else "cuda", is_dry, typed)
-    names = given.models or list(PUBLISHED)
+    names = given.models or list(COUNTED)
     if "distances" in given.parts:
         models.measure_distances(names, given.seeds, given.jobs, given.budget)
     if "times" in given.parts:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fxamp.counting import results
-from fxamp.counting.zoo import PUBLISHED
+from fxamp.counting.zoo import COUNTED
 
 TIMED = ("fp32", "autocast", "O1", "O2", "half")
 COMPARED = ("autocast", "O1", "O2")
@@ -32,7 +32,7 @@ def markdown(data: Row) -> str:
 
 def times(data: Row) -> str:
     """One row for each model that was timed."""
-    names = [name for name in PUBLISHED if "failed" not in data["times"].get(name, {"failed": ""})]
+    names = [name for name in COUNTED if "failed" not in data["times"].get(name, {"failed": ""})]
     heads = ("ms", "kernels", "copies", "peak GB")
     headers = [each for head, ways in zip(heads, _RATIOS, strict=True) for each in (head, *ways)]
     table = _table(names, headers, lambda name: _times_of(data["times"][name]))
@@ -53,7 +53,7 @@ def _times_of(of: Row) -> list[float]:
 def distances(data: Row) -> str:
     """One row for each model whose results were compared."""
     seeds = {key.rpartition("/")[2] for key in data["distances"]}
-    names = [name for name in PUBLISHED if any(f"{name}/{seed}" in data["distances"] for seed in seeds)]
+    names = [name for name in COUNTED if any(f"{name}/{seed}" in data["distances"] for seed in seeds)]
     heads = [f"{what} {dtype}" for dtype in ("fp16", "bf16") for what in ("outputs", "gradients")]
     headers = [each for head in heads for each in (head, *COMPARED[1:])]
     legend = DISTANCES_LEGEND.format(seeds=f"{len(seeds)} seed{'s' if len(seeds) != 1 else ''}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fxamp.counting import gpu_models_table, ranks, results, scale
+from fxamp.counting import gpu_models_table, host, ranks, results, scale
 from fxamp.counting.speed import judge
 from fxamp.counting.speed import table as speed_table
 from fxamp.counting.table import (
@@ -25,6 +25,8 @@ from fxamp.counting.table import (
     mean_ratio,
     missed_goals,
     not_counted,
+    rows_beside,
+    with_beside,
     worse_than_autocast,
 )
 from fxamp.demo.suite import table as suite_table
@@ -84,7 +86,8 @@ WITH_GOALS = ("O1 balanced", "O2")
 def count(data: Any) -> str:
     """Ratios to autocast with their goals, which are missed and by whom, and where fxamp is worse."""
     whole = from_json(data)
-    table = counted(whole)
+    every = counted(whole)
+    table, beside = with_beside(every)
     ways = [way for way in COUNTED_WAYS if way in next(iter(table.values()))]
     rows, headers = [], [f"against autocast, {len(table)} models"]
     for way in ways:
@@ -95,8 +98,10 @@ def count(data: Any) -> str:
             cells += [f"{mean_ratio(table, label, way):.3f}"]
             cells += [f"{GOALS[label][way]:.2f}"] if way in WITH_GOALS else []
         rows.append(cells)
+    for label, by_way in rows_beside(beside):
+        rows.append([label, *(cell for way in ways for cell in (f"{by_way[way]:.3f}", "")[: 1 + (way in WITH_GOALS)])])
     missed = [line for way in ways for line in missed_goals(table, way)]
-    found = {way: worse_than_autocast(table, way) for way in ways if way != "half"}
+    found = {way: worse_than_autocast(every, way) for way in ways if way != "half"}
     worse = [f"{way}: {', '.join(line.replace(':', '') for line in lines)}." for way, lines in found.items() if lines]
     never = [way for way, lines in found.items() if not lines]
     worse += [f"No model with {' or '.join(never)}."] if never else []
@@ -217,6 +222,7 @@ def speed_rows(data: Any) -> str:
 TABLES: dict[str, tuple[str, str, Callable[[Any], str]]] = {
     "train": ("train", "tools/train --save", train),
     "count": ("count", "tools/count --save", count),
+    "host": ("host", "tools/host --save", host.table),
     "zoo": ("zoo", "tools/zoo --save", zoo_summary),
     "zoo-rows": ("zoo", "tools/zoo --save", zoo_rows),
     "scale": ("scale", "tools/scale --save", scale.tables),

@@ -15,7 +15,7 @@ from fxamp.convert import convert
 from fxamp.counting import fake_cuda
 from fxamp.counting.counts import Counter, Counts, count_step
 from fxamp.counting.gpu_kernels import gpu_kernels
-from fxamp.counting.zoo import MODELS, PUBLISHED, MakeStep, Step
+from fxamp.counting.zoo import COUNTED, MODELS, MakeStep, Step
 from fxamp.errors import CaptureError
 from fxamp.review.report import Report, report
 from fxamp.runtime.masters import LOGICAL
@@ -53,7 +53,7 @@ def count(
     """Cost of one training step.
 
     Args:
-        model: name of a zoo model (`PUBLISHED`, `MODELS`), or what makes a step: (tiny) -> Step, called with `device`
+        model: name of a zoo model (`COUNTED`, `MODELS`), or what makes a step: (tiny) -> Step, called with `device`
             as torch's default device.
         way: one of `WAYS` or `MORE_WAYS`; "half" has every parameter, buffer and input in `dtype`: the limit, not a
             competitor.
@@ -66,7 +66,7 @@ def count(
     """
     mode = _mode(device)
     with mode, torch.device(device), _without_drawing(device):
-        step = ({**MODELS, **PUBLISHED}[model] if isinstance(model, str) else model)(tiny)
+        step = ({**MODELS, **COUNTED}[model] if isinstance(model, str) else model)(tiny)
     step.model.train()
     prepared, loss = _prepare(step, way, dtype, device)
     kernels = gpu_kernels() if device == "cuda" else contextlib.nullcontext()

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from fxamp.counting import results
 from fxamp.counting.counts import Counts
 from fxamp.counting.run import MORE_WAYS, WAYS, count
-from fxamp.counting.zoo import MODELS, PUBLISHED
+from fxamp.counting.zoo import BESIDE, COUNTED, MODELS
 from fxamp.errors import FxampError, nearest
 from fxamp.numerics.progress import watched
 
@@ -39,7 +39,7 @@ GOALS = {
     TRANSFORMER_BYTES: {"O1 balanced": 0.80, "O2": 0.75},
 }
 """The most that the mean ratio to autocast should be: row of a table -> way -> ratio."""
-KNOWN = tuple({**PUBLISHED, **MODELS})
+KNOWN = tuple({**COUNTED, **MODELS})
 HEADERS = ("model", "way", "launches", "casts", "forward", "tensors cast", "GB", "cast GB", "saved GB")
 
 Table = Mapping[str, Mapping[str, Counts | str]]
@@ -70,6 +70,12 @@ def counted(table: Table) -> dict[str, dict[str, Counts]]:
         if len(counts) == len(row):
             found[name] = counts
     return found
+
+
+def with_beside(table: Counted) -> tuple[Counted, Counted]:
+    """The models whose means are taken, and those beside them; where there are no others, means are of these."""
+    main = {name: row for name, row in table.items() if name not in BESIDE}
+    return (main, {name: row for name, row in table.items() if name in BESIDE}) if main else (table, {})
 
 
 def not_counted(table: Table) -> list[str]:
@@ -158,12 +164,23 @@ def ratios_text(table: Table) -> str:
     complete = counted(table)
     if not complete:
         return "no model was counted in every way"
+    main, beside = with_beside(complete)
     ways = [way for way in next(iter(complete.values())) if way not in ("fp32", "autocast")]
-    rows = [(label, *(round(mean_ratio(complete, label, way), 3) for way in ways)) for label in labels(complete)]
-    lines = [tabulate(rows, headers=(f"against autocast, geomean of {len(complete)}", *ways))]
+    rows = [(label, *(round(mean_ratio(main, label, way), 3) for way in ways)) for label in labels(main)]
+    rows += [(label, *(round(by_way[way], 3) for way in ways)) for label, by_way in rows_beside(beside)]
+    lines = [tabulate(rows, headers=(f"against autocast, geomean of {len(main)}", *ways))]
     for way in ways:
         lines += [f"{way} is worse than autocast: {line}" for line in worse_than_autocast(complete, way)]
     return "\n".join(lines)
+
+
+def rows_beside(beside: Counted) -> list[tuple[str, dict[str, float]]]:
+    """A label and the ratios to autocast by way, for each count of each model that is in no mean."""
+    return [
+        (f"{name}: {label}", {way: ratios({name: row}, label, way)[name] for way in row})
+        for name, row in beside.items()
+        for label in MEASURES
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -172,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="count", description="What one training step (forward, loss, backward) of each zoo model costs."
     )
     parser.add_argument(
-        "models", nargs="*", metavar="model", help=f"of {', '.join(KNOWN)}; default: the {len(PUBLISHED)} published"
+        "models", nargs="*", metavar="model", help=f"of {', '.join(KNOWN)}; default: the {len(COUNTED)} published"
     )
     parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated, of " + ", ".join((*WAYS, *MORE_WAYS)))
     parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
@@ -181,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results.add_save(parser, "count")
     typed = list(sys.argv[1:] if arguments is None else arguments)
     given = parser.parse_args(typed)
-    models, ways = given.models or list(PUBLISHED), given.ways.split(",")
+    models, ways = given.models or list(COUNTED), given.ways.split(",")
     for what, names, known in (("models", models, KNOWN), ("ways", ways, (*WAYS, *MORE_WAYS))):
         for name in names:
             if name not in known:

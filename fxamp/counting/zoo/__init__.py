@@ -6,6 +6,7 @@ from fxamp.counting.zoo.language import LANGUAGE
 from fxamp.counting.zoo.sequences import SEQUENCES
 from fxamp.counting.zoo.step import MakeStep, MissingPackageError, Step
 from fxamp.counting.zoo.vision import VISION
+from fxamp.counting.zoo.waveglow import waveglow
 
 MODELS: dict[str, MakeStep] = {**VISION, **LANGUAGE}
 """Written by hand: they need nothing but torch."""
@@ -17,6 +18,12 @@ _NAMES = """
     lstm_lm gnmt tacotron2 jasper mlstm nn_transformer hf_bert_mlm hf_gpt2 hf_t5 hf_llama hf_vit hf_whisper
 """.split()
 PUBLISHED: dict[str, MakeStep] = {name: _ANY[name] for name in _NAMES}
-"""Counted by default. torchvision's and transformers' are looked for when they are made."""
+"""Those of the means. torchvision's and transformers' are looked for when they are made."""
 
-__all__ = ["MODELS", "PUBLISHED", "MakeStep", "MissingPackageError", "Step"]
+BESIDE: dict[str, MakeStep] = {"waveglow": waveglow}
+"""Others of NVIDIA's guide, which are in no mean: goals were set for those above."""
+
+COUNTED: dict[str, MakeStep] = {**PUBLISHED, **BESIDE}
+"""Counted, and timed on a GPU, by default."""
+
+__all__ = ["BESIDE", "COUNTED", "MODELS", "PUBLISHED", "MakeStep", "MissingPackageError", "Step"]
