@@ -21,17 +21,22 @@ class KeepWeights(Pass):
 
     1. A weight that is written in place by the model keeps its own cast.
     2. A weight that is stored low and padded is kept padded.
+    3. What is computed from parameters is computed at each call, and so is its copy.
     """
 
     def apply(self, graph: fx.Graph) -> bool:
         aliases = find_aliases(graph)
-        casts = [node for node in graph.nodes if node.target is packed_cast]
+        casts = [node for node in graph.nodes if node.target is packed_cast and _is_of_weights(node)]
         singles = [node for node in graph.nodes if _is_copy(node) and node.args[0] not in aliases.storage_of]
         for number, node in enumerate(casts):
             node.target = KeptCast(number)
         for number, node in enumerate(singles, len(casts)):
             _keep_single(graph, node, KeptCast(number))
         return bool(casts or singles)
+
+
+def _is_of_weights(packed: fx.Node) -> bool:
+    return all(map(ir.is_weight, packed.all_input_nodes))
 
 
 def _is_copy(node: fx.Node) -> bool:

@@ -3,7 +3,8 @@
 import dataclasses
 import operator
 from collections import defaultdict
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from torch import fx
 from torch.nn import functional
@@ -25,6 +26,8 @@ from fxamp.value_types import tensors_in
 
 # Bytes of low copies in one bucket: DistributedDataParallel sends as much at a time (`bucket_cap_mb=25`).
 BUCKET_BYTES = 25 << 20
+WEIGHT_NORMS = ("_weight_norm",)
+"""Ops that compute a weight from its parameters, the same at each call."""
 
 
 def packs_sound(graph: fx.Graph) -> None:
@@ -33,10 +36,12 @@ def packs_sound(graph: fx.Graph) -> None:
     seen: dict[tuple[object, ...], fx.Node] = {}
     aliases = find_aliases(graph)
     for node in graph.nodes:
-        if node.target is packed_cast and len({*map(_is_buffer, node.all_input_nodes)}) > 1:
-            raise InvariantError(f"{node.name} casts parameters and buffers together")
+        kinds = dict.fromkeys(map(_kind, node.all_input_nodes)) if node.target is packed_cast else {}
+        if len(kinds) > 1:
+            raise InvariantError(f"{node.name} casts {' and '.join(sorted(kinds, reverse=True))} together")
         for source in _sources(node):
-            key = (source.target, aliases.epoch(source, node), regions[node])
+            name = source.target if ir.is_weight(source) else source
+            key = (name, aliases.epoch(source, node), regions[node])
             if key in seen:
                 raise InvariantError(f"{source.target} is cast twice: by {seen[key].name} and by {node.name}")
             seen[key] = node
@@ -45,7 +50,7 @@ def packs_sound(graph: fx.Graph) -> None:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """The parameters and buffers a node casts."""
+    """The weights a node casts."""
     if node.target is packed_cast:
         return list(node.all_input_nodes)
     return node.all_input_nodes[:1] if is_weight_cast(node) else []
@@ -74,6 +79,8 @@ class PackWeights(Pass):
     9. The weights of a recurrent call are in one bucket, however large: cuDNN reads them as one piece of memory.
     10. What one checkpointed region alone reads has buckets of its own, which are cast again with it: nothing of them
         is kept, as under autocast.
+    11. Weights that a weight norm computes from parameters alone have buckets of their own; the norms are computed just
+        before, outside of checkpointed regions.
     """
 
     ensures: ClassVar = (operands_agree, casts_minimal, packs_sound)
@@ -93,9 +100,9 @@ class PackWeights(Pass):
         open_buckets: dict[tuple[object, ...], tuple[list[fx.Node], int]] = {}
         copies: dict[fx.Node, tuple[object, ...]] = {}
         for node in graph.nodes:
-            if can_pack(node, aliases):
+            if can_pack(node, aliases) or (_is_computed_copy(node, aliases) and _in_one_place(node, regions)):
                 place = regions[node], *_checkpoint_of(node)
-                copies[node] = _dtype(node), _source_dtype(node), _is_buffer(node.args[0]), place, reached[node]
+                copies[node] = _dtype(node), _source_dtype(node), _kind(node.args[0]), place, reached[node]
         made_by = {_result(copy): copy for copy in copies}
         done: set[fx.Node] = set()
         for node in graph.nodes:
@@ -153,9 +160,29 @@ def is_weight_pad(node: fx.Node) -> bool:
     return sum(ir.mark(user).role == "pad" for user in source.users) == 1
 
 
-def _is_buffer(weight: Any) -> bool:
-    """Whether what a copy is made of is no parameter: a buffer, or a constant of the model."""
-    return ir.mark(weight).op != "parameter"
+def _kind(weight: Any) -> Literal["parameters", "buffers", "computed weights"]:
+    """What a copy is made of; a constant of the model is a buffer, too."""
+    if not ir.is_weight(weight):
+        return "computed weights"
+    return "parameters" if ir.mark(weight).op == "parameter" else "buffers"
+
+
+def _is_computed_copy(node: fx.Node, aliases: Aliases) -> bool:
+    """Rule 11: whether a node is the low copy of a weight-normed weight, none of which is written in place."""
+    norm = node.args[0] if node.args else None
+    if node.target != "to" or ir.mark(node).role != "cast" or ir.mark(node).precision != "low":
+        return False
+    if not isinstance(norm, fx.Node) or ir.mark(norm).op not in WEIGHT_NORMS or ir.dtype_of(norm) is None:
+        return False
+    read = norm.all_input_nodes
+    return all(_kind(each) == "parameters" for each in read) and not any(e in aliases.storage_of for e in (norm, *read))
+
+
+def _in_one_place(copy: fx.Node, regions: Mapping[fx.Node, object]) -> bool:
+    """Whether a computed weight and its copy stand in one no_grad region, and in no checkpointed one."""
+    nodes = (copy.args[0], *copy.args[0].all_input_nodes, copy)  # type: ignore[union-attr]
+    places = {regions[node] for node in nodes if node.op != "get_attr"}
+    return len(places) == 1 and not any(ir.REGION in node.meta for node in (*nodes, *copy.users))
 
 
 def _read_as_stored(graph: fx.Graph) -> bool:
@@ -244,7 +271,7 @@ def _checkpoint_of(copy: fx.Node) -> tuple[object, ...]:
 
 
 def _dtype(copy: fx.Node) -> Any:
-    return copy.args[1] if is_weight_cast(copy) else ir.dtype_of(copy)
+    return ir.dtype_of(copy) if is_weight_pad(copy) else copy.args[1]
 
 
 def _source_dtype(copy: fx.Node) -> Any:
@@ -263,11 +290,12 @@ def _pack(graph: fx.Graph, casts: list[fx.Node]) -> None:
     results = [_result(cast) for cast in casts]
     for weight in weights:
         assert isinstance(weight, fx.Node)
-        if weight > first:  # one that was read before stays where its other readers find it
-            first.prepend(weight)
+        for node in (*weight.all_input_nodes, weight):
+            if node > first:  # one that was read before stays where its other readers find it
+                first.prepend(node)
     with graph.inserting_before(first):
         options: dict[str, Any] = {"pads": growths} if any(growths) else {}
-        if _is_buffer(weights[0]):
+        if _kind(weights[0]) == "buffers":
             options["are_buffers"] = True
         if calls := _recurrent_calls(results):
             options["recurrent"] = calls
@@ -291,7 +319,7 @@ def _pack(graph: fx.Graph, casts: list[fx.Node]) -> None:
 def _describe(packed: fx.Node, casts: list[fx.Node], results: list[fx.Node]) -> None:
     ir.keep_place(packed, casts[0])
     size = sum(map(_nbytes, results)) / 2**20
-    done = "cast" if is_weight_cast(casts[0]) else "padded"
+    done = "padded" if is_weight_pad(casts[0]) else "cast"
     ir.set_mark(
         packed,
         op="packed_cast",
