@@ -6,6 +6,7 @@ everything else (None, bool, str, containers' shape) is part of the spec, and a 
 
 import collections
 import dataclasses
+import enum
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -72,10 +73,18 @@ def _check_containers(tree: pytree.TreeSpec) -> None:
         _check_containers(child)
 
 
+def _is_member(value: Any) -> bool:
+    """Whether a value is a member of an Enum, an IntEnum's too, which forward may ask for by `is`.
+
+    Combinations of flags are none: a graph's code has no name for them.
+    """
+    return isinstance(value, enum.Enum) and value.name is not None and "|" not in value.name
+
+
 def _describe_leaf(value: Any) -> tuple[str, Any]:
     if isinstance(value, torch.Tensor):
         return "tensor", kind_of(value)
-    if isinstance(value, CONSTANTS):
+    if isinstance(value, CONSTANTS) or _is_member(value):
         return "constant", value
     if isinstance(value, (int, float, complex)):
         return "number", type(value)
@@ -108,6 +117,8 @@ def _structure(value: Any, inputs: list[Any]) -> Any:
         return kind_of(value)
     if isinstance(value, CONSTANTS):
         return "constant", kind, value
+    if _is_member(value):
+        return "constant", kind, value.name  # which can be hashed, whatever the class says of its members
     if isinstance(value, (int, float, complex)):
         inputs.append(value)
         return kind

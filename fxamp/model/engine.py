@@ -144,6 +144,8 @@ class Engine:
             raise CaptureError(COLLECTED)
         key, inputs = call_key(args, kwargs)
         chosen = None if number is None else self.numbered.get(number)
+        if chosen is not None and chosen.count != len(inputs):
+            chosen = None  # to the graph's maker Dynamo shows a member of an IntEnum as the number that it is
         for variant in self.variants.get(key, ()) if chosen is None else (chosen,):
             if (given := variant.inputs_for(module, inputs)) is not None:
                 return variant, given

@@ -92,6 +92,7 @@ class Variant:
         self.stored = [(cell.path or "", cell.name, cell.frozen[1], cell.frozen[0]) for cell in weights]
         self.tied = [(cell.path or "", cell.name, cell.tie[0], cell.tie[2]) for cell in cells if cell.tie is not None]
         self.memory = memory_between(self.captured)
+        self.count = sum(kind != "constant" for kind, _ in self.captured.spec.leaves)  # of the inputs of a call
 
     @property
     def where(self) -> str:

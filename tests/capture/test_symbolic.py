@@ -1,6 +1,7 @@
 """Symbolic capture: what a graph must hold, what cannot be held, and no trace on the model."""
 
 import copy
+import enum
 import random
 from typing import NamedTuple
 
@@ -108,6 +109,46 @@ def test_none_bool_and_string_arguments_select_their_own_graph():
     eager = Model(body)
     for options in ({"mask": torch.ones(4) * 2}, {"negate": True}, {"mode": "all"}, {"mask": None}):
         torch.testing.assert_close(converted(EXACT, **options), eager(EXACT, **options), rtol=0, atol=0)
+
+
+class Way(enum.IntEnum):
+    THERE = 1
+    BACK = 2
+
+
+class Side(enum.Enum):
+    LEFT = "left"
+    RIGHT = "right"
+
+    def __eq__(self, other):  # so that it cannot be hashed
+        return self is other
+
+
+@pytest.mark.parametrize(
+    "kind", [Way, Side, enum.Flag("Bit", "A B"), enum.Enum("Weight", {"A": 0.5, "B": 2.0}, type=float)]
+)
+def test_members_of_an_enum_select_their_own_graph(kind):
+    one, other = kind
+
+    def body(self, x, which=one):
+        y = self.fc(x)
+        return y if which is one else y + EXACT
+
+    converted, eager = check_same(body, EXACT), Model(body)
+    for options in ({"which": other}, {"which": one}):
+        torch.testing.assert_close(converted(EXACT, **options), eager(EXACT, **options), rtol=0, atol=0)
+    assert {variant.captured.method for variant in engine_of(converted).all_variants()} == {"symbolic"}
+
+
+def test_a_combination_of_flags_has_no_name_in_a_graph():
+    bits = enum.Flag("Bit", "A B")
+
+    def body(self, x, which=bits.A):
+        return self.fc(x) if bits.A in which else x
+
+    converted = fxamp.convert(Model(body), torch.bfloat16, capture="symbolic")
+    with pytest.raises(CaptureError, match="an argument of type Bit"):
+        converted(EXACT, bits.A | bits.B)
 
 
 def test_containers_come_and_go():

@@ -1,6 +1,7 @@
 """torch.compile around a converted model: no graph need be there before, and none is used where it no longer holds."""
 
 import copy
+import enum
 
 import pytest
 import torch
@@ -148,6 +149,27 @@ def test_sizes_that_vary(dynamic):
 def test_every_way_to_call(args, kwargs):
     converted, compiled = both(Net().eval())
     assert torch.equal(compiled(*args, **kwargs), converted(*args, **kwargs))
+
+
+class Way(enum.IntEnum):
+    THERE = 1
+    BACK = 2
+
+
+def test_members_of_an_int_enum_are_no_numbers():
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x, way):
+            return self.fc(x) if way is Way.THERE else -self.fc(x)
+
+    converted = fxamp.convert(Turns(), torch.bfloat16)
+    compiled = torch.compile(converted, backend="aot_eager")
+    for way in (Way.THERE, Way.BACK, Way.THERE):
+        assert torch.equal(compiled(X, way), converted(X, way))
+    assert not torch.equal(compiled(X, Way.THERE), compiled(X, Way.BACK))
 
 
 def test_inside_a_larger_compiled_function():
