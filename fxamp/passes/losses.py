@@ -37,8 +37,9 @@ class ReadLogitsLow(Pass):
        would be added in low precision, so then nothing changes. (One that the caller sends through logits that the
        model returns is added so, as under autocast.)
     2. Only where the device's log_softmax reads the low dtype by itself; elsewhere torch casts all the same.
-    3. What stands between the cast and the loss moves numbers only; nothing there is written in place, and all of it
-       is in one gradient mode and one checkpointed region.
+    3. What stands between the cast and the loss moves numbers only, each of them once (gradients of one that is picked
+       twice would be added low); nothing there is written in place, and all of it is in one gradient mode and one
+       checkpointed region.
     """
 
     ensures: ClassVar = (operands_agree, casts_minimal)
@@ -98,6 +99,8 @@ class ReadLogitsLow(Pass):
                 return path
             if ir.mark(node).op not in MOVES or not ir.is_tensor(node) or ir.mark(node).precision != "high":
                 return None
+            if _may_repeat(node):
+                return None
             node = node.args[0]
         return None
 
@@ -119,6 +122,15 @@ def _is_loss(node: fx.Node) -> bool:
         and not indices.is_floating_point
         and ir.argument_of(node, 7, "label_smoothing", 0.0) == 0.0
     )
+
+
+def _may_repeat(move: fx.Node) -> bool:
+    """Whether a move picks rows by their numbers, some perhaps twice; slices and masks pick none twice."""
+    if ir.mark(move).op != "getitem":
+        return False
+    index = move.args[1] if isinstance(move.args[1], tuple) else move.args[1:]
+    numbers = [given for given in ir.nodes_in(index) if ir.is_tuple(given) or ir.is_tensor(given)]
+    return any(isinstance(item, list) for item in index) or any(ir.dtype_of(each) != torch.bool for each in numbers)
 
 
 def _asks_only(reader: fx.Node) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp import ir
@@ -92,6 +93,8 @@ FORMS = {
         ),
         (2, 5),
     ),
+    "masked": (lambda m, h, t: F.cross_entropy(h.float()[t > 2], t[t > 2]), (6,)),
+    "a part of each": (lambda m, h, t: F.cross_entropy(h.float()[:, None, : h.shape[-1] - 1].squeeze(1), t % 12), (6,)),
     "and the logits": (lambda m, h, t: (F.cross_entropy(h.view(-1, CLASSES), t.view(-1)), h), (2, 5)),
     "and the guess": (lambda m, h, t: (F.cross_entropy(y := h.float(), t), y.argmax(-1)), (6,)),
 }
@@ -159,6 +162,14 @@ KEPT = {
     "the user's low logits are written": _users_low_logits_are_written,
     "the low logits are written": _written_before_the_cast,
     "cast without gradients": _without_gradient,
+    "cast in a checkpointed region": lambda m, h, t: F.cross_entropy(
+        checkpoint(lambda h: h.float().view(-1, CLASSES), h, use_reentrant=False), t
+    ),
+    "rows by their numbers": lambda m, h, t: F.cross_entropy(h.float()[t % 6], t),
+    "rows by their numbers, of a list": lambda m, h, t: F.cross_entropy(h.float()[[0, 0, 1]], t[:3]),
+    "rows by a tuple of numbers": lambda m, h, t: F.cross_entropy(
+        h.float()[t.nonzero(as_tuple=True)], t[t.nonzero()[:, 0]]
+    ),
     "more than a move": lambda m, h, t: F.cross_entropy(h.float().exp(), t),
 }
 
@@ -171,6 +182,18 @@ def test_what_is_more_than_a_cast_stays(form, monkeypatch):
     ours = converted_step(model, torch.bfloat16, *given)
     assert all(dtype_read(node) == torch.float32 for node in ours[2]) and ours[2]
     torch.testing.assert_close(ours[:2], plain[:2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_gradients_of_logits_that_are_picked_often_are_added_up_in_float32(low, reads_low):
+    x, rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), torch.zeros(3000, dtype=torch.long)
+    model = Model(lambda m, h, t: F.cross_entropy(h.float()[rows], t.expand(3000), reduction="sum"))
+    exact = copy.deepcopy(model)
+    exact(x, torch.tensor([3])).backward()
+    _, gradients, _ = converted_step(model, low, x, torch.tensor([3]))
+    wanted = [parameter.grad for parameter in exact.parameters()]
+    for found, grad in zip(gradients[1:], wanted, strict=False):
+        assert (found - grad).norm() < 0.01 * grad.norm()
 
 
 def test_where_the_kernel_casts_by_itself_nothing_changes():
