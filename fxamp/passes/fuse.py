@@ -140,7 +140,7 @@ def _rms_norm(node: fx.Node) -> Found | None:
             eps = _root_mean_square(root, x, inner, "sqrt" if ir.mark(scaled).op == "div" else "rsqrt")
             if eps is None or not _is_float32(x) or not _fits(x, shape[0]) or not _closed(node, inner):
                 continue
-            if inner & {weight, x} or (value is not x and not _is_converted_back(scaled, node)):
+            if weight in inner or (value is not x and not _is_converted_back(scaled, node)):
                 continue
             if rest is not scaled and not _is_converted_back(node):
                 continue

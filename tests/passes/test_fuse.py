@@ -136,9 +136,14 @@ def stops_gradient(x, w):
 
 
 def writes_between(x, w):
-    mean = x.pow(2).mean(-1, keepdim=True)
-    x = x.mul_(2)
-    return w * (x * torch.rsqrt(mean + 1e-5))
+    root = inverse_root(x)
+    x.mul_(2)
+    return w * (x * root)
+
+
+def reads_what_was_written(x, w):
+    root = inverse_root(x)
+    return w * (x.mul_(2) * root)
 
 
 def reads_a_part(x, w):
@@ -171,9 +176,18 @@ def own_weight(x, w):
     return scaled * scaled * w
 
 
+def inverse_root(x, **options):
+    return torch.rsqrt(x.pow(2).mean(-1, keepdim=True, **options) + 1e-5)
+
+
 def gelu_with_a_part_read(x, w):
     inner = torch.tanh(C * (x + 0.044715 * x**3))
     return 0.5 * x * (1 + inner) + inner * w
+
+
+def gelu_with_its_inside_read(x, w):
+    inside = C * (x + 0.044715 * x**3)
+    return 0.5 * x * (1 + torch.tanh(inside)) + inside * w
 
 
 LEFT = {
@@ -186,6 +200,20 @@ LEFT = {
     "an alpha": lambda x, w: w * (x * torch.rsqrt(torch.add(x.pow(2).mean(-1, keepdim=True), 1e-5, alpha=2))),
     "a wider eps": lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + w * 1e-5)),
     "no weight": lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5),
+    "a twofold square": lambda x, w: w * (x * torch.rsqrt((x * (2 * x)).mean(-1, keepdim=True) + 1e-5)),
+    "a difference": lambda x, w: w * (x * torch.rsqrt(5.0 - x.pow(2).mean(-1, keepdim=True))),
+    "another power": lambda x, w: w * (x * torch.pow(x.pow(2).mean(-1, keepdim=True) + 1e-5, 0.5)),
+    "a quotient by the inverse root": lambda x, w: w * (x / torch.pow(x.pow(2).mean(-1, keepdim=True) + 1e-5, -0.5)),
+    "a square of rounded values": lambda x, w: w * (x * inverse_root(x.half().float())),
+    "a norm of rounded values": lambda x, w: (lambda y: w * (y * inverse_root(y)))(x.half()),
+    "an integer eps": lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1)),
+    "a power between": lambda x, w: (lambda y: w * (y * torch.rsqrt(y.pow(2.5).mean(-1, keepdim=True) + 1e-5)))(
+        x.abs()
+    ),
+    "a weight of one number": lambda x, w: w[:1] * (x * inverse_root(x)),
+    "a weight in float64": lambda x, w: (w.double() * (x * inverse_root(x))).float(),
+    "a part that is written": lambda x, w: (x * inverse_root(x)).mul_(w),
+    "a mean that is float64": lambda x, w: (w * (x * inverse_root(x, dtype=torch.float64))).float(),
     "a mean in float64": lambda x, w: w * (x * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5).float()),
     "no gradient": stops_gradient,
     "a factor without gradient": a_factor_without_gradient,
@@ -197,6 +225,13 @@ LEFT = {
     "another half": lambda x, w: 0.4 * x * (1 + torch.tanh(C * (x + 0.044715 * x**3))),
     "a tanh of two values": lambda x, w: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x * x * w))),
     "a gelu's part that is read": gelu_with_a_part_read,
+    "a gelu's tanh of what is read": gelu_with_its_inside_read,
+    "a further term": lambda x, w: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x**3)) + x),
+    "a further term of the tanh": lambda x, w: 0.5 * x * (1 + torch.tanh(C * (x + 0.044715 * x**3) + x * x)),
+    "an alpha of a gelu": lambda x, w: 0.5 * x * (1 + torch.tanh(C * torch.add(x, 0.044715 * x**3, alpha=2))),
+    "a difference in a gelu": lambda x, w: 0.5 * x * (1 + torch.tanh(C * (x - 0.044715 * x**3))),
+    "the negative in a gelu": lambda x, w: 0.5 * x * (1 + torch.tanh(-(C * (x + 0.044715 * x**3)))),
+    "a gelu of rounded values": lambda x, w: GELUS["gpt2"](x.half()).float(),
 }
 
 
@@ -205,6 +240,23 @@ def test_what_is_something_else_is_left_as_written(name):
     net, model = converted(LEFT[name])
     assert not {"rms_norm", "gelu"} & {*ops(model)}
     for exact, found in zip(results(net, net), results(net, model), strict=True):
+        assert (found - exact).norm() <= 0.02 * (exact.norm() + 0.1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x, w: torch.outer(w, w) * (x * inverse_root(x)),
+        lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1) + 1e-5)),
+    ],
+    ids=["a weight of two dimensions", "a mean for each column"],
+)
+def test_of_as_many_rows_as_columns_nothing_else_is_taken_for_a_norm(body):
+    torch.manual_seed(0)
+    net, x = Net(body), torch.randn(8, 8)
+    model = fxamp.convert(net, LOW, example_inputs=(x,), capture="symbolic")
+    assert "rms_norm" not in ops(model)
+    for exact, found in zip(results(net, net, x), results(net, model, x), strict=True):
         assert (found - exact).norm() <= 0.02 * (exact.norm() + 0.1)
 
 
@@ -217,8 +269,9 @@ def test_a_norm_is_not_its_own_weight():
         assert (found - exact).norm() <= 0.02 * (exact.norm() + 0.1)
 
 
-def test_a_write_between_the_parts_is_no_norm():
-    net, model = converted(writes_between)
+@pytest.mark.parametrize("body", [writes_between, reads_what_was_written])
+def test_a_write_between_the_parts_is_no_norm(body):
+    net, model = converted(body)
     assert "rms_norm" not in ops(model)
     with torch.no_grad():  # autograd itself refuses the write
         torch.testing.assert_close(model(X), net(X), rtol=0.01, atol=0.01)
