@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fxamp
@@ -89,6 +90,7 @@ def test_a_cast_counts_once_each_way_and_a_bucket_once():
     x = torch.ones(4, requires_grad=True)
     found = counted(lambda: x.to(BF16).sum())
     assert (found.casts, found.forward_casts, found.tensors_cast, found.cast_nbytes) == (2, 1, 2, 2 * (16 + 8))
+    assert found.forward_tensors_cast == 1
     targets = [torch.empty(4, dtype=BF16) for _ in range(3)]
 
     def bucket():
@@ -104,6 +106,40 @@ def test_views_allocations_and_same_dtype_copies_are_no_casts():
     found = counted(lambda: (x.view(-1).t().clone() + torch.empty(16)).sum())
     assert found.casts == 0 and found.forward_casts == 0
     assert counted(lambda: x.long().sum() * 0 + x.sum()).casts == 0
+    assert counted(lambda: (torch.arange(4).float() * x).sum()).casts == 0
+    assert counted(lambda: (torch.empty(4).copy_(1.0) * x).sum()).casts == 0
+
+
+def test_a_copy_that_converts_is_a_cast_from_what_is_read_to_what_is_written():
+    x = torch.ones(4)
+    with Counter() as counter:
+        torch.empty(4, dtype=BF16).copy_(x)
+        torch._foreach_copy_([torch.empty(4, dtype=BF16)] * 2, [x, x])
+    assert (counter.counts.casts, counter.counts.tensors_cast, counter.counts.cast_nbytes) == (2, 3, 3 * 24)
+    assert ["1 x torch.float32->torch.bfloat16" in line for line in counter.cast_log] == [True, False]
+    assert "2 x torch.float32->torch.bfloat16" in counter.cast_log[1]
+
+
+def test_bytes_of_casts_are_those_of_casts_alone():
+    x = torch.ones(4)
+    with Counter() as counter:
+        (x.to(BF16) + 1).float().exp()
+    assert counter.counts.cast_nbytes == 2 * 24 and counter.counts.nbytes == 2 * 24 + (8 + 8) + (16 + 16)
+
+
+def test_what_is_given_by_name_is_read():
+    x, order = torch.ones(8), torch.arange(8)
+    with Counter() as counter:
+        torch.searchsorted(x, x[:4], sorter=order)
+    assert counter.counts.launches == 1 and counter.counts.nbytes == 32 + 16 + 64 + 32
+
+
+def test_what_fake_tensors_are_asked_for_launches_nothing():
+    with FakeTensorMode():
+        x = torch.ones(4)
+        with Counter() as counter:
+            x.to("cpu") + 1
+    assert counter.counts == Counts(launches=1, nbytes=32)
 
 
 def test_an_op_that_only_writes_reads_nothing():
@@ -119,6 +155,13 @@ def test_a_saved_storage_counts_once_and_parameters_do_not():
     with SavedTensors([w]) as saved:
         F.gelu(x).sum() + (x.t() @ w).sum()
     assert saved.nbytes == 64
+    with SavedTensors([]) as saved:
+        F.gelu(x[:2])
+    assert saved.nbytes == 64, "a view keeps the whole"
+    with SavedTensors([]) as saved:
+        for _ in range(100):
+            F.gelu(x + 1)  # what it keeps is freed, and the next may lie where it was
+    assert saved.nbytes == 100 * 64
 
 
 # ----------------------------------------------------------------------------------------------- the zoo, on CPU
