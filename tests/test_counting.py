@@ -84,6 +84,7 @@ def test_every_number_of_a_small_step():
     assert found.casts == 0 and found.launches == 3 + 3
     assert found.nbytes == forward + ones + masked + gemm
     assert found.saved_nbytes == 24 + 32
+    assert counted(lambda: (x.clone().requires_grad_() @ w).sum(), w).saved_nbytes == 24, "and w, a parameter"
 
 
 def test_a_cast_counts_once_each_way_and_a_bucket_once():

@@ -93,7 +93,9 @@ def test_checkpointed_readers_have_ways_of_their_own():
     gradients = []
     for checkpointed in (False, True):
         model, tokens = made(6, checkpointed=checkpointed)
-        gradients.append(table_gradient(fxamp.convert(model, dtype=torch.bfloat16), tokens))
+        converted = fxamp.convert(model, dtype=torch.bfloat16, example_inputs=(tokens,))
+        assert again_in(converted) == (5 if checkpointed else 1)
+        gradients.append(table_gradient(converted, tokens))
     assert (gradients[1] - gradients[0]).norm() < 0.01 * gradients[0].norm()
 
 
