@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import grad, vmap
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
@@ -77,6 +78,15 @@ def test_there_is_one_cast_and_a_way_for_each_group_of_readers(many):
     converted = fxamp.convert(model, dtype=torch.bfloat16, example_inputs=(tokens,))
     assert fxamp.report(converted).casts_to_low == 1
     assert again_in(converted) == (many - 1) // TOGETHER
+
+
+def test_a_way_stands_behind_the_readers_of_the_one_before():
+    """So in backward its gradient is converted and added before those others are there."""
+    model, tokens = made(3 * TOGETHER)
+    converted = fxamp.convert(model, dtype=torch.bfloat16, example_inputs=(tokens,))
+    (variant,) = engine_of(converted).all_variants()
+    ways = [node.target is cast_again for node in variant.graph.nodes if node.target in (cast_again, F.linear)]
+    assert ways == [False] * TOGETHER + [True] + [False] * TOGETHER + [True] + [False] * TOGETHER
 
 
 def test_without_gradients_there_is_nothing_to_add():
