@@ -6,18 +6,17 @@ entered, and every node made inside is marked with the region, so that the regio
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.autograd import Function
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.utils import checkpoint as torch_checkpoint
 
 from fxamp.capture.creations import holds_proxy
-from fxamp.capture.locations import user_line
 from fxamp.capture.recompute import Region
-from fxamp.errors import CaptureError
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 if hasattr(torch_checkpoint, f"{_GENERATOR}_impl"):  # since torch 2.14, where the other only calls it
@@ -58,18 +57,16 @@ def whole_functions(call: Callable[..., Any], enter: Enter) -> Iterator[None]:
 # In what `Function.apply` ends; since torch 2.14 that is `Function.apply` itself.
 _APPLY: Any = inspect.getattr_static(torch._C._FunctionBase, "apply")
 _IS_APPLY_OF_C = vars(Function)["apply"] is _APPLY
+_NO_SETUP = Function.setup_context
 
 
 @contextlib.contextmanager
 def _applied_by(apply: Callable[..., Any]) -> Iterator[None]:
-    """Context: `MyFunction.apply` is this function.
-
-    So is one that was bound before (`swish = Swish.apply`), where it is Python's; where it is C's, forward is refused.
-    """
+    """Context: `MyFunction.apply` is this function, and so is one that was bound before (`swish = Swish.apply`)."""
     owner: Any = Function if _IS_APPLY_OF_C else _SingleLevelFunction
     owner.apply, meta = classmethod(apply), type(Function)
     if _IS_APPLY_OF_C:
-        meta.__getattribute__ = _look_up  # type: ignore[method-assign]
+        meta.__getattribute__ = _look_ups_of(apply)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -80,19 +77,33 @@ def _applied_by(apply: Callable[..., Any]) -> Iterator[None]:
             del owner.apply
 
 
-def _look_up(cls: Any, attribute: str) -> Any:
-    """An attribute of a function's class; its forward is not for a trace, whose graph would lose the backward."""
-    found = type.__getattribute__(cls, attribute)
-    if attribute != "forward":
-        return found
+def _look_ups_of(apply: Callable[..., Any]) -> Callable[[Any, str], Any]:
+    """How attributes of a function's class are looked up, so that a bound `apply` of C's does what this function does.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if holds_proxy((args, kwargs)):
-            name = f"{cls.__qualname__}.apply"
-            raise CaptureError(f"{user_line()}: {name} was bound before the call. Write {name}(...) in forward.")
-        return found(*args, **kwargs)
+    C's looks up `_backward_cls`, turns gradients off, and calls `forward`, and `setup_context` where a class has one.
+    """
+    outside = threading.local()
 
-    return forward
+    def look_up(cls: Any, attribute: str) -> Any:
+        found = type.__getattribute__(cls, attribute)
+        if attribute == "_backward_cls":
+            outside.has_gradients = torch.is_grad_enabled()
+        if attribute == "setup_context" and found is not _NO_SETUP:
+            return lambda ctx, inputs, output: None if holds_proxy(output) else found(ctx, inputs, output)
+        if attribute != "forward" or not vars(outside):
+            return found  # also of a forward that is called by itself
+        has_gradients = vars(outside).pop("has_gradients")
+
+        def forward(*args: Any) -> Any:
+            if not holds_proxy(args):
+                return found(*args)
+            inputs = args[1:] if isinstance(args[0], BackwardCFunction) else args
+            with torch.set_grad_enabled(has_gradients):
+                return apply(cls, *inputs)
+
+        return forward
+
+    return look_up
 
 
 def _as_function(cls: Any) -> Callable[..., Any]:

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.capture.functions import _IS_APPLY_OF_C
 
 
 class Twice(torch.autograd.Function):
@@ -46,7 +45,20 @@ class Inside(torch.autograd.Function):
         return 7 * grad
 
 
-twice, scaled = Twice.apply, Scaled.apply  # bound before, as modules of many packages do
+class Halves(torch.autograd.Function):
+    """Two results, and a tensor kept for backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x / 2, x.neg() / 2
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return 7 * first + ctx.saved_tensors[0]
+
+
+twice, scaled, halves = Twice.apply, Scaled.apply, Halves.apply  # bound before, as modules of many packages do
 
 WAYS = {
     "looked up": lambda x: Twice.apply(x),
@@ -54,6 +66,8 @@ WAYS = {
     "inside of another": lambda x: Inside.apply(x),
     "bound before": lambda x: twice(x),
     "a bound one of a setup": lambda x: scaled(x, 3.0),
+    "a bound one by name": lambda x: scaled(x, factor=3.0),
+    "a bound one of two results": lambda x: sum(halves(x)),
     "without gradients": lambda x: x + Twice.apply(x.detach()),
     "in no_grad": lambda x: x + torch.no_grad()(twice)(x),
 }
@@ -80,15 +94,16 @@ def test_gradients_are_those_of_its_own_backward(way, options):
         assert (found.float() - expected).norm() < 0.02 * expected.norm()
 
 
+def test_a_forward_that_is_called_by_itself_is_entered():
+    net, x = Net(lambda x: Scaled.forward(x, 3.0) + Twice.forward(None, x)), torch.randn(4, 8)
+    converted = fxamp.convert(net, dtype=torch.bfloat16, capture="symbolic", example_inputs=(x,))
+    assert [row.op for row in fxamp.report(converted).rows].count("mul") == 2
+    torch.testing.assert_close(converted(x), net(x), rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_which_of_them_a_symbolic_graph_holds(way):
+def test_a_symbolic_graph_holds_all_of_them(way):
     net, x = Net(WAYS[way]), torch.randn(4, 8)
-    if _IS_APPLY_OF_C and (
-        "bound" in way or way == "in no_grad"
-    ):  # since torch 2.14, and Dynamo then follows the model
-        with pytest.raises(fxamp.CaptureError, match=r"(Twice|Scaled)\.apply was bound before the call"):
-            fxamp.convert(net, dtype=torch.bfloat16, capture="symbolic", example_inputs=(x,))
-    else:
-        converted = fxamp.convert(net, dtype=torch.bfloat16, capture="symbolic", example_inputs=(x,))
-        torch.testing.assert_close(converted(x), net(x), rtol=0.05, atol=0.05)
+    converted = fxamp.convert(net, dtype=torch.bfloat16, capture="symbolic", example_inputs=(x,))
+    torch.testing.assert_close(converted(x), net(x), rtol=0.05, atol=0.05)
     assert Twice.apply(torch.ones(2)).tolist() == [2.0, 2.0] and twice(torch.ones(1)).item() == 2.0
