@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fxamp import errors
+from fxamp.options import warn_of_untested_torch
 
 torch.set_num_threads(1)
 
@@ -19,5 +20,6 @@ def fresh_dynamo():
 
 @pytest.fixture(autouse=True)
 def nothing_was_warned_of(monkeypatch):
-    """What is said once a process is said once a test."""
+    """What is said once a process is said once a test; that a torch is newer than those tested, before the test."""
+    warn_of_untested_torch(torch.__version__)
     monkeypatch.setattr(errors, "_warned", set())
