@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.utils import checkpoint as torch_checkpoint
 
 from fxamp.capture.locations import user_lines_in
 from fxamp.errors import CaptureError
@@ -39,6 +40,14 @@ _REWRITE = "Rewrite that line, or convert the submodules around it (boundaries=)
 _dynamos_logs = [logging.getLogger(f"torch._dynamo.{name}") for name in ("convert_frame", "variables.tensor")]
 _listening = threading.local()
 _NOBODY: Any = object()  # listens while no converted model is captured
+
+
+# Since torch 2.14 `@checkpoint(use_reentrant=False)` makes a checkpointed function, which Dynamo does not know for one.
+# It would capture what runs inside by itself, and backward computes that again as it is written: in float32. So all of
+# it runs as it is written, as torch has it for a call of `checkpoint` that Dynamo cannot capture (_disable_dynamo).
+if hasattr(torch_checkpoint, "_checkpoint_impl"):
+    _strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(torch_checkpoint._checkpoint_impl.__code__, _strategy)
 
 
 def compile_apart(function: Any, backend: str | Callable[..., Any], fullgraph: bool = False) -> Any:

@@ -93,6 +93,29 @@ class Count(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.skipif(not hasattr(torch.utils.checkpoint, "_checkpoint_impl"), reason="no decorator before torch 2.14")
+@pytest.mark.parametrize("way", [*WAYS, "symbolic", "auto"])
+def test_a_decorated_function_is_computed_again_as_it_ran(way):
+    class Decorated(Block):
+        @checkpoint(use_reentrant=False)
+        def outer(self, x, shift):
+            return super().outer(x, shift)
+
+        def forward(self, x):
+            y, z = self.outer(self.drop(x), shift=1.0)
+            return self.last(y) + z[:, :4]
+
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    model = Decorated()
+    expected = gradients(model, model)
+    capture = {"capture": way} if way in ("symbolic", "auto") else {}
+    converted = WAYS.get(way, fxamp.convert)(model, **({"dtype": LOW, **capture} if capture else {}))
+    for _ in range(2):
+        for found, plain in zip(gradients(converted, model), expected, strict=True):
+            assert (found - plain).norm() <= 0.05 * plain.norm()
+
+
 @pytest.mark.parametrize(("options", "products"), [({}, 2), ({"nested": True}, 2), ({"context_fn": SELECTIVE}, 1)])
 def test_the_region_is_low_and_computed_again_in_backward(options, products):
     torch._dynamo.reset()
