@@ -48,9 +48,9 @@ def in_a_bare_process(code, *arguments, **environment):
         "import importlib.metadata, os, pathlib, runpy, sys\n"
         "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
         "sys.path[:] = [p for p in sys.path if p and not (pathlib.Path(p) / 'fxamp').is_dir()]\n"
-        "find = importlib.metadata.entry_points\n"
-        "other = lambda found: importlib.metadata.EntryPoints(e for e in found if 'fxamp' not in e.value)\n"
-        "importlib.metadata.entry_points = lambda **given: other(find(**given))\n"
+        "entries = [e for each in importlib.metadata.distributions() for e in each.entry_points]\n"
+        "others = importlib.metadata.EntryPoints(e for e in entries if 'fxamp' not in e.value)\n"
+        "importlib.metadata.entry_points = others.select\n"  # which triton asks without a group
     )
     ran = subprocess.run(
         [sys.executable, "-c", hide + code, *map(str, arguments)], capture_output=True, text=True, cwd="/",
