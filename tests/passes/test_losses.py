@@ -156,6 +156,8 @@ KEPT = {
     "label smoothing": lambda m, h, t: F.cross_entropy(h, t, label_smoothing=0.1),
     "shares as a target": lambda m, h, t: F.cross_entropy(h, F.one_hot(t, CLASSES).float()),
     "a second gradient": lambda m, h, t: F.cross_entropy(y := h.float(), t) + y.exp().mean(),
+    "a second gradient behind a move": lambda m, h, t: F.cross_entropy(y := h.float(), t) + y.view(-1).exp().mean(),
+    "the other low dtype": lambda m, h, t: F.cross_entropy(h.half().float(), t),
     "two losses": lambda m, h, t: F.cross_entropy(y := h.float(), t) + F.cross_entropy(y, t, reduction="sum"),
     "written in between": _written_between,
     "written behind a view": _written_behind,
