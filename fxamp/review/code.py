@@ -18,6 +18,7 @@ _FREED = re.compile(r";  (?:\w+ = )+None\b")
 _ASSIGNMENT = re.compile(r"^ +(\w+)(?:\s*:\s*[^=]+)? = (.*)$")
 _NUMBERED = re.compile(r'getattr\(([^(),]+), "(\d+)"\)')
 _NAME = re.compile(r"(?<![\w.])([A-Za-z_]\w*)\b(?! ?=[^=])")
+_PART = re.compile(r"^(\w+)\[\d+\]$")
 _PREFIXES = ("torch.nn.functional.", "torch._C._nn.", "torch._VF.", "torch.ops.aten.")
 
 
@@ -87,10 +88,18 @@ def _readable(code: str, rows: Rows) -> tuple[dict[str, str], dict[str, str]]:
         elif row is not None and row.role == "weight cast":
             inlined[name] = _cast_weight(row, inlined, text)
             if row.op == "packed_cast":
-                found[name] = f"{plural(text.count(', '), 'weight')} cast by one copy"
+                found[name] = _bucket(text)
+        elif row is not None and row.role == "cast" and row.op == "packed_cast":  # of weights that are computed
+            found[name] = _bucket(text)
+        elif row is not None and row.role == "cast" and (part := _PART.match(text)) and part[1] in found:
+            found[name] = f"{row.reason_node}.to({row.dtype})"
         else:
             found[name] = text
     return found, inlined
+
+
+def _bucket(text: str) -> str:
+    return f"{plural(text.count(', '), 'weight')} cast by one copy"
 
 
 def _cast_weight(row: Row, inlined: Mapping[str, str], text: str) -> str:

@@ -12,6 +12,7 @@ import subprocess
 import pytest
 import torch
 from review_cases import FP16, Language, Two, tokens
+from torch import nn
 
 import fxamp
 from fxamp.errors import OptionError
@@ -228,3 +229,12 @@ def test_a_file_in_the_place_of_the_folder_is_named(language, tmp_path):
 def test_a_model_that_was_not_converted_is_named(tmp_path):
     with pytest.raises(OptionError, match="this Two was not converted"):
         dump(Two(lambda m, x: x), tmp_path)
+
+
+def test_computed_weights_stand_by_their_casts_behind_the_copy_that_makes_them(tmp_path):
+    norm = nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(norm(nn.Linear(4, 8, bias=False)), nn.ReLU(), norm(nn.Linear(8, 4, bias=False)))
+    folder = dump(fxamp.convert(model, torch.bfloat16, (torch.randn(2, 4),)), tmp_path / "normed")
+    lines = [line.strip().partition("  #")[0] for line in (folder / "after.txt").read_text().splitlines()]
+    assert "packed_cast = 2 weights cast by one copy" in lines
+    assert {"getitem = _weight_norm.to(bfloat16)", "getitem_1 = _weight_norm_1.to(bfloat16)"} <= set(lines)
