@@ -40,7 +40,8 @@ def take_closure(
     """
     if is_torchs(getattr(optimizer, "optimizer", optimizer) if gradients.has_masters(optimizer) else optimizer):
         _refuse_others(optimizer, args, kwargs)
-    if closure is None and not args and callable(kwargs.get(name := _first_argument(optimizer))):
+    # What a signature says takes as long as a small kernel; only a keyword asks for it.
+    if kwargs and closure is None and not args and callable(kwargs.get(name := _first_argument(optimizer))):
         closure = kwargs.pop(name)
     given = [each for each in (*args, closure) if callable(each)]
     if closure is not None and (len(given) != 1 or not callable(closure)):
