@@ -11,6 +11,7 @@ import copy
 import multiprocessing
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -157,7 +158,8 @@ def table(data: Mapping[str, Sequence[Medians]]) -> str:
     goals = ["goal", *(f"{GOALS[way]:.2f}" if way in GOALS else "" for way in WAYS if way != "autocast")]
     headers = ("step / autocast's", *(way for way in WAYS if way != "autocast"))
     verdict = f"Missed: {'; '.join(missed)}." if missed else "Every goal is met."
-    return f"{results.as_table([*rows, goals], headers)}\n\n{verdict}"
+    wrapped = textwrap.fill(verdict, 120, break_long_words=False, break_on_hyphens=False)
+    return f"{results.as_table([*rows, goals], headers)}\n\n{wrapped}"
 
 
 def _missed(machine: str, runs: Sequence[Medians], way: str) -> str:
