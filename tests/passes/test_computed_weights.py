@@ -227,3 +227,16 @@ def test_the_invariant_sees_computed_weights_among_parameters():
     of_norms.args = (*of_norms.args, parameter)
     with pytest.raises(InvariantError, match="casts parameters and computed weights together"):
         packs_sound(graph)
+
+
+def test_weights_that_hang_on_the_input_keep_their_casts():
+    class Scaled(Net):
+        def forward(self, x):
+            h, scale = self.first(x), x.mean()
+            norms = [module.parametrizations.weight for module in (self.second, self.third)]
+            second, third = (torch._weight_norm(each.original1, each.original0 * scale, 0) for each in norms)
+            return torch.conv1d(torch.conv1d(h, second), third)
+
+    model, plain = made(Scaled), with_single_casts(Scaled)
+    assert not norms_among(model), "the one that is left stays alone"
+    torch.testing.assert_close(model(X), plain(X), rtol=0, atol=0)
