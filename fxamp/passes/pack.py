@@ -3,7 +3,6 @@
 import dataclasses
 import operator
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from torch import fx
@@ -80,7 +79,7 @@ class PackWeights(Pass):
     10. What one checkpointed region alone reads has buckets of its own, which are cast again with it: nothing of them
         is kept, as under autocast.
     11. Weights that a weight norm computes from parameters alone have buckets of their own; the norms are computed just
-        before, outside of checkpointed regions.
+        before. One that is computed in a checkpointed region is read there alone: else more would be computed again.
     """
 
     ensures: ClassVar = (operands_agree, casts_minimal, packs_sound)
@@ -100,7 +99,7 @@ class PackWeights(Pass):
         open_buckets: dict[tuple[object, ...], tuple[list[fx.Node], int]] = {}
         copies: dict[fx.Node, tuple[object, ...]] = {}
         for node in graph.nodes:
-            if can_pack(node, aliases) or (_is_computed_copy(node, aliases) and _in_one_place(node, regions)):
+            if can_pack(node, aliases) or _is_computed_copy(node, aliases):
                 place = regions[node], *_checkpoint_of(node)
                 copies[node] = _dtype(node), _source_dtype(node), _kind(node.args[0]), place, reached[node]
         made_by = {_result(copy): copy for copy in copies}
@@ -175,14 +174,9 @@ def _is_computed_copy(node: fx.Node, aliases: Aliases) -> bool:
     if not isinstance(norm, fx.Node) or ir.mark(norm).op not in WEIGHT_NORMS or ir.dtype_of(norm) is None:
         return False
     read = norm.all_input_nodes
-    return all(_kind(each) == "parameters" for each in read) and not any(e in aliases.storage_of for e in (norm, *read))
-
-
-def _in_one_place(copy: fx.Node, regions: Mapping[fx.Node, object]) -> bool:
-    """Whether a computed weight and its copy stand in one no_grad region, and in no checkpointed one."""
-    nodes = (copy.args[0], *copy.args[0].all_input_nodes, copy)  # type: ignore[union-attr]
-    places = {regions[node] for node in nodes if node.op != "get_attr"}
-    return len(places) == 1 and not any(ir.REGION in node.meta for node in (*nodes, *copy.users))
+    if not all(_kind(each) == "parameters" for each in read) or any(e in aliases.storage_of for e in (norm, *read)):
+        return False
+    return norm.meta.get(ir.REGION) in (None, *_checkpoint_of(node))
 
 
 def _read_as_stored(graph: fx.Graph) -> bool:

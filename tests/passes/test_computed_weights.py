@@ -153,27 +153,100 @@ def test_frozen_and_unused_weights_have_no_gradient():
     }
 
 
-@pytest.mark.parametrize("way", ["checkpoint", "no_grad"])
-def test_what_stands_in_a_region_of_its_own_keeps_its_cast(way):
-    def around(function, x):
-        if way == "checkpoint":
-            return checkpoint(function, x, use_reentrant=False)
-        with torch.no_grad():
-            return function(x)
+def normed(module):
+    """The weight that a weight norm makes, by itself."""
+    parts = module.parametrizations.weight
+    return torch._weight_norm(parts.original1, parts.original0, 0)
 
-    model, plain = made(lambda: Net(around=around)), with_single_casts(lambda: Net(around=around))
-    assert norms_among(model) in ([["_weight_norm"] * 2], []), "without the second"
+
+class AllInside(Net):
+    reentrant = False
+
+    def forward(self, x):
+        def inside(h):
+            return self.third(self.second(h))
+
+        return checkpoint(inside, self.first(x), use_reentrant=self.reentrant)
+
+
+class AllInsideOfAReentrantOne(AllInside):
+    reentrant = True
+
+
+class ReadInside(Net):
+    def forward(self, x):
+        second = normed(self.second)
+
+        def inside(h):
+            return torch.conv1d(torch.conv1d(h, second), normed(self.third))
+
+        return checkpoint(inside, self.first(x), use_reentrant=False)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("build", [AllInside, AllInsideOfAReentrantOne, ReadInside])
+def test_what_a_checkpointed_region_alone_reads_has_its_bucket(build, opt_level):
+    model, plain = (make(build, opt_level=opt_level) for make in (made, with_single_casts))
+    assert norms_among(model) == [["_weight_norm"] * 2], "the third is not read there"
+    counts = [count_step(lambda m=m: m(X).sum(), list(m.parameters()))[0] for m in (model, plain)]
+    packed, single = counts
+    assert packed.nbytes == single.nbytes and packed.saved_nbytes == single.saved_nbytes
+    assert packed.casts < single.casts
     for each in (model, plain):
+        each.zero_grad()
         each(X).sum().backward()
     assert_same(grads_of(model), grads_of(plain))
 
 
-def test_weights_that_are_written_in_forward_keep_their_casts():
+def test_what_a_region_computes_for_others_keeps_its_cast():
+    class GivenOut(Net):
+        def forward(self, x):
+            h = self.first(x)
+            for module in (self.second, self.third):
+                h, weight = checkpoint(lambda h, m=module: (h.sin(), normed(m)), h, use_reentrant=False)
+                h = torch.conv1d(h, weight)
+            return h
+
+    model, plain = made(GivenOut), with_single_casts(GivenOut)
+    assert not norms_among(model)
+    counts = [count_step(lambda m=m: m(X).sum(), list(m.parameters()))[0] for m in (model, plain)]
+    assert counts[0].nbytes == counts[1].nbytes, "no more is computed again"
+    for each in (model, plain):
+        each.zero_grad()
+        each(X).sum().backward()
+    assert_same(grads_of(model), grads_of(plain))
+
+
+@pytest.mark.parametrize("copies", ["inside", "outside"])
+def test_what_no_grad_computes_has_no_gradient(copies):
+    class Some(Net):
+        def forward(self, x):
+            h = self.first(x)
+            with torch.no_grad():
+                second, third = normed(self.second), normed(self.third)
+                shift = torch.conv1d(torch.conv1d(h, second), third).mean() if copies == "inside" else 0
+            return torch.conv1d(torch.conv1d(h, second), third) + shift
+
+    model, plain = made(Some), with_single_casts(Some)
+    assert norms_among(model) == [["_weight_norm"] * 2] * (2 if copies == "inside" else 1)
+    for each in (model, plain):
+        each(X).sum().backward()
+    grads = grads_of(model)
+    assert_same(grads, grads_of(plain))
+    assert {name.split(".")[0] for name, grad in grads.items() if grad is not None} == {"first"}
+
+
+@pytest.mark.parametrize("way", ["no_grad", "data"])
+def test_weights_that_are_written_in_forward_keep_their_casts(way):
     class Written(Net):
         def forward(self, x):
             h = self.second(self.first(x))
-            with torch.no_grad():
-                self.third.parametrizations.weight.original0.mul_(2)
+            magnitude = self.third.parametrizations.weight.original0
+            if way == "data":
+                magnitude.data.mul_(2)
+            else:
+                with torch.no_grad():
+                    magnitude.mul_(2)
             return self.third(h).sum()
 
     model, plain = made(Written), with_single_casts(Written)
@@ -181,6 +254,32 @@ def test_weights_that_are_written_in_forward_keep_their_casts():
     for _ in range(2):
         torch.testing.assert_close(model(X), plain(X), rtol=0, atol=0)
     assert_same(model.state_dict(), plain.state_dict())
+
+
+def test_normed_weights_that_are_written_keep_their_casts():
+    class Written(Net):
+        def forward(self, x):
+            weights = [normed(module) for module in (self.first, self.second, self.third)]
+            h = torch.conv1d(x, weights[0])
+            weights[1].data.mul_(2)
+            return torch.conv1d(torch.conv1d(h, weights[1]), weights[2]).sum()
+
+    model, plain = made(Written), with_single_casts(Written)
+    assert norms_among(model) == [["_weight_norm"] * 2]
+    torch.testing.assert_close(model(X), plain(X), rtol=0, atol=0)
+
+
+def test_copies_to_float32_of_norms_that_run_low_stay_alone():
+    class Wide(Net):
+        def forward(self, x):
+            first, second, third = (normed(module) for module in (self.first, self.second, self.third))
+            h = torch.conv1d(torch.conv1d(torch.conv1d(x, first), second), third)
+            return h.sum() + sum(weight.exp().sum() for weight in (first, second, third))
+
+    low_norms = {"opt_level": "O2", "lists": fxamp.OpLists.default().override(allow=["_weight_norm"])}
+    model, plain = made(Wide, **low_norms), with_single_casts(Wide, **low_norms)
+    assert not buckets(model)
+    torch.testing.assert_close(model(X), plain(X), rtol=0, atol=0)
 
 
 def test_frozen_models_compute_them_at_each_call():
@@ -191,6 +290,7 @@ def test_frozen_models_compute_them_at_each_call():
             torch.testing.assert_close(model(X), plain(X), rtol=0, atol=0)
             for each in (model, plain):
                 each.third.parametrizations.weight.original0.data.mul_(2)  # of a kept copy this would not be seen
+    assert norms_among(model) == [["_weight_norm"] * 3], "kept copies of what is computed anew would be made anew, too"
 
 
 @pytest.mark.parametrize("how", ["functional_call", "compile", "vmap", "inference_mode"])
