@@ -14,7 +14,7 @@ from fxamp import ir
 from fxamp.canonical import canonical_text
 from fxamp.capture.data import Answers, DataTrial
 from fxamp.capture.further_inputs import FurtherInputs
-from fxamp.capture.inputs import CallSpec
+from fxamp.capture.inputs import CallSpec, of_each
 from fxamp.capture.kept_items import Kept
 from fxamp.capture.outputs import OutputForm, Part
 from fxamp.capture.reads import Place
@@ -50,8 +50,10 @@ class Captured:
         state: the Python state that was read; the graph is valid while it is as it was.
         live: numbers of modules that the graph reads at each call.
         grad_mode: what torch.is_grad_enabled() was where the model asked, None where it did not.
+        attributes: of tensors: (place of an input or path of a weight, name) -> what the model was told, see `answer`.
         had_gradients: whether gradients were on when it was captured.
         output_form: how the graph's flat outputs become what forward returns; None: they are that already.
+        default_dtype: torch's when it was captured: creations of the model have it.
         settings: what forward sets in a first call alone; `state` is as it is after that call.
         misfits: what a plan or ranges say otherwise, in sentences that are told where the graph is kept.
     """
@@ -73,7 +75,9 @@ class Captured:
     state: tuple[Cell, ...] = ()
     live: frozenset[Place] = frozenset()
     grad_mode: bool | None = None
+    attributes: dict[tuple[int | str, str], bool] = dataclasses.field(default_factory=dict)
     had_gradients: bool = dataclasses.field(default_factory=torch.is_grad_enabled)
+    default_dtype: torch.dtype = dataclasses.field(default_factory=torch.get_default_dtype)
     settings: Settings | None = None
     misfits: list[str] = dataclasses.field(default_factory=list)
 
@@ -142,9 +146,16 @@ class Captured:
         """Whether Python would decide as it did for these inputs. Dynamo and torch.jit.trace come through here."""
         if self.answers.is_recorded is not None and self.answers.is_recorded is not is_recorded():
             return False
-        if not self._holds_for_sizes(inputs):
+        if self.default_dtype is not torch.get_default_dtype() or not self._holds_for_sizes(inputs):
             return False
         return self.data is None or (not torch.compiler.is_compiling() and self.data(inputs))
+
+    def has_attributes_of(self, module: nn.Module, inputs: list[Any]) -> bool:
+        """Whether inputs and weights have the attributes that they had, of those for which the model asked."""
+        return all(
+            answer(inputs[place] if isinstance(place, int) else ir.attribute(module, place), name) is before
+            for (place, name), before in self.attributes.items()
+        )
 
     def _holds_for_sizes(self, inputs: list[Any]) -> bool:
         if not self.decisions or self.example is None:
@@ -177,8 +188,13 @@ class Captured:
             for key in ("val", ir.GUESS, "example_value", "grapharg"):
                 node.meta.pop(key, None)
         if self.example is not None:
-            self.example = [_without_data(value) for value in self.example]
+            self.example = of_each(_without_data, self.example)
         self.decisions = tuple(Decision(line) for line in dict.fromkeys(decision.line for decision in self.decisions))
+
+
+def answer(tensor: Any, name: str) -> bool:
+    """Whether it is a tensor that requires grad, or one with an attribute that torch's own tensors have not."""
+    return bool(tensor.requires_grad) if name == "requires_grad" else hasattr(tensor, name)
 
 
 def _have_symbols(inputs: list[Any]) -> bool:

@@ -62,6 +62,8 @@ class Creations(TorchFunctionMode):
                 return self.tracer.create_proxy("call_function", getattr, (args[0], field), {})
             if field in ("data", "grad"):
                 raise CaptureError(f"{user_line()}: forward reads .{field} of a tensor, which no graph holds")
+            if field == "requires_grad":
+                self.tracer.note_attribute(args[0], field)
             if field == "dtype" and not may_be_compared_by_identity(sys._getframe(2)):
                 return self.tracer.create_proxy("call_function", getattr, (args[0], field), {})
             if field in _OF_DTYPES:

@@ -3,12 +3,14 @@
 A graph makes no such writes, and a trace would leave its own values in the user's objects.
 """
 
+import contextvars
 import dataclasses
 import functools
 import gc
+import io
 import random
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ from fxamp.capture.objects import (
     SCALARS,
     is_descriptor,
     is_library,
+    pointed_at,
     walk,
 )
+from fxamp.capture.refusals import for_python
 from fxamp.capture.settings import Settings
 from fxamp.capture.state import read
 from fxamp.errors import CaptureError, FxampError, OptionError
@@ -41,6 +45,27 @@ class _Computed:
         return self if owner is None else self.function(owner)
 
 
+class _Drawn:
+    """Stands for an iterator that is there before forward runs: a graph would freeze the element that it gives."""
+
+    def __init__(self, iterator: Any, title: str) -> None:
+        self._iterator, self._title = iterator, title
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        raise for_python(  # Dynamo takes some itself, of global ones
+            CaptureError(
+                f"forward takes the next element of {self._title} ({type(self._iterator).__qualname__}), which is "
+                "another at each call. Take it outside, and pass it in."
+            )
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
 class Effects:
     """State that forward reads and may write, as it was before. (What modules hold themselves: see `untouched`.)
 
@@ -57,6 +82,7 @@ class Effects:
         self._opened: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # (id of owner, name) -> owner, name, value
         self._arrays: dict[int, tuple[Any, Any, str]] = {}  # id -> array of numpy, copy, title
         self._caches: dict[int, tuple[Any, int]] = {}  # id -> cached function, values it has kept
+        self._variables_of_context: dict[int, tuple[Any, Any]] = {}  # id -> context variable, value
 
     def remember(self, owner: Any, name: str, value: Any, title: str) -> None:
         """Remember a variable, and all that can be written through it.
@@ -76,7 +102,12 @@ class Effects:
                 self._arrays[id(part)] = (part, part.copy(), title)
             if isinstance(part, functools._lru_cache_wrapper):
                 self._caches.setdefault(id(part), (part, part.cache_info().misses))
+            if isinstance(part, contextvars.ContextVar):
+                self._variables_of_context.setdefault(id(part), (part, pointed_at(part)))
         self._open_cache(owner, name, value)
+        if isinstance(value, Iterator) and is_library(type(value)) and not isinstance(value, io.IOBase):
+            self._opened[id(owner), name] = (owner, name, value)
+            _put(owner, name, _Drawn(value, title))
 
     def remember_containers(self, value: Any, title: str) -> None:
         """Remember what the containers in a value hold."""
@@ -133,12 +164,14 @@ class Effects:
         drawn = self._drawn_generators()
         done = [
             *self._set_variables(),
+            *self._set_in_context(),
             *self._set_in_classes(),
             *(f"draws from a {kind.__qualname__}" for kind in drawn),
             *self._filled_caches(),
             *self._written_arrays(),
         ]
         set_once = self._plain_values_set() if not done else []
+        is_ring = self._has_written_ring()
         done += self._written_containers()
         if any(issubclass(kind, random.Random) for kind in drawn):
             return OptionError(
@@ -151,7 +184,14 @@ class Effects:
             f"forward {done[0]}, and a graph holds no such writes. Return the value instead, write a buffer in place "
             "(self.buffer.copy_(value)), or, where forward sets it once, set it before convert()."
         )
-        return Settings(tuple(set_once), text) if set_once else CaptureError(text)
+        if set_once:
+            return Settings(tuple(set_once), text)
+        return for_python(CaptureError(text)) if is_ring else CaptureError(text)
+
+    def _has_written_ring(self) -> bool:
+        """Whether forward writes into a deque of a certain length: Dynamo reads it as if it grew (torch 2.13)."""
+        held = ((container, saved) for container, saved, _ in self._containers.values())
+        return any(getattr(each, "maxlen", None) is not None and not holds_still(each, saved) for each, saved in held)
 
     def _plain_values_set(self) -> list[tuple[dict[Any, Any], Any, Any, Any]]:
         """What forward has put into dictionaries, if it wrote plain values alone: (dictionary, key, before, after)."""
@@ -177,6 +217,15 @@ class Effects:
             if now is not value:
                 _put(owner, name, value)
                 done.append(f"sets {title}")
+        return done
+
+    def _set_in_context(self) -> list[str]:
+        done = []
+        for variable, value in self._variables_of_context.values():
+            if pointed_at(variable) is not value:
+                if value is not MISSING:  # else only who has set it could take it back
+                    variable.set(value)
+                done.append(f"sets the context variable {variable.name!r}")
         return done
 
     def _set_in_classes(self) -> list[str]:

@@ -69,6 +69,11 @@ def may_be_compared_by_identity(frame: types.FrameType | None) -> bool:
     return False
 
 
+def is_compared_with_others(frame: types.FrameType) -> bool:
+    """Whether the same may be compared with anything but None."""
+    return any(map(_asks, codes_of(frame.f_code))) and is_compared_by_identity(frame)
+
+
 def is_asked_whether_none(frame: types.FrameType, name: str) -> bool:
     """Whether the current instruction of a frame reads an attribute and asks that of it alone: `self.last is None`."""
     return (frame.f_lasti, name) in _none_questions(frame.f_code)

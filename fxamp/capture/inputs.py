@@ -104,10 +104,38 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[A
     Raises:
         CaptureError: an argument is neither tensor, number, constant nor a container of them.
     """
+    inputs: list[Any]
+    key: tuple[Any, ...]
     if not kwargs and all(isinstance(value, torch.Tensor) for value in args):
-        return tuple([kind_of(value) for value in args]), list(args)
-    inputs: list[Any] = []
-    return (_structure(args, inputs), _structure(kwargs, inputs)), inputs
+        key, inputs = tuple([kind_of(value) for value in args]), list(args)
+    else:
+        inputs = []
+        key = _structure(args, inputs), _structure(kwargs, inputs)
+    if len(inputs) > 1 and not torch.compiler.is_dynamo_compiling() and (twins := twins_among(inputs)):
+        key = *key, twins
+    return key, inputs
+
+
+def twins_among(inputs: list[Any]) -> tuple[int, ...]:
+    """For each input the place of the first one that is the same tensor, which forward may ask for by `is`; () where
+    all are different.
+    """
+    if len(set(map(id, inputs))) == len(inputs):
+        return ()
+    first: dict[int, int] = {}
+    tensors = [isinstance(value, torch.Tensor) for value in inputs]
+    places = (
+        first.setdefault(id(value), place) if is_tensor else place
+        for place, (value, is_tensor) in enumerate(zip(inputs, tensors, strict=True))
+    )
+    found = tuple(places)
+    return () if found == tuple(range(len(inputs))) else found
+
+
+def of_each(function: Callable[[Any], Any], inputs: list[Any]) -> list[Any]:
+    """What a function gives for each input, once for one that stands in several places."""
+    made = {id(value): function(value) for value in inputs}
+    return [made[id(value)] for value in inputs]
 
 
 def _structure(value: Any, inputs: list[Any]) -> Any:

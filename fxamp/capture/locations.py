@@ -50,6 +50,11 @@ def _is_librarys(code: types.CodeType, module: str | None) -> bool:
     return is_library_file(filename) and not (filename.startswith("<") and module == "__main__")
 
 
+def is_installed(filename: str) -> bool:
+    """Whether a file is of a package that pip has installed, which nobody edits while it is used."""
+    return "site-packages" in filename or "dist-packages" in filename
+
+
 def is_torchs_file(filename: str) -> bool:
     """Whether a file is torch's."""
     return filename.startswith(_TORCHS)

@@ -5,7 +5,9 @@ are read with the methods of Python's own class below it, and an object that sti
 """
 
 import argparse
+import array
 import collections
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -13,7 +15,8 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +27,8 @@ SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.devic
 METHODS = (types.MethodType, types.BuiltinMethodType)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 CONTAINERS = (collections.OrderedDict, dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
-DEPTH, MOST = 4, 512  # containers in containers, and elements of one, that are looked at
+POINTERS = (contextvars.ContextVar, weakref.ref)  # of which another object may be reached without a write into them
+DEPTH, MOST = 6, 512  # containers in containers, and elements of one, that are looked at
 
 
 class _Same:
@@ -113,18 +117,62 @@ def _parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
         return None
     if isinstance(value, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, POINTERS):
+        return [("value", pointed_at(value))]
     if isinstance(value, types.MappingProxyType):
         return list(dict(value).items())
     if isinstance(value, CONTAINERS):
         return _elements(value) if length_of(value) <= MOST else None
-    if is_library(type(value)) and type(value) is not threading.local:
+    if is_array(value):
+        return [("numbers", numbers_of(value))] if memoryview(value).nbytes <= _MOST_BYTES else None
+    if is_library(class_of(value)) and type(value) is not threading.local:
         return None
-    slots = [name for name in slots_of(type(value)) if name in scope.names]
+    slots = [name for name in slots_of(class_of(value)) if name in scope.names]
     own = getattr(value, "__dict__", None)
     if not slots and not isinstance(own, dict):
         return None
     named = sorted({*slots, *(scope.names & own.keys() if isinstance(own, dict) else ())})
     return [(name, getattr(value, name, MISSING)) for name in named]
+
+
+def pointed_at(value: Any) -> Any:
+    """What a context variable holds in this thread and task, or what a weak reference is to; MISSING for nothing."""
+    return value.get(MISSING) if isinstance(value, contextvars.ContextVar) else value()
+
+
+def class_of(value: Any) -> type:
+    """An object's class; of a weak proxy that of the object behind it."""
+    kind: type = value.__class__ if type(value) in weakref.ProxyTypes else type(value)
+    return kind
+
+
+_MOST_BYTES = 8 * MOST
+_shared: dict[int, weakref.ref[Any]] = {}
+
+
+def share_arrays(value: Any, tensors: Iterable[torch.Tensor]) -> None:
+    """Note of the arrays of numpy in a value which of them a graph reads itself, by tensors in their memory."""
+    held = {each.untyped_storage().data_ptr() for each in tensors if type(each) is torch.Tensor and not each.is_meta}
+    for part in walk(value) if held else ():
+        if _is_numpys(part) and part.__array_interface__["data"][0] in held:
+            number = id(part)
+            _shared[number] = weakref.ref(part, lambda _, number=number: _shared.pop(number, None))  # type: ignore[misc]
+
+
+def _is_numpys(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__qualname__ == "ndarray"
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is an array of numbers that can be written in place, and that a graph holds as they were."""
+    if isinstance(value, (bytearray, array.array)):
+        return True
+    return _is_numpys(value) and not value.dtype.hasobject and id(value) not in _shared
+
+
+def numbers_of(value: Any) -> bytes:
+    """The numbers of an array."""
+    return bytes(value) if isinstance(value, bytearray) else value.tobytes()
 
 
 def _elements(value: Any) -> list[tuple[Any, Any]]:
@@ -194,7 +242,10 @@ def method_parts(value: Any) -> list[tuple[str, Any]] | None:
 _TOOLS = frozenset({"_pytest", "mpmath", "pandas", "pytest", "re", "scipy", "sympy", "tqdm"})
 _LIBRARIES = frozenset({*sys.stdlib_module_names, *_TOOLS, "torch", "fxamp", "numpy"}) - {"__main__"}
 # Written in Python: their methods tell which attributes matter, as those of the user's classes do.
-_WRAPPERS = (collections.UserDict, collections.UserList, collections.ChainMap)
+_WRAPPERS = (
+    *(collections.UserDict, collections.UserList, collections.ChainMap),
+    *(threading.Event, weakref.WeakValueDictionary),
+)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace, *_WRAPPERS)
 
 
@@ -230,7 +281,7 @@ def slots_of(kind: type) -> list[str]:
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """The `__dict__` of an object of the user's, None for anything else."""
-    if isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)) or is_library(type(value)):
+    if isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)) or is_library(class_of(value)):
         return None
     try:
         own = getattr(value, "__dict__", None)
@@ -257,6 +308,8 @@ def _inside(value: Any) -> list[Any]:
         return [part for _, part in method_parts(value) or ()]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
+    if isinstance(value, POINTERS):
+        return [pointed_at(value)]
     if isinstance(value, CONTAINERS):
         held = plain_copy(value) if length_of(value) <= MOST else ()
         return list(held.values() if isinstance(held, dict) else held)

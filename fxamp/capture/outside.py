@@ -2,6 +2,7 @@
 
 import builtins
 import importlib.util
+import operator
 import sys
 import types
 from collections.abc import Callable, Set
@@ -20,10 +21,11 @@ from fxamp.capture.functions_of import (
     strings_in,
     supers_in,
 )
-from fxamp.capture.locations import is_library_function
+from fxamp.capture.locations import is_installed, is_library_function
 from fxamp.capture.objects import (
     MISSING,
     SCALARS,
+    class_of,
     is_descriptor,
     is_library,
     is_library_module,
@@ -32,6 +34,7 @@ from fxamp.capture.objects import (
     walk,
 )
 from fxamp.capture.state import read
+from fxamp.capture.torch_settings import SETTINGS
 
 # Methods that are called without being named. Not those that write or compare: a forward seldom does either with an
 # object of the user's, and what they name of it (a counter) is then watched.
@@ -40,8 +43,11 @@ _UNNAMED = (
     frozenset(f"__{side}{name}__" for name in _ARITHMETIC for side in ("", "r"))
     | frozenset("__neg__ __pos__ __abs__ __invert__ __bool__ __int__ __float__ __index__ __call__".split())
     | frozenset("__getattr__ __getattribute__ __getitem__ __len__ __iter__ __next__ __contains__".split())
-    | frozenset("__enter__ __exit__".split())
+    | frozenset("__enter__ __exit__ __get__".split())
 )
+
+
+_BY_TEXT = frozenset({"globals", "eval"})  # what names globals in a text
 
 
 class Outside:
@@ -74,6 +80,8 @@ class Outside:
         for part in walk(value):
             self.function(part)
             self._class(part)
+            if isinstance(part, operator.attrgetter):
+                self._named({name for path in part.__reduce__()[1] for name in str(path).split(".")})
 
     def function(self, value: Any) -> None:
         """Look at what a function of the user's, and those that it can call by name, can read from outside."""
@@ -81,17 +89,27 @@ class Outside:
             if id(function) in self._functions or is_library_function(function) or is_of_a_tool(function):
                 continue
             self._functions[id(function)] = function
+            self._effects.remember_containers(vars(function), f"the attributes of {function.__qualname__}()")
             codes = list(codes_of(function.__code__))
-            self._named({text for code in codes for text in (*strings_in(code), *code.co_names)})
+            texts = {text for code in codes for text in (*strings_in(code), *code.co_names)}
+            self._named({name for text in texts for name in (text, *text.split("."))})
             for code in codes:
                 self._beginnings |= beginnings_in(code)
-                for name in globals_of(code):
+                names = globals_of(code)
+                if not _BY_TEXT.isdisjoint(names):
+                    names = *names, *(text for text in strings_in(code) if text in function.__globals__)
+                for name in names:
                     self._global(function.__globals__, name, code.co_names)
                 for name in supers_in(code):
                     self._above(function, name)
                 for level, name in imports_in(code):
                     self._import(_absolute(name, level, function.__globals__), code.co_names)
             self._defaults(function)
+            if not is_installed(
+                function.__code__.co_filename
+            ):  # a notebook puts the code of an edited file in its place
+                self._keep(function, "__code__", function.__code__)
+                self._keep(function, "__defaults__", function.__defaults__)
             for cell in function.__closure__ or ():
                 self._outer(cell, "", read(cell, ""))
 
@@ -105,10 +123,16 @@ class Outside:
                     self._methods(kind, names)
 
     def finish(self) -> None:
-        """Take for named what has a name that a function makes of a text such as "output_" and something else."""
+        """Take for named what has a name that a function makes of a text such as "output_" and something else.
+
+        Keep the attributes of functions, where any is named.
+        """
         beginnings = tuple(self._beginnings)
         held = [*map(vars, self.classes), *(getattr(value, "__dict__", {}) for value in self._objects.values())]
         self._named({name for names in held for name in names if isinstance(name, str) and name.startswith(beginnings)})
+        for function in list(self._functions.values()):
+            if not self.names.isdisjoint(vars(function)):
+                self._keep(function, "__dict__", vars(function))
 
     def _above(self, method: types.FunctionType, name: str) -> None:
         """What a method calls by `super()`: what the classes above the one that it is written in have by that name."""
@@ -121,6 +145,8 @@ class Outside:
     def _methods(self, kind: type, names: Set[str]) -> None:
         for name in sorted(names & vars(kind).keys()):
             self.function(vars(kind)[name])
+            if is_descriptor(vars(kind)[name]):
+                self._class(vars(kind)[name])
 
     def _defaults(self, function: types.FunctionType) -> None:
         """What an argument is where it is not given: state that stays from call to call."""
@@ -140,7 +166,7 @@ class Outside:
 
     def _class(self, value: Any) -> None:
         """Note an object's class, or a class that is a namespace, and follow its methods of names that are known."""
-        kind = value if isinstance(value, type) else type(value)
+        kind = value if isinstance(value, type) else class_of(value)
         if issubclass(kind, (nn.Module, torch.Tensor, *SCALARS)):
             return
         if kind is not value and not is_library(kind):
@@ -189,6 +215,8 @@ class Outside:
         is_builtin = isinstance(value, types.BuiltinFunctionType) and not method_parts(value)
         if not is_foreign_function and not is_foreign_class and not is_builtin:
             self._keep(space, name, value)
+        elif setting := SETTINGS.name_of(value):
+            self._keep(SETTINGS, setting, SETTINGS[setting])
 
 
 def _absolute(name: str, level: int, space: dict[str, Any]) -> str:

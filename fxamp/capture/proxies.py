@@ -3,7 +3,7 @@
 import collections.abc
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,15 +139,20 @@ class ValueProxy(fx.Proxy):
         return type(self) if value is UNKNOWN else type(value)
 
     def _has_real(self, name: str) -> bool:
-        """Whether a tensor has an attribute; only the model's own and the call's can have one that torch's have not."""
+        """Whether a tensor has an attribute; only the model's own and the call's can have one that torch's have not.
+
+        The graph is for calls in which they have it, or have it not, as here.
+        """
         if hasattr(torch.Tensor, name):
             return True
         if self.node.op != "placeholder":
             return False
         example = self.tracer.example  # type: ignore[attr-defined]
         inputs = [node for node in self.node.graph.nodes if node.op == "placeholder"]
-        if hasattr(example[inputs.index(self.node)], name):
+        place = inputs.index(self.node)
+        if hasattr(example[place], name):
             raise CaptureError(f"{user_line()}: forward reads .{name}, which the caller has set on an input tensor")
+        self.tracer.attributes[place, name] = False  # type: ignore[attr-defined]
         return False
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -281,7 +286,10 @@ class WeightProxy(ValueProxy):
         self.__dict__["_tensor"] = tensor
 
     def _has_real(self, name: str) -> bool:
-        return hasattr(torch.Tensor, name) or hasattr(self._tensor, name)
+        if hasattr(torch.Tensor, name):
+            return True
+        self.tracer.note_attribute(self._tensor, name)  # type: ignore[attr-defined]
+        return hasattr(self._tensor, name)
 
     shape = property(lambda self: self._tensor.shape)
     ndim = property(lambda self: self._tensor.ndim)
@@ -323,6 +331,19 @@ class AttributeProxy(ValueProxy):
             if read is not UNKNOWN:
                 return read
         return self.tracer.create_proxy("call_method", self._name, (self._owner, *args), kwargs)
+
+
+def check_no_attributes(values: Iterable[Any]) -> None:
+    """Raise a CaptureError where forward has set an attribute of its own on a tensor that is seen after the call."""
+    for value in values:
+        if issubclass(type(value), fx.Proxy) and (names := vars(value).keys() - _KEPT_BY_PROXIES):
+            raise CaptureError(
+                f"forward sets .{min(names)} on a tensor, which a graph would not do. Return the value beside the "
+                "tensor instead."
+            )
+
+
+_KEPT_BY_PROXIES = frozenset({"node", "tracer", "_tensor", "_owner", "_name", "_made"})
 
 
 def is_value(instance: Any) -> bool:

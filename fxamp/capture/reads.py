@@ -5,7 +5,7 @@ import copy
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from torch.nn.utils import parametrize
 
 from fxamp.capture.assignments import Assignments
 from fxamp.capture.effects import Effects
+from fxamp.capture.environment import VARIABLES, environment_reads, title_of
+from fxamp.capture.functions_of import strings_in
 from fxamp.capture.hooks import check_hook_writes
-from fxamp.capture.identity import is_asked_whether_none
+from fxamp.capture.identity import is_asked_whether_none, is_compared_with_others
 from fxamp.capture.kept_items import Item, is_inside, items_set, without
-from fxamp.capture.locations import is_library_function
+from fxamp.capture.locations import is_library_frame, is_library_function, user_line
 from fxamp.capture.objects import (
     MISSING,
     SCALARS,
@@ -26,12 +28,14 @@ from fxamp.capture.objects import (
     is_descriptor,
     is_library,
     is_other_self,
+    share_arrays,
 )
 from fxamp.capture.outside import Outside
 from fxamp.capture.places import paths_of, ties_of
 from fxamp.capture.selves import check_agrees
 from fxamp.capture.settings import Settings
 from fxamp.capture.state import LIFTED, NOT_NONE, Cell
+from fxamp.capture.torch_settings import SETTINGS, torch_settings_reads
 from fxamp.errors import CaptureError, FxampError
 from fxamp.ir import ENGINE, RUN
 from fxamp.module_hooks import HOOKS, recomputed_weights
@@ -71,6 +75,7 @@ class Reads:
         self._looked_at: set[tuple[int, str]] = set()  # those that hold tensors of which not only None was asked
         self._known: dict[int, nn.Module] = {id(module): module for module in root.modules()}
         self._lifted: set[Place] = set()
+        self._read_raw: set[Place] = set()  # from a module's `__dict__`: numbers, where others may be lifted
         self._effects = Effects()
         self._outside = Outside(self._keep, self._effects)
         self._items: dict[int, list[Item]] = {}  # id of a list or a dictionary -> those that the graph sets
@@ -101,11 +106,18 @@ class Reads:
                 self._keep(self._own(module, name), name, value)  # a module outside of the model's tree
             if name in _TABLES and not self._is_paused() and not self._assignments.is_made(module):
                 self._listed.setdefault((id(module), name), (self._own(module, name), without(value, tuple(value))))
+            if name == "__dict__" and not self._is_paused() and _is_code_of_a_model(sys._getframe(1)):
+                self._read_past(module, value, sys._getframe(1).f_code)
             if name in _OWN or self._is_paused() or (name in _INHERITED and name not in module.__dict__):
                 return value
             if name in module.__dict__ and self._assignments.has(module, name):
                 return self._assignments.value(module, name)
             owner = self._own(module, name)
+            if isinstance(value, torch.Tensor) and is_compared_with_others(sys._getframe(1)):
+                raise CaptureError(
+                    f"{user_line()}: forward may ask whether {self._title(owner, name)} is the same tensor as another "
+                    "(`is`), which a graph cannot hold"
+                )
             if isinstance(value, torch.Tensor) and not is_asked_whether_none(sys._getframe(1), name):
                 self._looked_at.add((id(owner), name))
             return self._note(owner, name, value)
@@ -125,7 +137,11 @@ class Reads:
         space: Any = nn.Module
         space.__getattribute__, space.__reduce_ex__ = getattribute, reduce_ex
         try:
-            yield
+            with (
+                environment_reads(self._keep, self._is_paused),
+                torch_settings_reads(self._keep, self._is_paused),
+            ):
+                yield
             self._outside.finish()
             found = ((owner, name, value) for (_, name), (owner, value) in self._found.items())
             check_hook_writes(self._root, found, self._title)
@@ -150,12 +166,15 @@ class Reads:
                 taken += zip(self._items[id(held)], found.values(), strict=True)
         return taken
 
-    def cells(self, decided: set[Place]) -> tuple[Cell, ...]:
+    def cells(self, decided: set[Place], constants: Iterable[torch.Tensor]) -> tuple[Cell, ...]:
         """What was read, as it was.
 
         Args:
             decided: places whose number Python's control flow used, though it is a value of the graph.
+            constants: tensors that the graph reads at each call, some in the memory of arrays of numpy.
         """
+        for _, value in self._found.values():
+            share_arrays(value, constants)
         names = frozenset(self._outside.names)
         scope = Scope(names, self._paths, self._root)
         found, ties = [], ties_of(self._root)
@@ -171,7 +190,7 @@ class Reads:
             keys = tuple(item.key for item in items)
             holder = None if path is not None else {name: value} if is_made else owner  # it may have replaced it
             cell = Cell(name, (), path, holder, title, names, tie=tie, items_set=keys)
-            if path is not None and (path, name) in self._lifted - decided:
+            if path is not None and (path, name) in self._lifted - decided - self._read_raw:
                 found.append(cell.with_frozen((type(value), LIFTED)))
             elif path is not None and isinstance(value, torch.Tensor) and (id(owner), name) not in self._looked_at:
                 found.append(cell.with_frozen((torch.Tensor, NOT_NONE)))
@@ -214,7 +233,12 @@ class Reads:
         if isinstance(owner, types.CellType):
             return "a variable of an enclosing function"
         if isinstance(owner, types.FunctionType):
-            return f"the code of {owner.__qualname__}()"
+            what = {"__code__": "code", "__defaults__": "defaults"}.get(name, "attributes")
+            return f"the {what} of {owner.__qualname__}()"
+        if owner is VARIABLES:
+            return title_of(name)
+        if owner is SETTINGS:
+            return f"the setting {name.removeprefix('torch.')}() of torch"
         return f"the global {name!r} of {owner.get('__name__', 'a module')}"
 
     def _note(self, module: nn.Module, name: str, value: Any) -> Any:
@@ -244,6 +268,13 @@ class Reads:
         forward = next((vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each)), None)
         if isinstance(forward, types.FunctionType) and not is_library_function(forward):
             self._keep(forward, "__code__", forward.__code__)
+
+    def _read_past(self, module: nn.Module, held: dict[str, Any], code: types.CodeType) -> None:
+        """A module whose `__dict__` a function reads: all that is there, and what the function may ask for by name."""
+        for name in dict.fromkeys((*held, *strings_in(code))):
+            if name not in _OWN and not self._assignments.has(module, name):
+                self._read_raw.add((self._paths.get(id(module), ""), name))
+                self._keep(self._own(module, name), name, held.get(name, MISSING))
 
     def _copied(self, module: nn.Module, is_deep: bool) -> None:
         """A module that forward copies, whose attributes are read past `getattr`.
@@ -304,3 +335,9 @@ class Reads:
             self._found[id(owner), name] = (owner, value)
             self._effects.remember(owner, name, value, self._title(owner, name))
             self._outside.follow(value)
+
+
+def _is_code_of_a_model(frame: types.FrameType) -> bool:
+    """Whether code is neither torch's nor Python's own (functools.cached_property)."""
+    name = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return not is_library_frame(frame) and (name == "__main__" or name not in sys.stdlib_module_names)

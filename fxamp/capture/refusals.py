@@ -16,6 +16,7 @@ from fxamp.capture.state import Cell, StateCheck
 from fxamp.errors import CaptureError, FxampError
 
 _STATE, _OPEN, _OPENINGS, _HIDDEN = "read_before", "has_open_sizes", "openings", "has_hidden_trace"
+_WRITTEN = "is_for_python"
 
 
 def with_state(error: FxampError, tracer: Any) -> FxampError:
@@ -26,6 +27,17 @@ def with_state(error: FxampError, tracer: Any) -> FxampError:
     setattr(error, _OPENINGS, tracer.openings)
     setattr(error, _HIDDEN, tracer.questions.of_data.is_for_recorded is False)
     return error
+
+
+def for_python(error: CaptureError) -> CaptureError:
+    """The error of a forward that does what Dynamo does not do as Python does it."""
+    setattr(error, _WRITTEN, True)
+    return error
+
+
+def is_for_python(error: FxampError) -> bool:
+    """Whether a forward that was refused so is to run as it is written."""
+    return bool(getattr(error, _WRITTEN, False))
 
 
 def has_hidden_trace(error: FxampError) -> bool:

@@ -23,14 +23,18 @@ from fxamp.capture.objects import (
     DEPTH,
     METHODS,
     MISSING,
+    POINTERS,
     SCALARS,
     Scope,
     attributes_of,
     elements_of,
     frozen,
     holds_the_same,
+    is_array,
+    numbers_of,
     parts_of,
     plain_copy,
+    pointed_at,
 )
 from fxamp.capture.places import paths_of
 from fxamp.fakes import is_sharded
@@ -234,7 +238,7 @@ class _Identities:
         self._root, self._names = root, names
         self._space: dict[str, Any] = {
             "type_of_weight": type_of_weight, "type_of_kept": type_of_kept, "holds_the_same": holds_the_same,
-            "without": without,
+            "without": without, "pointed_at": pointed_at, "numbers_of": numbers_of,
         }  # fmt: skip
         self._terms: list[str] = []
         self._numbers: dict[int, str] = {}
@@ -307,10 +311,21 @@ class _Identities:
             self._terms.append(f"{self._named(set.__eq__)}({self._named(value)}, {self._named(plain_copy(value))})")
         elif isinstance(value, (dict, list, collections.deque, types.MappingProxyType)):
             self._terms.append(f"holds_the_same({self._named(value)}, {self._named(elements_of(value))})")
+        elif is_array(value):
+            self._terms.append(f"numbers_of({self._named(value)}) == {self._named(parts[0][1])}")
+        elif isinstance(value, POINTERS):
+            self._watch_pointer(value, parts[0][1])
         elif not isinstance(value, (tuple, frozenset, functools.partial, *METHODS)):
             self._watch_object(value, parts)
         for _, part in parts:
             self._watch(part, depth - 1)
+
+    def _watch_pointer(self, value: Any, target: Any) -> None:
+        now = f"pointed_at({self._named(value)})"
+        if not isinstance(value, weakref.ref) or target is None:
+            self._terms.append(f"{now} is {self._named(target)}")
+        elif id(target) not in self._numbers:  # to be known by the reference alone, which does not keep it alive
+            self._numbers[id(target)] = now
 
     def _watch_object(self, value: Any, parts: list[tuple[Any, Any]]) -> None:
         for name, part in parts:

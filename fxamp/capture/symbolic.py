@@ -177,6 +177,7 @@ def _trace_among(asked: _Trace, imports: Imports) -> Captured:
         state=tracer.state,
         live=asked.live,
         grad_mode=tracer.grad_mode,
+        attributes=tracer.attributes,
         settings=tracer.settings,
         further=tracer.beforehand.trial(),
         answers=Answers(data.answers(), tracer.beforehand.results(), asked.left_out, data.is_for_recorded),

@@ -26,12 +26,13 @@ from fxamp.capture import attention, recurrent
 from fxamp.capture.arrays import Arrays
 from fxamp.capture.assignments import Assignments
 from fxamp.capture.beforehand import Beforehand
+from fxamp.capture.captured import answer
 from fxamp.capture.creations import Creations, traced_sizes, variables_made
 from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, DataQuestions, LeftOut
 from fxamp.capture.drawn import drawn_at_each_call, frozen, whatever_is_drawn
 from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.functions import whole_functions
-from fxamp.capture.inputs import CallSpec, unflatten_call
+from fxamp.capture.inputs import CallSpec, twins_among, unflatten_call
 from fxamp.capture.kept_items import Kept
 from fxamp.capture.leaves import is_leaf
 from fxamp.capture.left_out import Openings
@@ -47,6 +48,7 @@ from fxamp.capture.proxies import (
     SequenceProxy,
     ValueProxy,
     WeightProxy,
+    check_no_attributes,
     gives_parts,
     kind_of_dictionary,
     opened,
@@ -103,6 +105,7 @@ class SymbolicTracer(fx.Tracer):
         self.state: tuple[Cell, ...] = ()
         self.settings: Settings | None = None
         self.grad_mode: bool | None = None
+        self.attributes: dict[tuple[int | str, str], bool] = {}
         self.gradients_outside = True
         self._closes = left_out.closes
         self.openings = Openings(left_out.codes)
@@ -167,7 +170,10 @@ class SymbolicTracer(fx.Tracer):
                 raise frozen(node)
         if self.output_form is not None and self.output_form.inside_objects:
             graph.output_node().meta[ir.INSIDE_OBJECTS] = self.output_form.inside_objects
-        self.state = (*self._reads.cells(self._numbers.decided), *self._cells_of_whole_parts(graph))
+        self.state = (
+            *self._reads.cells(self._numbers.decided, self.constants.values()),
+            *self._cells_of_whole_parts(graph),
+        )
         self.settings = all_of(self._reads.settings, self._assignments.before.settings)
         return graph
 
@@ -180,7 +186,9 @@ class SymbolicTracer(fx.Tracer):
     def state_so_far(self) -> tuple[Cell, ...]:
         """What a trace that failed had read of Python's state."""
         flags = (flag_cell(path, flag) for path, flag in self.training.items())
-        return () if self._reads is None else (*flags, *self._reads.cells(self._numbers.decided))
+        return (
+            () if self._reads is None else (*flags, *self._reads.cells(self._numbers.decided, self.constants.values()))
+        )
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -188,14 +196,16 @@ class SymbolicTracer(fx.Tracer):
         self._has_begun = True
         self._modes = ModeNodes(self.create_node)
         self.graph._graph_namespace.create_name("self", None)  # what generated code calls the module: no value's name
-        inputs = []
+        inputs: list[fx.Proxy] = []
         kinds = [leaf for leaf in self.spec.leaves if leaf[0] != "constant"]
+        twins = twins_among(self.example or [])
         for position in range(len(kinds)):
             node = self.create_node("placeholder", f"input_{position}", (), {})
             if self.example is not None:
                 node.meta["val"] = self.values.fake(self.example[position])
                 self._promotion.after(node)
-            inputs.append(self.proxy(node))
+            is_twin = bool(twins) and twins[position] != position
+            inputs.append(inputs[twins[position]] if is_twin else self.proxy(node))
         args, kwargs = unflatten_call(self.spec, inputs)
         forward = self._said_again(self.root, args, kwargs) or self.root.forward
         given = pytree.tree_flatten((args, kwargs))
@@ -213,9 +223,11 @@ class SymbolicTracer(fx.Tracer):
             # Items first: what holds them may be replaced, too.
             places: list[tuple[Kept, Any]] = [*reads.take_items(), *assignments.to_be_set()]
             assignments.check_unread(self.graph, [place.title for place, _ in places])
-            for value in pytree.tree_leaves([value for _, value in places]):
+            kept = pytree.tree_leaves([value for _, value in places])
+            for value in kept:
                 if issubclass(type(value), fx.Proxy):
                     value.node.meta[ir.KEPT] = True
+            check_no_attributes([*given[0], *self._weights.values(), *pytree.tree_leaves(result), *kept])
             flat, self.output_form = flatten_output(result, assignments.before, places)
             for value in pytree.tree_leaves(flat):
                 if issubclass(type(value), fx.Proxy):
@@ -450,6 +462,11 @@ class SymbolicTracer(fx.Tracer):
     def is_recording(self) -> bool:
         """Whether what happens now is a part of forward."""
         return self._has_begun and not self.evaluating
+
+    def note_attribute(self, tensor: torch.Tensor, name: str) -> None:
+        """Note that the model has asked for an attribute of a weight: the graph is for the answer."""
+        if (path := self._tensor_paths.get(id(tensor))) is not None and path not in self.constants:
+            self.attributes[path, name] = answer(tensor, name)
 
     # ------------------------------------------------------------------------------------------ constants
 

@@ -48,7 +48,7 @@ def make_ready(context: Any) -> None:
     try:
         call = args.as_proxy(), kwargs.as_proxy()
         with temporarily_clear_interpreter_stack():  # torch.func's transforms allow no requires_grad_
-            args, kwargs = pytree.tree_map(_sample, call)
+            args, kwargs = _samples(call)
         sizes_vary = bool(varying_sizes(pytree.tree_leaves((args, kwargs))))
         with as_if_recorded():
             made = engine.current(module.value).capture(module.value, args, kwargs, sizes_vary=sizes_vary)
@@ -80,10 +80,22 @@ def _tracked(context: Any, name: str) -> Any:
     return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
 
 
-def _sample(leaf: Any) -> Any:
-    """A tensor, or a number, such as the one that the call is compiled for; sizes that may vary are one, marked."""
-    if not isinstance(leaf, fx.Proxy):
-        return leaf
+def _samples(call: Any) -> Any:
+    """Tensors and numbers such as those that the call is compiled for, one of each that it is given."""
+    made: dict[fx.Node, Any] = {}
+
+    def sample(leaf: Any) -> Any:
+        if not isinstance(leaf, fx.Proxy):
+            return leaf
+        if leaf.node not in made:
+            made[leaf.node] = _sample(leaf)
+        return made[leaf.node]
+
+    return pytree.tree_map(sample, call)
+
+
+def _sample(leaf: fx.Proxy) -> Any:
+    """One of them; sizes that may vary are one, marked."""
     known = leaf.node.meta["example_value"]
     if not isinstance(known, torch.Tensor):
         return _hint(known)

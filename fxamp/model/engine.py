@@ -19,7 +19,7 @@ from torch.fx.proxy import TraceError
 
 from fxamp.capture.data import NOTHING_LEFT_OUT
 from fxamp.capture.inputs import CallSpec, call_key, flatten_call, has_only_defaults
-from fxamp.capture.refusals import Refusals
+from fxamp.capture.refusals import Refusals, is_for_python
 from fxamp.capture.selves import OtherSelves
 from fxamp.capture.symbolic import one_at_a_time
 from fxamp.capture.unseen import outside_of_the_call
@@ -210,6 +210,8 @@ class Engine:
         """
         if self.options.capture == "symbolic":
             raise reason
+        if is_for_python(reason):
+            self.otherwise.prefer_written()
         text, name = str(reason), type(module).__qualname__
         if self.fingerprint is None:
             log.info("no preview of %s from assumed types; its first call decides how it is captured: %s", name, text)
@@ -247,7 +249,7 @@ class Engine:
             if not count or self.blocks:
                 self.previews.clear()  # Dynamo gave up, or was not asked, whatever the preview promised
             mark_blocks(module, self.blocks)
-            self.workshop.announce(module)
+            _unseen_by_dynamo(self.workshop.announce)(module)
 
     def capture(
         self,
@@ -266,11 +268,10 @@ class Engine:
         """
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break()  # compiling.py has tried
-        capture: Any = self._capture
-        if "torch._dynamo" in sys.modules:  # which would trace a trace, called inside of a compiled function
-            capture = torch._dynamo.disable(capture)  # type: ignore[no-untyped-call]
+        capture = _unseen_by_dynamo(self._capture)  # which would trace a trace, called inside of a compiled function
         with one_at_a_time:
-            return capture(module, args, kwargs, is_example, sizes_vary)  # type: ignore[no-any-return]
+            made: Variant = capture(module, args, kwargs, is_example, sizes_vary)
+        return made
 
     def _capture(
         self,
@@ -435,6 +436,13 @@ def _is_second_size(known: list[Variant], inputs: list[Any]) -> bool:
     """Whether sizes vary: it is worth the time then to find out for which of them a graph holds."""
     others = [variant.captured for variant in known if variant.captured.is_for_one_size]
     return not torch.compiler.is_compiling() and any(not other.holds_for(inputs) for other in others)
+
+
+def _unseen_by_dynamo(function: Any) -> Any:
+    """The function, into which no Dynamo goes that traces or resumes its caller."""
+    if "torch._dynamo" not in sys.modules:  # which takes seconds to import
+        return function
+    return torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
 
 
 def _blocks_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Engine]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.inputs import of_each
 from fxamp.capture.unseen import no_inference_mode
 from fxamp.dtypes import device_of
 from fxamp.model.engine import Engine
@@ -41,7 +42,7 @@ def rebuild_variant(converted: nn.Module, engine: Engine, variant: Variant, **ch
         found.captured.forget_values()
         return found
     plain = plain_tree(converted)
-    inputs = None if variant.is_preview else [with_data(value, plain) for value in captured.example or []]
+    inputs = None if variant.is_preview else of_each(lambda value: with_data(value, plain), captured.example or [])
     with modes_of(variant, plain):
         spec = None if variant.is_preview else captured.spec
         return engine.workshop.build(plain, spec, inputs, options, captured.live, again=captured.answers)

@@ -122,6 +122,8 @@ class Variant:
         return not is_asked and self._state(module).holds()
 
     def _holds(self, module: nn.Module, inputs: list[Any]) -> bool:
+        if self.captured.attributes and not self.captured.has_attributes_of(module, inputs):
+            return False
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             is_as_before = self._fits(module, inputs) and self._is_plain_state(module)
             is_as_before = is_as_before and (not torch.compiler.is_compiling() or self._has_its_weights(module))

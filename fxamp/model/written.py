@@ -120,6 +120,11 @@ def _autocast(device: str, low: torch.dtype, is_on: bool) -> Iterator[None]:
 
 def _floats_as(dtype: torch.dtype, values: Any, replaced: set[torch.dtype]) -> Any:
     def converted(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.dtype in replaced else tensor
+        if tensor.dtype not in replaced:
+            return tensor
+        made = tensor.to(dtype)
+        if type(tensor) is torch.Tensor:  # what forward has set on it: `y.aux = ...`
+            vars(made).update(vars(tensor))
+        return made
 
     return pytree.tree_map_only(torch.Tensor, converted, values)

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.capture.captured import Captured
-from fxamp.capture.inputs import unknown_call
+from fxamp.capture.inputs import of_each, unknown_call
 from fxamp.capture.promotion import read_as_own
 from fxamp.capture.symbolic import capture_symbolic
 from fxamp.errors import CaptureError, OptionError
@@ -143,7 +143,7 @@ class _Capture:
 def _capture(plain: nn.Module, variant: Variant, lists: OpLists, options: Any) -> _Capture:
     before, fakes = variant.captured, _MemoisedFakes(plain, logical_dtype)
     spec = unknown_call(plain) if variant.is_preview else before.spec
-    inputs = None if variant.is_preview else [with_data(value, plain) for value in before.example or []]
+    inputs = None if variant.is_preview else of_each(lambda value: with_data(value, plain), before.example or [])
     with casts_into(options.low):
         captured = capture_symbolic(plain, spec, inputs, fakes, lambda name: name in lists, before.live, before.answers)
         if options.is_part and inputs is not None:

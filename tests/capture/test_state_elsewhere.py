@@ -1,0 +1,396 @@
+"""What forward reads that is held neither by its model nor by its globals: each call answers as Python would."""
+
+import array
+import collections
+import contextvars
+import functools
+import gc
+import itertools
+import operator
+import os
+import threading
+import types
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import are_deterministic_algorithms_enabled as is_deterministic
+from torch import distributed, nn
+from torch.distributed import get_world_size, is_initialized
+
+import fxamp
+from fxamp.errors import CaptureError
+from fxamp.model.engine import engine_of
+
+X = torch.linspace(-2, 2, 32).reshape(4, 8)
+MODE = contextvars.ContextVar("mode", default=1.0)
+UNSET = contextvars.ContextVar("unset")
+BYTES, NUMBERS, ARRAY = bytearray(b"\x01\x02"), array.array("d", [1.0, 2.0]), np.ones(3)
+EVENT = threading.Event()
+GLOBAL = 1.0
+COUNT = itertools.count(1)
+
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+
+class Hidden:
+    """A descriptor that keeps its value where the functions of the model do not name it."""
+
+    def __get__(self, owner, kind=None):
+        return owner.__dict__.get("_kept", 1.0)
+
+
+class Holder:
+    value = Hidden()
+
+
+class Net(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.read, self.box, self.held = read, Box(1.0), None
+
+    def forward(self, x):
+        return self.last(self.first(x) * self.read(self))
+
+
+def helper():
+    helper.calls = getattr(helper, "calls", 0) + 1
+    return helper.calls
+
+
+def gained():
+    return getattr(gained, "gain", 1.0)
+
+
+def coded():
+    return 1.0
+
+
+def defaulted(gain=1.0):
+    return gain
+
+
+CODES = [(lambda: 1.0).__code__, (lambda: 3.0).__code__]
+
+
+def env(name, value):
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def sets(name, value):
+    return lambda model: setattr(model, name, value)
+
+
+def nested(value):
+    return Box(Box(Box([1.0, {"gain": value}])))
+
+
+def deep(model):
+    return model.held.value.value.value[1]["gain"]
+
+
+# name -> what forward reads, and what is done to it before each call.
+READ = {
+    "an environment variable": (
+        lambda m: float(os.environ["FXT"]),
+        [lambda m, v=v: env("FXT", v) for v in ("1", "3", "1")],
+    ),
+    "getenv": (
+        lambda m: float(os.getenv("FXT", "2")),
+        [lambda m, v=v: env("FXT", v) for v in (None, "3", None)],
+    ),
+    "whether there is a variable": (
+        lambda m: 3.0 if "FXT" in os.environ else 1.0,
+        [lambda m, v=v: env("FXT", v) for v in (None, "", None)],
+    ),
+    "a context variable": (lambda m: MODE.get(), [lambda m, v=v: MODE.set(v) for v in (1.0, 3.0, 1.0)]),
+    "one with a default at the call": (lambda m: UNSET.get(2.0), [lambda m: None, lambda m: UNSET.set(3.0)]),
+    "one that an object holds": (
+        lambda m: m.held.value.get(),
+        [lambda m: setattr(m, "held", Box(MODE)), *(lambda m, v=v: MODE.set(v) for v in (3.0, 4.0))],
+    ),
+    "what a context variable holds": (
+        lambda m: MODE.get()["gain"],
+        [lambda m: MODE.set({"gain": 1.0}), lambda m: MODE.get().update(gain=3.0)],
+    ),
+    "a weak reference": (
+        lambda m: m.held().value,
+        [
+            lambda m: setattr(m, "held", weakref.ref(m.box)),
+            *(lambda m, v=v: setattr(m.box, "value", v) for v in (3, 4)),
+        ],
+    ),
+    "a weak proxy": (
+        lambda m: m.held.value,
+        [
+            lambda m: setattr(m, "held", weakref.proxy(m.box)),
+            *(lambda m, v=v: setattr(m.box, "value", v) for v in (3, 4)),
+        ],
+    ),
+    "a dictionary of weak references": (
+        lambda m: m.held["box"].value,
+        [lambda m: setattr(m, "held", weakref.WeakValueDictionary(box=m.box)), lambda m: setattr(m.box, "value", 3.0)],
+    ),
+    "an attribute of a function": (
+        lambda m: gained(),
+        [lambda m, v=v: setattr(gained, "gain", v) for v in (1.0, 3.0, 4.0)],
+    ),
+    "a count in one": (lambda m: helper(), [lambda m: vars(helper).clear(), lambda m: None, lambda m: None]),
+    "what lies deep": (
+        deep,
+        [
+            lambda m: setattr(m, "held", nested(1.0)),
+            lambda m: m.held.value.value.value[1].update(gain=3.0),
+            lambda m: setattr(m, "held", nested(1.0)),
+        ],
+    ),
+    "bytes": (lambda m: BYTES[0], [lambda m, v=v: operator.setitem(BYTES, 0, v) for v in (1, 3, 1)]),
+    "an array": (lambda m: NUMBERS[1], [lambda m, v=v: operator.setitem(NUMBERS, 1, v) for v in (1.0, 3.0, 1.0)]),
+    "an array of numpy": (lambda m: float(ARRAY[0]), [lambda m, v=v: ARRAY.fill(v) for v in (1.0, 3.0, 1.0)]),
+    "one that is an attribute": (
+        lambda m: float(m.held[0]),
+        [lambda m: setattr(m, "held", np.ones(3)), lambda m: m.held.fill(3.0), lambda m: m.held.fill(4.0)],
+    ),
+    "an event": (
+        lambda m: 3.0 if EVENT.is_set() else 1.0,
+        [lambda m: EVENT.clear(), lambda m: EVENT.set(), lambda m: EVENT.clear()],
+    ),
+    "vars(self)": (lambda m: vars(m)["gain"], [sets("gain", 1.0), sets("gain", 3.0)]),
+    "self.__dict__": (
+        lambda m: m.__dict__.get("gain", 1.0),
+        [lambda m: None, sets("gain", 3.0), lambda m: delattr(m, "gain")],
+    ),
+    "a descriptor": (
+        lambda m: m.held.value,
+        [lambda m: setattr(m, "held", Holder()), *(lambda m, v=v: setattr(m.held, "_kept", v) for v in (3.0, 4.0))],
+    ),
+    "attrgetter": (operator.attrgetter("box.value"), [lambda m, v=v: setattr(m.box, "value", v) for v in (1.0, 3.0)]),
+    "globals()": (
+        lambda m: globals()["GLOBAL"],
+        [lambda m, v=v: operator.setitem(globals(), "GLOBAL", v) for v in (1.0, 3.0)],
+    ),
+    "eval": (lambda m: eval("GLOBAL"), [lambda m, v=v: operator.setitem(globals(), "GLOBAL", v) for v in (1.0, 3.0)]),
+    "torch's default dtype": (
+        lambda m: 2.0 if torch.get_default_dtype() is torch.float64 else 1.0,
+        [lambda m, v=v: torch.set_default_dtype(v) for v in (torch.float32, torch.float64, torch.float32)],
+    ),
+    "a setting of torch": (
+        lambda m: 2.0 if torch.are_deterministic_algorithms_enabled() else 1.0,
+        [lambda m, v=v: torch.use_deterministic_algorithms(v) for v in (False, True, False)],
+    ),
+    "the precision of products": (
+        lambda m: 2.0 if torch.get_float32_matmul_precision() == "high" else 1.0,
+        [lambda m, v=v: torch.set_float32_matmul_precision(v) for v in ("highest", "high", "highest")],
+    ),
+    "a flag of a backend": (
+        lambda m: 2.0 if torch.backends.cudnn.benchmark else 1.0,
+        [lambda m, v=v: setattr(torch.backends.cudnn, "benchmark", v) for v in (False, True, False)],
+    ),
+    "a kind of attention": (
+        lambda m: 2.0 if torch.backends.cuda.flash_sdp_enabled() else 1.0,
+        [lambda m, v=v: torch.backends.cuda.enable_flash_sdp(v) for v in (True, False, True)],
+    ),
+    "an iterator": (
+        lambda m: next(m.held),
+        [lambda m: setattr(m, "held", iter([1.0, 3.0, 2.0, 4.0])), lambda m: None, lambda m: None],
+    ),
+    "a generator": (
+        lambda m: next(m.held),
+        [lambda m: setattr(m, "held", (float(i) for i in range(1, 9))), lambda m: None],
+    ),
+    "one in a loop": (
+        lambda m: next(each for each in m.held),
+        [lambda m: setattr(m, "held", itertools.cycle([1.0, 3.0])), lambda m: None, lambda m: None],
+    ),
+    "a global iterator": (
+        lambda m: float(next(COUNT)),
+        [lambda m: operator.setitem(globals(), "COUNT", itertools.count(1)), lambda m: None, lambda m: None],
+    ),
+    "the last few": (
+        lambda m: (m.held.append(len(m.held) + 1.0), sum(m.held))[1],
+        [lambda m: setattr(m, "held", collections.deque(maxlen=2)), lambda m: None, lambda m: None],
+    ),
+    "whether weights are trained": (
+        lambda m: 1.0 + sum(p.requires_grad for p in m.parameters()),
+        [lambda m, v=v: m.first.weight.requires_grad_(v) for v in (True, False, True)],
+    ),
+    "a setting by a name of its own": (
+        lambda m: 2.0 if is_deterministic() else 1.0,
+        [lambda m, v=v: torch.use_deterministic_algorithms(v) for v in (False, True, False)],
+    ),
+    "a function whose code is edited": (
+        lambda m: coded(),
+        [lambda m, v=v: setattr(coded, "__code__", v) for v in (*CODES, CODES[0])],
+    ),
+    "one whose defaults are": (
+        lambda m: defaulted(),
+        [lambda m, v=v: setattr(defaulted, "__defaults__", (v,)) for v in (1.0, 3.0, 1.0)],
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _left_as_it_was():
+    saved = torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    yield
+    env("FXT", None)
+    torch.set_default_dtype(saved[0])
+    torch.set_float32_matmul_precision(saved[1])
+    torch.backends.cudnn.benchmark = saved[2]
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.enable_flash_sdp(True)
+
+
+def run(name, **options):
+    """What the calls of a model give, whose first is made in a fresh context; the model too."""
+    read, changes = READ[name]
+
+    def calls():
+        model = Net(read).eval()
+        model = fxamp.convert(model, dtype=torch.bfloat16, **options) if options else model
+        results = []
+        for change in changes:
+            change(model)
+            results.append(model(X).detach().float())
+        return results, model
+
+    return contextvars.Context().run(calls)
+
+
+# What no graph holds: elements of iterators, a deque that drops some, a count in a function.
+REFUSED = {
+    *("an iterator", "a generator", "one in a loop", "a global iterator", "the last few", "a count in one"),
+    "a kind of attention",
+}
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("name", READ)
+def test_each_call_answers_as_python_would(name, opt_level):
+    (expected, _), (found, model) = run(name), run(name, opt_level=opt_level)
+    methods = {variant.captured.method for variant in engine_of(model).all_variants() if not variant.is_preview}
+    assert name in REFUSED or methods == {"symbolic"}, methods
+    for result, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(result, right, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["getenv", "whether there is a variable", "a setting of torch", "the precision of products",
+     "a flag of a backend", "an event", "an array of numpy", "bytes"],
+)  # fmt: skip
+def test_a_state_that_comes_back_finds_its_graph(name):
+    _, model = run(name, capture="symbolic")
+    assert len(engine_of(model).all_variants()) == 2
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    def begin(_):
+        distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+
+    yield [lambda _: None, begin, lambda _: distributed.destroy_process_group()]
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="torch is built without distributed")
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda m: 3.0 if distributed.is_available() and distributed.is_initialized() else 1.0,
+        lambda m: 3.0 if is_initialized() else 1.0,
+        lambda m: 4.0 * get_world_size() if is_initialized() else 1.0,
+        lambda m: 4.0 * torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1.0,
+    ],
+)
+def test_a_process_group_that_comes_and_goes_is_seen(read, ranks):
+    plain, converted = Net(read).eval(), fxamp.convert(Net(read).eval(), dtype=torch.bfloat16, capture="symbolic")
+    for change in ranks:
+        change(converted)
+        torch.testing.assert_close(converted(X), plain(X), rtol=0.05, atol=0.05)
+    assert len(engine_of(converted).all_variants()) == 2
+
+
+def test_what_is_told_apart_by_context_is_so_at_once():
+    converted = fxamp.convert(Net(lambda m: MODE.get()).eval(), dtype=torch.bfloat16)
+    other = contextvars.copy_context()
+    other.run(MODE.set, 3.0)
+    plain = Net(lambda m: MODE.get()).eval()
+    for _ in range(2):
+        torch.testing.assert_close(converted(X), plain(X), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(other.run(converted, X), other.run(plain, X), rtol=0.05, atol=0.05)
+
+
+def test_a_weak_reference_keeps_nothing_alive():
+    model = Net(lambda m: m.held().value if m.held() is not None else 1.0).eval()
+    box = Box(2.0)
+    model.held = weakref.ref(box)
+    converted = fxamp.convert(model, dtype=torch.bfloat16, capture="symbolic")
+    converted(X), converted(X)
+    del box
+    gc.collect()
+    assert model.held() is None
+    torch.testing.assert_close(converted(X), model(X), rtol=0.05, atol=0.05)
+
+
+def test_an_array_that_torch_reads_itself_may_change_at_each_call():
+    model = Net(lambda m: torch.as_tensor(m.held)).eval()
+    model.held = np.ones(8, dtype=np.float32)
+    converted = fxamp.convert(model, dtype=torch.bfloat16, capture="symbolic")
+    for number in range(4):
+        model.held[:] = number
+        torch.testing.assert_close(converted(X), model(X), rtol=0.05, atol=0.05)
+    assert len(engine_of(converted).all_variants()) == 1
+
+
+def test_an_iterator_is_named_and_not_used_up():
+    model = Net(lambda m: next(m.held)).eval()
+    model.held = iter([1.0, 2.0])
+    with pytest.raises(CaptureError, match=r"the next element of self.held \(list_iterator\)"):
+        fxamp.convert(model, dtype=torch.bfloat16, capture="symbolic", example_inputs=(X,))
+    assert next(model.held) == 1.0
+
+
+def test_a_context_variable_that_forward_sets_is_set_by_each_call():
+    def read(model):
+        token = MODE.set(MODE.get() + 1)
+        if model.held:
+            MODE.reset(token)
+        return MODE.get()
+
+    def calls(converts, held):
+        MODE.set(1.0)
+        model = Net(read).eval()
+        model.held = held
+        model = fxamp.convert(model, dtype=torch.bfloat16) if converts else model
+        return [(model(X).detach(), MODE.get()) for _ in range(3)]
+
+    for held in (True, False):
+        expected, found = (contextvars.Context().run(calls, converts, held) for converts in (False, True))
+        assert [value for _, value in found] == [value for _, value in expected]
+        for (result, _), (right, _) in zip(found, expected, strict=True):
+            torch.testing.assert_close(result, right, rtol=0.05, atol=0.05)
+
+
+def test_what_torch_asks_for_itself_is_no_state_of_the_model(monkeypatch):
+    @functools.wraps(torch.relu)
+    def asking(x):
+        return os.environ.get("FXT_OF_TORCH") and x
+
+    monkeypatch.setattr(asking, "__code__", asking.__code__.replace(co_filename=torch.__file__))
+    asks = types.FunctionType(asking.__code__, {"os": os, "__name__": "torch"})
+    converted = fxamp.convert(Net(lambda m: asks(2.0) or 2.0).eval(), dtype=torch.bfloat16, capture="symbolic")
+    converted(X)
+    monkeypatch.setenv("FXT_OF_TORCH", "")
+    converted(X)
+    assert len(engine_of(converted).all_variants()) == 1

@@ -1,0 +1,145 @@
+"""Attributes that Python code sets on tensors: on a caller's, on the model's weights, on what forward gives."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp.errors import CaptureError
+from fxamp.model.engine import engine_of
+
+X = torch.linspace(-2, 2, 32).reshape(4, 8)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("shift", torch.ones(8))
+
+
+class AsksInput(Net):
+    def forward(self, x):
+        return self.last(self.first(x) * getattr(x, "gain", 1.0))
+
+
+class AsksWhetherThere(Net):
+    def forward(self, x):
+        return self.last(self.first(x)) * (3.0 if hasattr(x, "gain") else 1.0)
+
+
+class AsksInputInside(Net):
+    def forward(self, parts):
+        return self.last(sum(self.first(part) * getattr(part, "gain", 1.0) for part in parts))
+
+
+class AsksWeight(Net):
+    def forward(self, x):
+        return self.last(self.first(x) * getattr(self.first.weight, "gain", 1.0))
+
+
+class AsksBuffer(Net):
+    def forward(self, x):
+        return self.last(self.first(x) + self.shift * getattr(self.shift, "gain", 1.0))
+
+
+def given(gain=None):
+    x = X.clone()
+    if gain is not None:
+        x.gain = gain
+    return x
+
+
+def marked(tensor, gain):
+    if gain is None:
+        vars(tensor).pop("gain", None)
+    else:
+        tensor.gain = gain
+
+
+def near(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("gains", [(None, 3.0, 4.0, None), (3.0, None, 4.0)])
+@pytest.mark.parametrize("kind", [AsksInput, AsksWhetherThere, AsksInputInside, AsksWeight, AsksBuffer])
+def test_each_call_answers_for_its_own_tensors(kind, gains, opt_level):
+    plain, converted = kind().eval(), fxamp.convert(kind().eval(), dtype=torch.bfloat16, opt_level=opt_level)
+    for gain in gains:
+        for model in (plain, converted):
+            marked(model.first.weight, gain), marked(model.shift, gain)
+        args = ([given(gain), given()],) if kind is AsksInputInside else (given(gain),)
+        near(converted(*args), plain(*args))
+
+
+def test_an_attribute_that_is_not_there_costs_no_graph():
+    converted = fxamp.convert(AsksInput().eval(), dtype=torch.bfloat16)
+    for _ in range(3):
+        converted(given())
+    (variant,) = engine_of(converted).all_variants()
+    assert variant.captured.method == "symbolic" and variant.captured.attributes == {(0, "gain"): False}
+
+
+class SetsOnOutput(Net):
+    def forward(self, x):
+        y = self.last(self.first(x))
+        y.aux = 2 * y.sum()
+        return y
+
+
+class SetsInside(Net):
+    def forward(self, x):
+        h = self.first(x)
+        h.gain = 2.0
+        return self.last(h * h.gain)
+
+
+class SetsOnInput(Net):
+    def forward(self, x):
+        x.seen = getattr(x, "seen", 0) + 1
+        return self.last(self.first(x)) * x.seen
+
+
+class SetsOnWeight(Net):
+    def forward(self, x):
+        self.first.weight.calls = getattr(self.first.weight, "calls", 0) + 1
+        return self.last(self.first(x)) * self.first.weight.calls
+
+
+class SetsOnKept(Net):
+    def forward(self, x):
+        self.seen = self.first(x)
+        self.seen.gain = 2.0
+        return self.last(self.seen)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("kind", "look"),
+    [
+        (SetsOnOutput, lambda model, x, y: y.aux),
+        (SetsInside, lambda model, x, y: y),
+        (SetsOnInput, lambda model, x, y: torch.tensor(float(x.seen))),
+        (SetsOnWeight, lambda model, x, y: torch.tensor(float(model.first.weight.calls))),
+        (SetsOnKept, lambda model, x, y: torch.tensor(model.seen.gain)),
+    ],
+)
+def test_what_forward_sets_is_there_after_the_call(kind, look, opt_level):
+    plain, converted = kind(), fxamp.convert(kind(), dtype=torch.bfloat16, opt_level=opt_level)
+    for _ in range(3):
+        results = []
+        for model in (plain, converted):
+            x = X.clone()
+            y = model(x)
+            results.append((y, look(model, x, y).float()))
+        near(*[y for y, _ in results])
+        torch.testing.assert_close(*[seen for _, seen in results], rtol=0.05, atol=0.1)
+
+
+def test_what_is_set_is_named():
+    with pytest.raises(CaptureError, match=r"forward sets \.aux on a tensor"):
+        fxamp.convert(SetsOnOutput(), dtype=torch.bfloat16, capture="symbolic", example_inputs=(X,))
+    converted = fxamp.convert(SetsInside(), dtype=torch.bfloat16, capture="symbolic", example_inputs=(X,))
+    near(converted(X), SetsInside()(X))
