@@ -9,7 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -272,3 +272,16 @@ def _unreturnable(kind: type) -> CaptureError:
         f"forward returns a {kind.__qualname__}, which a graph cannot return. Return tensors in built-in containers, "
         "or register the type with torch.utils._pytree.register_pytree_node."
     )
+
+
+def check_no_attributes(values: Iterable[Any]) -> None:
+    """Raise a CaptureError where forward has set an attribute of its own on a tensor that is seen after the call."""
+    for value in values:
+        if issubclass(type(value), fx.Proxy) and (names := vars(value).keys() - _KEPT_BY_PROXIES):
+            raise CaptureError(
+                f"forward sets .{min(names)} on a tensor, which a graph would not do. Return the value beside the "
+                "tensor instead."
+            )
+
+
+_KEPT_BY_PROXIES = frozenset({"node", "tracer", "_tensor", "_owner", "_name", "_made"})

@@ -3,7 +3,7 @@
 import collections.abc
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -331,19 +331,6 @@ class AttributeProxy(ValueProxy):
             if read is not UNKNOWN:
                 return read
         return self.tracer.create_proxy("call_method", self._name, (self._owner, *args), kwargs)
-
-
-def check_no_attributes(values: Iterable[Any]) -> None:
-    """Raise a CaptureError where forward has set an attribute of its own on a tensor that is seen after the call."""
-    for value in values:
-        if issubclass(type(value), fx.Proxy) and (names := vars(value).keys() - _KEPT_BY_PROXIES):
-            raise CaptureError(
-                f"forward sets .{min(names)} on a tensor, which a graph would not do. Return the value beside the "
-                "tensor instead."
-            )
-
-
-_KEPT_BY_PROXIES = frozenset({"node", "tracer", "_tensor", "_owner", "_name", "_made"})
 
 
 def is_value(instance: Any) -> bool:

@@ -92,35 +92,7 @@ class Reads:
         """
 
         def getattribute(module: nn.Module, name: str) -> Any:
-            if issubclass(type(module), torch.jit.ScriptModule):  # torch.jit's own; what it does is compiled
-                return object.__getattribute__(module, name)
-            if id(module) not in self._known and not self._is_paused():
-                self._meet(module)
-            try:
-                value = object.__getattribute__(module, name)
-            except AttributeError:
-                if name not in _OWN and not self._is_paused() and not self._assignments.has(module, name):
-                    self._keep_registered(self._own(module, name), name)
-                raise
-            if name == "training" and id(module) not in self._paths and not self._is_paused():
-                self._keep(self._own(module, name), name, value)  # a module outside of the model's tree
-            if name in _TABLES and not self._is_paused() and not self._assignments.is_made(module):
-                self._listed.setdefault((id(module), name), (self._own(module, name), without(value, tuple(value))))
-            if name == "__dict__" and not self._is_paused() and _is_code_of_a_model(sys._getframe(1)):
-                self._read_past(module, value, sys._getframe(1).f_code)
-            if name in _OWN or self._is_paused() or (name in _INHERITED and name not in module.__dict__):
-                return value
-            if name in module.__dict__ and self._assignments.has(module, name):
-                return self._assignments.value(module, name)
-            owner = self._own(module, name)
-            if isinstance(value, torch.Tensor) and is_compared_with_others(sys._getframe(1)):
-                raise CaptureError(
-                    f"{user_line()}: forward may ask whether {self._title(owner, name)} is the same tensor as another "
-                    "(`is`), which a graph cannot hold"
-                )
-            if isinstance(value, torch.Tensor) and not is_asked_whether_none(sys._getframe(1), name):
-                self._looked_at.add((id(owner), name))
-            return self._note(owner, name, value)
+            return self._read(module, name, sys._getframe(1))
 
         def reduce_ex(module: nn.Module, protocol: Any) -> Any:
             if not self._is_paused() and not self._assignments.is_made(module):
@@ -151,6 +123,38 @@ class Reads:
         if isinstance(done, FxampError):
             raise done
         self.settings = done
+
+    def _read(self, module: nn.Module, name: str, asker: types.FrameType) -> Any:
+        """An attribute of a module, for whoever asks."""
+        if issubclass(type(module), torch.jit.ScriptModule):  # torch.jit's own; what it does is compiled
+            return object.__getattribute__(module, name)
+        if id(module) not in self._known and not self._is_paused():
+            self._meet(module)
+        try:
+            value = object.__getattribute__(module, name)
+        except AttributeError:
+            if name not in _OWN and not self._is_paused() and not self._assignments.has(module, name):
+                self._keep_registered(self._own(module, name), name)
+            raise
+        if name == "training" and id(module) not in self._paths and not self._is_paused():
+            self._keep(self._own(module, name), name, value)  # a module outside of the model's tree
+        if name in _TABLES and not self._is_paused() and not self._assignments.is_made(module):
+            self._listed.setdefault((id(module), name), (self._own(module, name), without(value, tuple(value))))
+        if name == "__dict__" and not self._is_paused() and _is_code_of_a_model(asker):
+            self._read_past(module, value, asker.f_code)
+        if name in _OWN or self._is_paused() or (name in _INHERITED and name not in module.__dict__):
+            return value
+        if name in module.__dict__ and self._assignments.has(module, name):
+            return self._assignments.value(module, name)
+        owner = self._own(module, name)
+        if isinstance(value, torch.Tensor) and is_compared_with_others(asker):
+            raise CaptureError(
+                f"{user_line()}: forward may ask whether {self._title(owner, name)} is the same tensor as another "
+                "(`is`), which a graph cannot hold"
+            )
+        if isinstance(value, torch.Tensor) and not is_asked_whether_none(asker, name):
+            self._looked_at.add((id(owner), name))
+        return self._note(owner, name, value)
 
     def take_items(self) -> list[tuple[Item, Any]]:
         """Items of what attributes hold that forward has set, and to what; the graph is to set them."""

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fxamp.capture.state import Cell, StateCheck
+from fxamp.capture.state import Cell
+from fxamp.capture.state_check import StateCheck
 from fxamp.errors import CaptureError, FxampError
 
 _STATE, _OPEN, _OPENINGS, _HIDDEN = "read_before", "has_open_sizes", "openings", "has_hidden_trace"

@@ -72,32 +72,52 @@ if distributed.is_available():
     _ASKED |= {getattr(distributed, name): SETTINGS.known_by(_ranks) for name in _OF_RANKS}
 
 
-@contextlib.contextmanager
-def torch_settings_reads(keep: Callable[[Any, Any, Any], None], is_paused: Callable[[], bool]) -> Iterator[None]:
-    """Take note of the settings that the model asks for in this thread; what it has set itself is the graph's.
+class _Asker:
+    """What stands in the place of torch's functions while a model is traced.
 
     Args:
         keep: takes an owner, a name and what it holds.
+        is_paused: whether what happens now is no part of the model's forward.
     """
-    thread = threading.get_ident()
 
-    def is_asked_by_the_model() -> bool:
-        return threading.get_ident() == thread and not is_paused() and not is_library_frame(sys._getframe(2))
+    def __init__(self, keep: Callable[[Any, Any, Any], None], is_paused: Callable[[], bool]) -> None:
+        self._keep, self._is_paused = keep, is_paused
+        self._thread = threading.get_ident()
 
-    def noting(teller: Callable[[], Any]) -> Callable[[], Any]:
+    def _is_recorded(self) -> bool:
+        return threading.get_ident() == self._thread and not self._is_paused()
+
+    def _is_asked_by_the_model(self) -> bool:
+        return self._is_recorded() and not is_library_frame(sys._getframe(2))
+
+    def noting(self, teller: Callable[[], Any]) -> Callable[[], Any]:
+        """The function, of which a note is taken; of what the model has set itself there is none."""
         name = SETTINGS.known_by(teller)
         before = SETTINGS[name]
 
         def tell() -> Any:
-            if is_asked_by_the_model() and SETTINGS[name] == before:
-                keep(SETTINGS, name, before)
+            if self._is_asked_by_the_model() and SETTINGS[name] == before:
+                self._keep(SETTINGS, name, before)
             return teller()
 
         return tell
 
-    def refusing(teller: Callable[[], Any]) -> Callable[[], Any]:
+    def noting_ranks(self, teller: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for one about the process group, for which torch's own modules ask, too."""
+        name = SETTINGS.known_by(_ranks)
+
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            if self._is_recorded():
+                self._keep(SETTINGS, name, SETTINGS[name])
+            return teller(*args, **kwargs)
+
+        return tell
+
+    def refusing(self, teller: Callable[[], Any]) -> Callable[[], Any]:
+        """A function for which the model may not ask."""
+
         def tell() -> Any:
-            if is_asked_by_the_model():
+            if self._is_asked_by_the_model():
                 raise CaptureError(
                     f"{user_line()}: forward asks torch.backends.cuda.{teller.__name__}(), and a graph holds for any "
                     "kernel of attention"
@@ -106,35 +126,31 @@ def torch_settings_reads(keep: Callable[[Any, Any, Any], None], is_paused: Calla
 
         return tell
 
-    def noting_ranks(teller: Callable[..., Any]) -> Callable[..., Any]:
-        name = SETTINGS.known_by(_ranks)
+    def reading(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """How `torch.backends.cudnn.benchmark` and the like are read."""
 
-        def tell(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread and not is_paused():  # torch's own modules ask, too
-                keep(SETTINGS, name, SETTINGS[name])
-            return teller(*args, **kwargs)
+        def get(setting: Any, holder: Any, kind: Any) -> Any:
+            if self._is_asked_by_the_model():
+                name = SETTINGS.known_by(setting.getter)
+                self._keep(SETTINGS, name, SETTINGS[name])
+            return read(setting, holder, kind)
 
-        return tell
+        return get
 
-    read = _PROPERTY.__get__
 
-    def get(setting: Any, holder: Any, kind: Any) -> Any:
-        if is_asked_by_the_model():
-            keep(SETTINGS, name := SETTINGS.known_by(setting.getter), SETTINGS[name])
-        return read(setting, holder, kind)
-
-    places = [(torch, name, noting) for name in _OF_TORCH if hasattr(torch, name)]
-    places += [(torch.backends.cuda, name, refusing) for name in _OF_ATTENTION if hasattr(torch.backends.cuda, name)]
-    if distributed.is_available():
-        places += [(distributed, name, noting_ranks) for name in _OF_RANKS]
-    originals = [(space, name, getattr(space, name), wrap) for space, name, wrap in places]
-
+@contextlib.contextmanager
+def torch_settings_reads(keep: Callable[[Any, Any, Any], None], is_paused: Callable[[], bool]) -> Iterator[None]:
+    """Take note of the settings that the model asks for in this thread; see `_Asker` for the arguments."""
+    asker = _Asker(keep, is_paused)
+    places: list[tuple[Any, str, Callable[..., Any]]] = [(torch, name, asker.noting) for name in _OF_TORCH]
+    places += [(torch.backends.cuda, name, asker.refusing) for name in _OF_ATTENTION]
+    places += [(distributed, name, asker.noting_ranks) for name in _OF_RANKS if distributed.is_available()]
+    places += [(_PROPERTY, "__get__", asker.reading)]
+    originals = [(space, name, getattr(space, name), wrap) for space, name, wrap in places if hasattr(space, name)]
     try:
         for space, name, teller, wrap in originals:
             setattr(space, name, wrap(teller))
-        _PROPERTY.__get__ = get
         yield
     finally:
         for space, name, teller, _ in originals:
             setattr(space, name, teller)
-        _PROPERTY.__get__ = read

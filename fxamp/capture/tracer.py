@@ -41,14 +41,13 @@ from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import user_frames, user_line
 from fxamp.capture.mode_nodes import ModeNodes
 from fxamp.capture.numbers import plain_number
-from fxamp.capture.outputs import OutputForm, flatten_output
+from fxamp.capture.outputs import OutputForm, check_no_attributes, flatten_output
 from fxamp.capture.places import paths_of_tensors
 from fxamp.capture.promotion import Promotion
 from fxamp.capture.proxies import (
     SequenceProxy,
     ValueProxy,
     WeightProxy,
-    check_no_attributes,
     gives_parts,
     kind_of_dictionary,
     opened,

@@ -13,7 +13,8 @@ from torch.autograd import forward_ad
 from fxamp import ir
 from fxamp.capture.captured import Captured
 from fxamp.capture.memory import memory_between
-from fxamp.capture.state import Cell, StateCheck, flag_cell
+from fxamp.capture.state import Cell, flag_cell
+from fxamp.capture.state_check import StateCheck
 from fxamp.model.codegen import CompiledForward
 
 

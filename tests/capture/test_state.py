@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
-from fxamp.capture.state import StateCheck
+from fxamp.capture.state_check import StateCheck
 from fxamp.errors import CaptureError, OptionError
 from fxamp.model.engine import Engine, engine_of
 
