@@ -32,6 +32,7 @@ from fxamp.capture.state import read
 from fxamp.errors import CaptureError, FxampError, OptionError
 
 _THE_MODULES: Any = random.random.__self__  # type: ignore[attr-defined]
+DEFAULT = "a default of "  # how the title of what an argument holds begins
 _MOST_BYTES = 2**26  # of an array of numpy that is looked at: a larger one may be a file
 
 
@@ -162,16 +163,17 @@ class Effects:
             elif isinstance(container, dict):
                 forget_traced_types(container)
         drawn = self._drawn_generators()
+        variables, in_classes = self._set_variables(), self._set_in_classes()
         done = [
-            *self._set_variables(),
+            *variables,
             *self._set_in_context(),
-            *self._set_in_classes(),
+            *in_classes,
             *(f"draws from a {kind.__qualname__}" for kind in drawn),
             *self._filled_caches(),
             *self._written_arrays(),
         ]
         set_once = self._plain_values_set() if not done else []
-        is_ring = self._has_written_ring()
+        is_lost = self._is_lost_by_dynamo(bool(in_classes))
         done += self._written_containers()
         if any(issubclass(kind, random.Random) for kind in drawn):
             return OptionError(
@@ -186,12 +188,19 @@ class Effects:
         )
         if set_once:
             return Settings(tuple(set_once), text)
-        return for_python(CaptureError(text)) if is_ring else CaptureError(text)
+        return for_python(CaptureError(text)) if is_lost else CaptureError(text)
 
-    def _has_written_ring(self) -> bool:
-        """Whether forward writes into a deque of a certain length: Dynamo reads it as if it grew (torch 2.13)."""
-        held = ((container, saved) for container, saved, _ in self._containers.values())
-        return any(getattr(each, "maxlen", None) is not None and not holds_still(each, saved) for each, saved in held)
+    def _is_lost_by_dynamo(self, sets_in_classes: bool) -> bool:
+        """Whether Dynamo does not see what forward writes, and computes something else.
+
+        It reads a deque of a certain length as if it grew (torch 2.13), and before torch 2.12 its guards see neither
+        classes' attributes nor defaults of functions.
+        """
+        written = [(each, title) for each, saved, title in self._containers.values() if not holds_still(each, saved)]
+        if any(getattr(each, "maxlen", None) is not None for each, _ in written):
+            return True
+        is_unguarded = sets_in_classes or any(title.startswith(DEFAULT) for _, title in written)
+        return is_unguarded and torch.__version__ < "2.12"
 
     def _plain_values_set(self) -> list[tuple[dict[Any, Any], Any, Any, Any]]:
         """What forward has put into dictionaries, if it wrote plain values alone: (dictionary, key, before, after)."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.capture.effects import Effects
+from fxamp.capture.effects import DEFAULT, Effects
 from fxamp.capture.functions_of import (
     beginnings_in,
     codes_of,
@@ -152,7 +152,7 @@ class Outside:
         """What an argument is where it is not given: state that stays from call to call."""
         held = {"__name__": f"the defaults of {function.__qualname__}()"}
         for place, default in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
-            self._effects.remember_containers(default, f"a default of {function.__qualname__}()")
+            self._effects.remember_containers(default, f"{DEFAULT}{function.__qualname__}()")
             if not isinstance(default, SCALARS):
                 held[str(place)] = default
                 self._keep(held, str(place), default)

@@ -294,6 +294,13 @@ class WeightProxy(ValueProxy):
     shape = property(lambda self: self._tensor.shape)
     ndim = property(lambda self: self._tensor.ndim)
 
+    @property
+    def requires_grad(self) -> Any:
+        if any(user.target == "requires_grad_" for user in self.node.users):
+            return ValueProxy.__getattr__(self, "requires_grad")  # forward sets it
+        self.tracer.note_attribute(self._tensor, "requires_grad")  # type: ignore[attr-defined]
+        return self._tensor.requires_grad
+
     def size(self, *dim: int) -> Any:
         return self._tensor.size(*dim)
 

@@ -223,6 +223,10 @@ READ = {
         lambda m: 1.0 + sum(p.requires_grad for p in m.parameters()),
         [lambda m, v=v: m.first.weight.requires_grad_(v) for v in (True, False, True)],
     ),
+    "whether one is": (
+        lambda m: 2.0 if m.first.weight.requires_grad else 1.0,
+        [lambda m, v=v: m.first.weight.requires_grad_(v) for v in (True, False, True)],
+    ),
     "a setting by a name of its own": (
         lambda m: 2.0 if is_deterministic() else 1.0,
         [lambda m, v=v: torch.use_deterministic_algorithms(v) for v in (False, True, False)],
