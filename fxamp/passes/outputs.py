@@ -50,12 +50,15 @@ class ConnectOutputs(Pass):
     def _connect(self, graph: fx.Graph, copy: fx.Node, aliases: Aliases, regions: dict[fx.Node, int]) -> bool:
         value = copy.all_input_nodes[0]
         readers = [user for user in value.users if user is not copy and ir.has_gradient(user) and not _is_loss(user)]
-        if not readers or _is_written_after(value, aliases) or ir.REGION in value.meta:
+        keepers = [user for user in value.users if ir.mark(user).op == "retain_grad"]
+        if not (readers or keepers) or _is_written_after(value, aliases) or ir.REGION in value.meta:
             return False
-        if any(regions[node] != regions[value] for node in (copy, *readers) if node.op != "output"):
+        if any(regions[node] != regions[value] for node in (copy, *readers, *keepers) if node.op != "output"):
             return False
         value.append(copy)
         copy.meta[ir.RESULT] = True
+        for keeper in keepers:  # forward's own `h.retain_grad()` is for who gets h
+            keeper.replace_input_with(value, copy)
         narrow = [reader for reader in readers if not _move_wide(graph, reader, copy, aliases)]
         if not narrow:
             return True

@@ -183,6 +183,34 @@ def test_a_value_that_forward_keeps_on_the_model():
     assert torch.autograd.grad(scores.sum(), model.features)[0].abs().sum() > 0
 
 
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "last"])
+@pytest.mark.parametrize("options", [{}, {"opt_level": "O2"}, {"capture": "dynamo"}], ids=["O1", "O2", "dynamo"])
+def test_the_gradient_that_forward_asks_to_retain_is_there(options, is_read):
+    """As in Grad-CAM: `self.features = h; h.retain_grad()`."""
+
+    class Retains(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            self.features = self.first(x).relu()
+            self.features.retain_grad()
+            return (self.last(self.features), self.features) if is_read else self.features
+
+    plain, converted = Retains(), fxamp.convert(Retains(), dtype=torch.bfloat16, **options)
+    x = torch.linspace(-2, 2, 32).reshape(4, 8)
+    for _ in range(2):
+        found = []
+        for model in (plain, converted):
+            results = model(x)
+            (results[0] if is_read else results).square().sum().backward()
+            found.append(model.features.grad)
+        assert found[1] is not None
+        torch.testing.assert_close(found[1].float(), found[0], rtol=0.05, atol=0.05)
+
+
 def test_a_result_that_is_written_afterwards_is_as_it_was():
     class Writes(Features):
         def forward(self, x):
