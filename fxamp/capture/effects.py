@@ -3,7 +3,9 @@
 A graph makes no such writes, and a trace would leave its own values in the user's objects.
 """
 
+import array
 import contextvars
+import copy
 import dataclasses
 import functools
 import gc
@@ -23,6 +25,7 @@ from fxamp.capture.objects import (
     SCALARS,
     is_descriptor,
     is_library,
+    numbers_of,
     pointed_at,
     walk,
 )
@@ -81,7 +84,7 @@ class Effects:
         self._taken: set[int] = set()  # of containers
         self._generators: dict[int, tuple[Any, Any]] = {}  # id -> generator, state
         self._opened: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # (id of owner, name) -> owner, name, value
-        self._arrays: dict[int, tuple[Any, Any, str]] = {}  # id -> array of numpy, copy, title
+        self._arrays: dict[int, tuple[Any, Any, str]] = {}  # id -> array, copy, title
         self._caches: dict[int, tuple[Any, int]] = {}  # id -> cached function, values it has kept
         self._variables_of_context: dict[int, tuple[Any, Any]] = {}  # id -> context variable, value
 
@@ -99,8 +102,9 @@ class Effects:
             self.remember_class(part)
             if id(part) not in self._generators and (state := _random_state(part)) is not None:
                 self._generators[id(part)] = (part, state)
-            if is_numpys(part) and part.nbytes <= _MOST_BYTES and id(part) not in self._arrays:
-                self._arrays[id(part)] = (part, part.copy(), title)
+            is_array = isinstance(part, bytearray | array.array) or (is_numpys(part) and part.nbytes <= _MOST_BYTES)
+            if is_array and id(part) not in self._arrays:
+                self._arrays[id(part)] = (part, copy.copy(part), title)
             if isinstance(part, functools._lru_cache_wrapper):
                 self._caches.setdefault(id(part), (part, part.cache_info().misses))
             if isinstance(part, contextvars.ContextVar):
@@ -270,10 +274,10 @@ class Effects:
 
     def _written_arrays(self) -> list[str]:
         done = []
-        for array, saved, title in reversed(self._arrays.values()):  # one may be a view of one that was read before
-            if array.tobytes() != saved.tobytes():
-                array[...] = saved
-                done.append(f"writes into {title} ({type(array).__qualname__})")
+        for written, saved, title in reversed(self._arrays.values()):  # one may be a view of one that was read before
+            if numbers_of(written) != numbers_of(saved):
+                written[... if is_numpys(written) else slice(None)] = saved
+                done.append(f"writes into {title} ({type(written).__qualname__})")
         return done
 
     def _written_containers(self) -> list[str]:

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import operator
+import queue
 import sys
 import threading
 import types
@@ -244,7 +245,7 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, *_TOOLS, "torch", "fxamp", "nu
 # Written in Python: their methods tell which attributes matter, as those of the user's classes do.
 _WRAPPERS = (
     *(collections.UserDict, collections.UserList, collections.ChainMap),
-    *(threading.Event, weakref.WeakValueDictionary),
+    *(threading.Event, queue.Queue, weakref.WeakValueDictionary),
 )
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace, *_WRAPPERS)
 

@@ -14,7 +14,6 @@ from torch.nn.utils import parametrize
 
 from fxamp.capture.assignments import Assignments
 from fxamp.capture.effects import Effects
-from fxamp.capture.environment import VARIABLES, environment_reads, title_of
 from fxamp.capture.functions_of import strings_in
 from fxamp.capture.hooks import check_hook_writes
 from fxamp.capture.identity import is_asked_whether_none, is_compared_with_others
@@ -32,6 +31,7 @@ from fxamp.capture.objects import (
 )
 from fxamp.capture.outside import Outside
 from fxamp.capture.places import paths_of, ties_of
+from fxamp.capture.process import VARIABLES, process_noted, title_of
 from fxamp.capture.selves import check_agrees
 from fxamp.capture.settings import Settings
 from fxamp.capture.state import LIFTED, NOT_NONE, Cell
@@ -110,7 +110,7 @@ class Reads:
         space.__getattribute__, space.__reduce_ex__ = getattribute, reduce_ex
         try:
             with (
-                environment_reads(self._keep, self._is_paused),
+                process_noted(self._keep, self._is_paused),
                 torch_settings_reads(self._keep, self._is_paused),
             ):
                 yield

@@ -8,6 +8,7 @@ import gc
 import itertools
 import operator
 import os
+import queue
 import threading
 import types
 import weakref
@@ -384,6 +385,53 @@ def test_a_context_variable_that_forward_sets_is_set_by_each_call():
         assert [value for _, value in found] == [value for _, value in expected]
         for (result, _), (right, _) in zip(found, expected, strict=True):
             torch.testing.assert_close(result, right, rtol=0.05, atol=0.05)
+
+
+QUEUE, GROWING, APPENDED = queue.Queue(), bytearray(), array.array("d")
+
+
+def appends(path):
+    with open(path, "a") as file:
+        file.write("x")
+
+
+# What forward does, and how often it has been done.
+DONE = {
+    "sets an environment variable": (
+        lambda path: env("FXT", (os.environ.get("FXT") or "") + "x"),
+        lambda path: len(os.environ["FXT"]),
+    ),
+    "puts into a queue": (lambda path: QUEUE.put(1), lambda path: QUEUE.qsize()),
+    "adds bytes": (lambda path: GROWING.extend(b"x"), lambda path: len(GROWING)),
+    "adds to an array": (lambda path: APPENDED.append(1.0), lambda path: len(APPENDED)),
+    "writes a file": (appends, lambda path: path.stat().st_size),
+}
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("name", DONE)
+def test_what_forward_does_outside_it_does_once_in_each_call(name, opt_level, tmp_path):
+    act, count = DONE[name]
+    path = tmp_path / "written"
+    QUEUE.queue.clear(), GROWING.clear()
+    del APPENDED[:]
+    converted = fxamp.convert(Net(lambda m: act(path) or 2.0).eval(), dtype=torch.bfloat16, opt_level=opt_level)
+    for number in (1, 2, 3):
+        converted(X)
+        assert count(path) == number
+
+
+def test_what_is_put_into_a_queue_is_no_value_of_a_trace():
+    class Puts(Net):
+        def forward(self, x):
+            h = self.first(x)
+            QUEUE.put(h.detach())
+            return self.last(h)
+
+    QUEUE.queue.clear()
+    converted = fxamp.convert(Puts(None).eval(), dtype=torch.bfloat16)
+    converted(X)
+    assert type(QUEUE.get_nowait()) is torch.Tensor and QUEUE.empty()
 
 
 def test_what_torch_asks_for_itself_is_no_state_of_the_model(monkeypatch):
