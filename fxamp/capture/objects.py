@@ -29,7 +29,8 @@ METHODS = (types.MethodType, types.BuiltinMethodType)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 CONTAINERS = (collections.OrderedDict, dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
 POINTERS = (contextvars.ContextVar, weakref.ref)  # of which another object may be reached without a write into them
-DEPTH, MOST = 6, 512  # containers in containers, and elements of one, that are looked at
+DEPTH, MOST = 6, 512  # containers in containers, and elements of one, that are compared
+_WALKED = 4  # containers in containers that are looked through for whatever may matter
 
 
 class _Same:
@@ -291,7 +292,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     return own if isinstance(own, dict) else None
 
 
-def walk(value: Any, depth: int = DEPTH) -> Iterator[Any]:
+def walk(value: Any, depth: int = _WALKED) -> Iterator[Any]:
     """A value, and what its containers and the user's objects in it hold."""
     yield value
     if depth == 0 or isinstance(value, (*SCALARS, torch.Tensor, nn.Module)):

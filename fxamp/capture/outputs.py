@@ -284,4 +284,5 @@ def check_no_attributes(values: Iterable[Any]) -> None:
             )
 
 
-_KEPT_BY_PROXIES = frozenset({"node", "tracer", "_tensor", "_owner", "_name", "_made"})
+# Of proxies, and of a parameter or buffer that forward makes.
+_KEPT_BY_PROXIES = frozenset("node tracer _tensor _owner _name _made _is_param _is_buffer persistent".split())
