@@ -11,6 +11,7 @@ import functools
 import gc
 import io
 import random
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +33,7 @@ from fxamp.capture.objects import (
 from fxamp.capture.refusals import for_python
 from fxamp.capture.settings import Settings
 from fxamp.capture.state import read
+from fxamp.capture.torch_settings import SETTINGS
 from fxamp.errors import CaptureError, FxampError, OptionError
 
 _THE_MODULES: Any = random.random.__self__  # type: ignore[attr-defined]
@@ -54,11 +56,14 @@ class _Drawn:
 
     def __init__(self, iterator: Any, title: str) -> None:
         self._iterator, self._title = iterator, title
+        self._thread = threading.get_ident()
 
     def __iter__(self) -> Any:
         return self
 
     def __next__(self) -> Any:
+        if threading.get_ident() != self._thread:  # which traces nothing
+            return next(self._iterator)
         raise for_python(  # Dynamo takes some itself, of global ones
             CaptureError(
                 f"forward takes the next element of {self._title} ({type(self._iterator).__qualname__}), which is "
@@ -95,7 +100,7 @@ class Effects:
             owner: a module, a class, a Python module's namespace, or a closure's cell.
             title: how a message names it.
         """
-        if not isinstance(owner, nn.Module):
+        if not isinstance(owner, nn.Module) and owner is not SETTINGS:
             self._variables.append((owner, name, value, title))
         self.remember_containers(value, title)
         for part in walk(value):
@@ -299,6 +304,8 @@ def _put(owner: Any, name: str, value: Any) -> None:
             owner.cell_contents = value
     elif isinstance(owner, nn.Module):
         owner.__dict__[name] = value
+    elif isinstance(owner, types.FunctionType):
+        setattr(owner, name, value)
     elif isinstance(owner, type):
         if value is MISSING:
             delattr(owner, name)

@@ -154,7 +154,8 @@ _shared: dict[int, weakref.ref[Any]] = {}
 
 def share_arrays(value: Any, tensors: Iterable[torch.Tensor]) -> None:
     """Note of the arrays of numpy in a value which of them a graph reads itself, by tensors in their memory."""
-    held = {each.untyped_storage().data_ptr() for each in tensors if type(each) is torch.Tensor and not each.is_meta}
+    dense = (each for each in tensors if type(each) is torch.Tensor and each.layout is torch.strided)
+    held = {each.untyped_storage().data_ptr() for each in dense if each.device.type == "cpu"}
     for part in walk(value) if held else ():
         if _is_numpys(part) and part.__array_interface__["data"][0] in held:
             number = id(part)

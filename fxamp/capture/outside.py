@@ -105,9 +105,8 @@ class Outside:
                 for level, name in imports_in(code):
                     self._import(_absolute(name, level, function.__globals__), code.co_names)
             self._defaults(function)
-            if not is_installed(
-                function.__code__.co_filename
-            ):  # a notebook puts the code of an edited file in its place
+            if not is_installed(function.__code__.co_filename):
+                # A notebook puts the code of an edited file in its place.
                 self._keep(function, "__code__", function.__code__)
                 self._keep(function, "__defaults__", function.__defaults__)
             for cell in function.__closure__ or ():

@@ -26,6 +26,12 @@ _OF_TORCH = (
 _OF_ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 _OF_RANKS = ("is_initialized", "get_world_size", "get_rank")
 _PROPERTY: Any = torch.backends.ContextProp
+_GETTERS = [
+    each.getter
+    for kind in (type(torch.backends.cudnn), type(torch.backends.mkldnn))
+    for each in vars(kind).values()
+    if isinstance(each, _PROPERTY)
+]
 
 
 class _Settings:
@@ -83,6 +89,7 @@ class _Asker:
     def __init__(self, keep: Callable[[Any, Any, Any], None], is_paused: Callable[[], bool]) -> None:
         self._keep, self._is_paused = keep, is_paused
         self._thread = threading.get_ident()
+        self._before = {getter: SETTINGS[SETTINGS.known_by(getter)] for getter in _GETTERS}
 
     def _is_recorded(self) -> bool:
         return threading.get_ident() == self._thread and not self._is_paused()
@@ -130,9 +137,10 @@ class _Asker:
         """How `torch.backends.cudnn.benchmark` and the like are read."""
 
         def get(setting: Any, holder: Any, kind: Any) -> Any:
-            if self._is_asked_by_the_model():
+            if setting.getter in self._before and self._is_asked_by_the_model():
                 name = SETTINGS.known_by(setting.getter)
-                self._keep(SETTINGS, name, SETTINGS[name])
+                if SETTINGS[name] == self._before[setting.getter]:
+                    self._keep(SETTINGS, name, SETTINGS[name])
             return read(setting, holder, kind)
 
         return get

@@ -298,6 +298,37 @@ def test_a_state_that_comes_back_finds_its_graph(name):
     assert len(engine_of(model).all_variants()) == 2
 
 
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves it so", "puts it back"])
+@pytest.mark.parametrize(
+    ("ask", "put"),
+    [
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (lambda: torch.backends.cudnn.benchmark, lambda on: setattr(torch.backends.cudnn, "benchmark", on)),
+    ],
+    ids=["a function", "a property"],
+)
+def test_what_forward_sets_itself_it_finds_so(ask, put, leaves):
+    def read(model):
+        before = ask()
+        put(True)
+        found = 3.0 if ask() else 1.0
+        if not leaves:
+            put(before)
+        return found + (2.0 if before else 0.0)
+
+    def calls(converts):
+        put(False)
+        model = Net(read).eval()
+        model = fxamp.convert(model, dtype=torch.bfloat16) if converts else model
+        return [(model(X).detach(), ask()) for _ in range(3)], model
+
+    (expected, _), (found, model) = calls(False), calls(True)
+    assert [state for _, state in found] == [state for _, state in expected]
+    for (result, _), (right, _) in zip(found, expected, strict=True):
+        torch.testing.assert_close(result, right, rtol=0.05, atol=0.05)
+    assert len(list(engine_of(model).all_variants())) <= 2
+
+
 @pytest.fixture
 def ranks(tmp_path):
     def begin(_):

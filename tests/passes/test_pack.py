@@ -259,7 +259,7 @@ def test_outputs_reached_follows_writes():
         z.add_(y * 2)
         return z, y + 1
 
-    setting = captured(forward, X, X)
+    setting = captured(forward, X, X.clone())
     run_steps(PIPELINE[:1], setting)
     reached = outputs_reached(setting.graph, find_aliases(setting.graph))
     by_op = {ir.mark(node).op: reached[node] for node in setting.graph.nodes}
