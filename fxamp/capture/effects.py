@@ -9,17 +9,16 @@ import copy
 import dataclasses
 import functools
 import gc
-import io
 import random
-import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from fxamp.capture.containers import containers_in, forget_traced_types, has_equals_for, holds_still, restore
+from fxamp.capture.iterators import Drawn, is_iterator
 from fxamp.capture.numbers import is_numpys
 from fxamp.capture.objects import (
     MISSING,
@@ -49,30 +48,6 @@ class _Computed:
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         return self if owner is None else self.function(owner)
-
-
-class _Drawn:
-    """Stands for an iterator that is there before forward runs: a graph would freeze the element that it gives."""
-
-    def __init__(self, iterator: Any, title: str) -> None:
-        self._iterator, self._title = iterator, title
-        self._thread = threading.get_ident()
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        if threading.get_ident() != self._thread:  # which traces nothing
-            return next(self._iterator)
-        raise for_python(  # Dynamo takes some itself, of global ones
-            CaptureError(
-                f"forward takes the next element of {self._title} ({type(self._iterator).__qualname__}), which is "
-                "another at each call. Take it outside, and pass it in."
-            )
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
 
 
 class Effects:
@@ -115,9 +90,9 @@ class Effects:
             if isinstance(part, contextvars.ContextVar):
                 self._variables_of_context.setdefault(id(part), (part, pointed_at(part)))
         self._open_cache(owner, name, value)
-        if isinstance(value, Iterator) and is_library(type(value)) and not isinstance(value, io.IOBase):
+        if is_iterator(value):
             self._opened[id(owner), name] = (owner, name, value)
-            _put(owner, name, _Drawn(value, title))
+            _put(owner, name, Drawn(value, title))
 
     def remember_containers(self, value: Any, title: str) -> None:
         """Remember what the containers in a value hold."""
