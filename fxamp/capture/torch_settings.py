@@ -98,12 +98,12 @@ class _Asker:
         return self._is_recorded() and not is_library_frame(sys._getframe(2))
 
     def noting(self, teller: Callable[[], Any]) -> Callable[[], Any]:
-        """The function, of which a note is taken; of what the model has set itself there is none."""
+        """The function, of which a note is taken, with what it told before forward: that may have set it."""
         name = SETTINGS.known_by(teller)
         before = SETTINGS[name]
 
         def tell() -> Any:
-            if self._is_asked_by_the_model() and SETTINGS[name] == before:
+            if self._is_asked_by_the_model():
                 self._keep(SETTINGS, name, before)
             return teller()
 
@@ -138,9 +138,7 @@ class _Asker:
 
         def get(setting: Any, holder: Any, kind: Any) -> Any:
             if setting.getter in self._before and self._is_asked_by_the_model():
-                name = SETTINGS.known_by(setting.getter)
-                if SETTINGS[name] == self._before[setting.getter]:
-                    self._keep(SETTINGS, name, SETTINGS[name])
+                self._keep(SETTINGS, SETTINGS.known_by(setting.getter), self._before[setting.getter])
             return read(setting, holder, kind)
 
         return get
