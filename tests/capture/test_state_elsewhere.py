@@ -12,6 +12,7 @@ import queue
 import threading
 import types
 import weakref
+from concurrent import futures
 
 import numpy as np
 import pytest
@@ -166,6 +167,10 @@ READ = {
         [lambda m: EVENT.clear(), lambda m: EVENT.set(), lambda m: EVENT.clear()],
     ),
     "vars(self)": (lambda m: vars(m)["gain"], [sets("gain", 1.0), sets("gain", 3.0)]),
+    "a number that is read at each call, too": (
+        lambda m: m.gain + vars(m)["gain"],
+        [sets("gain", 1.0), sets("gain", 3.0), sets("gain", 2.0)],
+    ),
     "self.__dict__": (
         lambda m: m.__dict__.get("gain", 1.0),
         [lambda m: None, sets("gain", 3.0), lambda m: delattr(m, "gain")],
@@ -298,18 +303,20 @@ def test_a_state_that_comes_back_finds_its_graph(name):
     assert len(engine_of(model).all_variants()) == 2
 
 
+@pytest.mark.parametrize("asks", [True, False], ids=["asks before", "asks after"])
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves it so", "puts it back"])
 @pytest.mark.parametrize(
     ("ask", "put"),
     [
-        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (is_deterministic, torch.use_deterministic_algorithms),
+        (lambda: torch.are_deterministic_algorithms_enabled(), torch.use_deterministic_algorithms),
         (lambda: torch.backends.cudnn.benchmark, lambda on: setattr(torch.backends.cudnn, "benchmark", on)),
     ],
-    ids=["a function", "a property"],
+    ids=["a name", "a function", "a property"],
 )
-def test_what_forward_sets_itself_it_finds_so(ask, put, leaves):
+def test_what_forward_sets_itself_it_finds_so(ask, put, leaves, asks):
     def read(model):
-        before = ask()
+        before = ask() if asks else False
         put(True)
         found = 3.0 if ask() else 1.0
         if not leaves:
@@ -326,7 +333,9 @@ def test_what_forward_sets_itself_it_finds_so(ask, put, leaves):
     assert [state for _, state in found] == [state for _, state in expected]
     for (result, _), (right, _) in zip(found, expected, strict=True):
         torch.testing.assert_close(result, right, rtol=0.05, atol=0.05)
-    assert len(list(engine_of(model).all_variants())) <= 2
+    variants = list(engine_of(model).all_variants())
+    assert len(variants) <= 2
+    assert {variant.captured.method for variant in variants} == {"symbolic"}
 
 
 @pytest.fixture
@@ -397,6 +406,18 @@ def test_an_iterator_is_named_and_not_used_up():
     assert next(model.held) == 1.0
 
 
+def test_other_threads_go_on_drawing_from_an_iterator():
+    def read(model):
+        with futures.ThreadPoolExecutor(1) as pool:  # stands for one that was there before
+            pool.submit(next, model.held).result()
+        return 2.0
+
+    model = Net(read).eval()
+    model.held = iter(range(9))
+    fxamp.convert(model, dtype=torch.bfloat16, capture="symbolic")(X)
+    assert next(model.held) in range(1, 9), "forward is run more than once at a capture"
+
+
 def test_a_context_variable_that_forward_sets_is_set_by_each_call():
     def read(model):
         token = MODE.set(MODE.get() + 1)
@@ -416,6 +437,23 @@ def test_a_context_variable_that_forward_sets_is_set_by_each_call():
         assert [value for _, value in found] == [value for _, value in expected]
         for (result, _), (right, _) in zip(found, expected, strict=True):
             torch.testing.assert_close(result, right, rtol=0.05, atol=0.05)
+
+
+def test_a_variable_that_forward_sets_and_never_reads_is_set_by_each_call():
+    def read(model):
+        UNSET.set("seen")
+        return 2.0
+
+    def calls():
+        found = []
+        model = fxamp.convert(Net(read).eval(), dtype=torch.bfloat16)
+        for _ in range(3):
+            UNSET.set("before")
+            model(X)
+            found.append(UNSET.get())
+        return found
+
+    assert contextvars.Context().run(calls) == ["seen"] * 3
 
 
 QUEUE, GROWING, APPENDED = queue.Queue(), bytearray(), array.array("d")

@@ -2,21 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
 
 import fxamp
 from fxamp.errors import CaptureError
 from fxamp.model.engine import engine_of
-
-X = torch.linspace(-2, 2, 32).reshape(4, 8)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.register_buffer("shift", torch.ones(8))
+from tests.capture.test_same_tensor import Net, X, near
 
 
 class AsksInput(Net):
@@ -40,6 +30,10 @@ class AsksWeight(Net):
 
 
 class AsksBuffer(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.ones(8))
+
     def forward(self, x):
         return self.last(self.first(x) + self.shift * getattr(self.shift, "gain", 1.0))
 
@@ -58,10 +52,6 @@ def marked(tensor, gain):
         tensor.gain = gain
 
 
-def near(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
-
-
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("gains", [(None, 3.0, 4.0, None), (3.0, None, 4.0)])
 @pytest.mark.parametrize("kind", [AsksInput, AsksWhetherThere, AsksInputInside, AsksWeight, AsksBuffer])
@@ -69,7 +59,7 @@ def test_each_call_answers_for_its_own_tensors(kind, gains, opt_level):
     plain, converted = kind().eval(), fxamp.convert(kind().eval(), dtype=torch.bfloat16, opt_level=opt_level)
     for gain in gains:
         for model in (plain, converted):
-            marked(model.first.weight, gain), marked(model.shift, gain)
+            marked(model.first.weight, gain), [marked(buffer, gain) for buffer in model.buffers()]
         args = ([given(gain), given()],) if kind is AsksInputInside else (given(gain),)
         near(converted(*args), plain(*args))
 
