@@ -1,14 +1,15 @@
 """What forward returns as something a graph can return, and how it is made whole again at each call.
 
 Built-in containers stay as they are, registered ones (named tuples, the output classes of Hugging Face) are taken apart
-by their pytree registration. An object of a plain class that forward makes, such as a cache of keys and values, is made
-anew at each call: an instance of its class with the same attributes, in which the call's tensors stand.
+by their pytree registration. An object of a plain class that forward makes, such as a dataclass or a cache of keys and
+values, is made anew at each call: an instance of its class with the same attributes, in which the call's tensors stand.
 """
 
 import collections
 import contextlib
 import dataclasses
 import enum
+import types
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -30,8 +31,9 @@ class OutputForm:
     Attributes:
         tree: of containers that pytree knows.
         leaves: how each of its leaves is made; none where they are the graph's outputs in order.
-        inside_objects: places of the graph's outputs that objects hold. They come in the dtype that they are computed
-            in: a cache of keys and values in float32 would be twice the bytes, and two more casts of each.
+        inside_objects: places of the graph's outputs that are no results (see `holds_results`), but what objects hold.
+            They come in the dtype that they are computed in: a cache of keys and values in float32 would be twice the
+            bytes, and two more casts of each.
         places: what forward sets besides, and how each value is made.
         orders_items: whether a container makes its items in another order than forward does.
     """
@@ -116,8 +118,8 @@ class Whole:
         return self.kind not in (*_SEQUENCES, *_MAPPINGS)
 
     def places(self, inside_objects: bool) -> Iterator[int]:
-        """Of the graph's outputs that it holds; those that objects hold where that is asked."""
-        if inside_objects or not self.is_object:
+        """Of the graph's outputs that it holds; those that are no results where that is asked."""
+        if inside_objects or not self.is_object or holds_results(self.kind):
             for part in self.parts:
                 yield from part.places(inside_objects)
 
@@ -130,9 +132,14 @@ class Whole:
             return self.kind(values)
         if self.kind in _MAPPINGS:
             return self.kind(zip(self.names, values, strict=True))
-        thing: Any = object.__new__(self.kind)
+        makes: Any = self.kind.__new__
+        thing = makes(self.kind)
+        slots = slots_of(self.kind)
         for name, value in zip(self.names, values, strict=True):
-            thing.__dict__[name] = value  # update() is what Dynamo of torch 2.11 cannot follow
+            if name in slots:
+                object.__setattr__(thing, name, value)
+            else:
+                thing.__dict__[name] = value  # update() is what Dynamo of torch 2.11 cannot follow
         return thing
 
 
@@ -169,7 +176,8 @@ def flatten_output(result: Any, state: State, places: Sequence[tuple[Kept, Any]]
     parts = tuple(map(taken.part, leaves))
     kept = tuple((place, _set_part(taken, place, value)) for place, value in places)
     taken.check()
-    results = {number for part in (*parts, *(p for _, p in kept)) for number in part.places(inside_objects=False)}
+    tops = parts[0].parts if tree.is_leaf() and isinstance(parts[0], Whole) else parts  # of the result itself
+    results = {number for part in (*tops, *(p for _, p in kept)) for number in part.places(inside_objects=False)}
     inside = frozenset(range(len(taken.flat))) - results
     return tuple(taken.flat), OutputForm(tree, parts, inside, kept, orders_items)
 
@@ -233,8 +241,9 @@ class _Taken:
             return self._whole(value, (), tuple(value))
         if type(value) in _MAPPINGS:
             return self._whole(value, tuple(value), tuple(value.values()))
-        if hasattr(value, "__dict__") and _is_plain_class(type(value)):
-            return self._whole(value, tuple(vars(value)), tuple(vars(value).values()))
+        if is_plain(value):
+            held = attributes_held(value)
+            return self._whole(value, tuple(held), tuple(held.values()))
         raise _unreturnable(type(value))
 
     def _whole(self, value: Any, names: tuple[Any, ...], values: tuple[Any, ...]) -> Whole:
@@ -256,11 +265,35 @@ class _Taken:
                 raise _unreturnable(whole.kind)
 
 
-def _is_plain_class(kind: type) -> bool:
-    """Whether an instance is its `__dict__` and nothing else."""
-    has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+def holds_results(kind: type) -> bool:
+    """Whether what an object of this class holds is what forward returns, as that of a tuple is. So is what the object
+    holds that forward returns itself, of whatever class; what others hold is a state of theirs.
+    """
+    return dataclasses.is_dataclass(kind)
+
+
+def attributes_held(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots first."""
+    slots = slots_of(type(value))
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The attributes for which instances of a class have slots."""
+    named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    names = [name for each in named for name in ((each,) if isinstance(each, str) else each)]
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an object is its attributes and nothing else."""
+    kind, slots = type(value), slots_of(type(value))
+    if kind is types.SimpleNamespace:
+        return True
     makes: Any = kind.__new__
-    return makes is object.__new__ and not has_slots and not _is_special(kind)
+    has_attributes = hasattr(value, "__dict__") or bool(slots)
+    is_private = any(name.startswith("__") for name in slots)
+    return makes is object.__new__ and has_attributes and not is_private and not _is_special(kind)
 
 
 def _is_special(kind: type) -> bool:

@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.refusals import Refusals
-from fxamp.dtypes import LOW_DTYPES, autocast_kind, device_of
+from fxamp.dtypes import autocast_kind, device_of
 from fxamp.model.engine import Engine, engine_of
+from fxamp.model.results import Results, in_dtype
 from fxamp.model.seen import Family, running
 from fxamp.model.view_class import itself, may_be_viewed, part_of
 from fxamp.model.ways import Way
@@ -84,12 +85,12 @@ class Written(Way):
         view = self._view_of(module)
         part = part_of(view)
         if self.options.opt_level == "O3":
-            args, kwargs = _floats_as(self.options.low, (args, kwargs), {torch.float32})
+            args, kwargs = _floats_as(self.options.low, (args, kwargs))
         is_on = part is None or not part.is_denied
         with taking_back_writes(), _autocast(autocast_kind(device_of(module)), self.options.low, is_on=is_on):
             result = base.forward(view, *args, **kwargs)
         wanted = self.options.output_dtype
-        return result if wanted is None else _floats_as(wanted, result, {*LOW_DTYPES})
+        return result if wanted is None else Results(wanted).of(result)
 
     def _view_of(self, module: nn.Module) -> nn.Module:
         """The view of a module: of a part the one that is being called, which its engine knows nothing of."""
@@ -118,13 +119,8 @@ def _autocast(device: str, low: torch.dtype, is_on: bool) -> Iterator[None]:
         running.is_on, running.has_gradients = before, had_gradients
 
 
-def _floats_as(dtype: torch.dtype, values: Any, replaced: set[torch.dtype]) -> Any:
+def _floats_as(dtype: torch.dtype, values: Any) -> Any:
     def converted(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype not in replaced:
-            return tensor
-        made = tensor.to(dtype)
-        if type(tensor) is torch.Tensor:  # what forward has set on it: `y.aux = ...`
-            vars(made).update(vars(tensor))
-        return made
+        return in_dtype(dtype, tensor) if tensor.dtype == torch.float32 else tensor
 
     return pytree.tree_map_only(torch.Tensor, converted, values)

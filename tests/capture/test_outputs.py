@@ -1,9 +1,12 @@
 """Objects that forward makes and returns: made anew at each call, as eager makes them."""
 
+import argparse
 import collections
 import copy
+import dataclasses
 import enum
 import threading
+import types
 
 import pytest
 import torch
@@ -157,8 +160,26 @@ def test_at_every_opt_level(opt_level):
     assert result["cache"].layers[0].keys.dtype == BF16, "what an object alone holds comes as it is computed"
 
 
+@dataclasses.dataclass
+class Named:
+    x: torch.Tensor
+    more: object = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: torch.Tensor
+
+
 class Slots:
-    __slots__ = ("x",)
+    __slots__ = ("unset", "x")
+
+    def __init__(self, x):
+        self.x = x
+
+
+class OneSlot:
+    __slots__ = "x"
 
     def __init__(self, x):
         self.x = x
@@ -167,7 +188,72 @@ class Slots:
 class BesideSlots(Slots):
     def __init__(self, x):
         super().__init__(x)
-        self.other = x
+        self.other = x + 1
+
+
+def asks_the_data(module, x):
+    return nn.functional.relu(x) if float(x.detach().sum() * float(x[0, 0])) > 1e9 else x
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("runs", ["graph", "as written"])
+@pytest.mark.parametrize(
+    ("make", "results", "others"),
+    [
+        (lambda x: Named(x), lambda y: [y.x], None),
+        (lambda x: Frozen(x), lambda y: [y.x], None),
+        (lambda x: Slots(x), lambda y: [y.x], None),
+        (lambda x: OneSlot(x), lambda y: [y.x], None),
+        (lambda x: BesideSlots(x), lambda y: [y.x, y.other], None),
+        (lambda x: types.SimpleNamespace(x=x), lambda y: [y.x], None),
+        (lambda x: argparse.Namespace(x=x), lambda y: [y.x], None),
+        (lambda x: [x, {"a": Named(x, (Frozen(x + 1),))}], lambda y: [y[0], y[1]["a"].x, y[1]["a"].more[0].x], None),
+        (lambda x: Named(x, Holder(x + 1)), lambda y: [y.x], lambda y: y.more.cache),
+        (lambda x: (x, Holder(x + 1)), lambda y: [y[0]], lambda y: y[1].cache),
+        (lambda x: Holder(Holder(x + 1)), lambda y: [], lambda y: y.cache.cache),
+    ],
+    ids="named frozen slots one_slot beside_slots namespace argparse nested cache_in_it cache_beside_it cache".split(),
+)
+def test_what_named_fields_hold_is_a_result(make, results, others, runs, opt_level):
+    """As that of a tuple; what other objects hold comes as it is computed."""
+
+    class Makes(Net):
+        def forward(self, x):
+            h = self.blocks[0](x)
+            return make(asks_the_data(self, h) if runs == "as written" else h)
+
+    x, plain = torch.randn(4, 8), Makes()
+    expected = plain(x)
+    converted = fxamp.convert(Makes(), BF16, opt_level=opt_level)
+    for _ in range(2):
+        found = converted(x)
+        assert type(found) is type(expected)
+        for result, exact in zip(results(found), results(expected), strict=True):
+            assert result.dtype == torch.float32 and result.requires_grad
+            torch.testing.assert_close(result, exact, rtol=0.05, atol=0.05)
+        if others is not None and (runs == "graph" or opt_level != "O1"):  # Dynamo's graphs give float32
+            assert others(found).dtype == BF16
+
+
+def test_an_object_that_forward_keeps_and_returns_is_not_written_into():
+    class Keeps(Net):
+        def forward(self, x):
+            h = asks_the_data(self, self.blocks[0](x))
+            self.kept = Named(h, [h])
+            return self.kept
+
+    model = fxamp.convert(Keeps(), BF16, opt_level="O2")
+    for _ in range(2):
+        result = model(torch.randn(4, 8))
+    assert result.x is result.more[0] and result.x.dtype == torch.float32
+    assert model.kept.x.dtype == BF16, "what forward has set on the model, as it is written"
+
+
+class Private:
+    __slots__ = ("__x",)
+
+    def __init__(self, x):
+        self.__x = x
 
 
 class OfItsOwn(dict):
@@ -201,8 +287,7 @@ def with_an_object_of_unknown_age(cache, x):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda cache, x: Slots(x),
-        lambda cache, x: BesideSlots(x),
+        lambda cache, x: Private(x),
         lambda cache, x: OfItsOwn(x=x),
         lambda cache, x: Ring(x),
         with_what_was_there,

@@ -1,0 +1,67 @@
+"""Low results of a forward that runs as it is written, in the dtype in which a graph would give them."""
+
+import copy
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fxamp.capture.outputs import attributes_held, holds_results, is_plain
+from fxamp.dtypes import LOW_DTYPES
+
+
+class Results:
+    """Makes results what they are to be, each once.
+
+    What containers and dataclasses hold are results, and what the object holds that forward returns itself: as in
+    `fxamp.capture.outputs`. An object in which a tensor is another now is a copy, for the model may hold it, too.
+
+    Args:
+        dtype: of results that are low.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._made: dict[int, Any] = {}  # by the id of what forward has returned, which the caller keeps
+
+    def of(self, returned: Any) -> Any:
+        """What the call gives where forward has returned this."""
+        if pytree.tree_is_leaf(returned) and is_plain(returned):
+            return self._object(returned)
+        return pytree.tree_map(self._leaf, returned)
+
+    def _leaf(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        return self._object(value) if holds_results(type(value)) and is_plain(value) else value
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in LOW_DTYPES:
+            return tensor
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = in_dtype(self._dtype, tensor)
+        made: torch.Tensor = self._made[id(tensor)]
+        return made
+
+    def _object(self, value: Any) -> Any:
+        if id(value) not in self._made:
+            self._made[id(value)] = value  # what holds itself
+            parts = {name: pytree.tree_map(self._leaf, part) for name, part in attributes_held(value).items()}
+            others = {name: part for name, part in parts.items() if not _are_one(part, getattr(value, name))}
+            if others:
+                made = self._made[id(value)] = copy.copy(value)
+                for name, part in others.items():
+                    object.__setattr__(made, name, part)
+        return self._made[id(value)]
+
+
+def _are_one(made: Any, part: Any) -> bool:
+    return all(one is other for one, other in zip(pytree.tree_leaves(made), pytree.tree_leaves(part), strict=True))
+
+
+def in_dtype(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in another dtype, with what Python code has set on it: `y.aux = ...`."""
+    made = tensor.to(dtype)
+    if type(tensor) is torch.Tensor:
+        vars(made).update(vars(tensor))
+    return made
