@@ -1,6 +1,7 @@
 """Which values may share storage, and where that storage is written: an analysis, it changes nothing.
 
-Views and in-place ops are found by op name; a function nobody lists may return a view of any of its arguments.
+Views and in-place ops are found by op name; a function nobody lists may return a view of any of its arguments, but for
+weights that are stored low (O2): where it runs in float32 it is given copies of those.
 """
 
 import bisect
@@ -72,11 +73,17 @@ def find_aliases(graph: fx.Graph, with_results: bool = False) -> Aliases:
         return Aliases({}, order)
     sets = UnionFind()
     first: dict[object, fx.Node] = {}
+    stored_low: set[fx.Node] = set()  # and views of such weights
     for node in graph.nodes:
         for key in _memory_keys(node):
             sets.union(node, first.setdefault(key, node))
-        for source in may_share(node, writes.get(node, [])):
+        sources = may_share(node, writes.get(node, []))
+        if node not in writes and _may_give_any(ir.mark(node).op):
+            sources = [source for source in sources if source not in stored_low]
+        for source in sources:
             sets.union(node, source)
+        if node.meta.get("stored_low") or not stored_low.isdisjoint(sources):
+            stored_low.add(node)
     for node, state in own.items():
         writes[node] = [*writes.get(node, ()), *state]
     return Aliases(_storages(graph, sets, writes), order)
@@ -167,13 +174,18 @@ def may_share(node: fx.Node, written: list[fx.Node]) -> list[fx.Node]:
         return written
     if op in _KERNELS:
         return []
-    if op in _VIEWS_OF_ALL or "." in op or "::" in op:
+    if _may_give_any(op):
         return node.all_input_nodes
     if op in TRAITS["view"] or op == "getattr":
         return ir.nodes_in(node.args[:1] or next(iter(node.kwargs.values()), ()))
     if op == "einsum" and len(node.all_input_nodes) == 1:
         return node.all_input_nodes  # a permutation, or a diagonal
     return []
+
+
+def _may_give_any(op: str) -> bool:
+    """Whether an op may return a view of any of its arguments."""
+    return op in _VIEWS_OF_ALL or "." in op or "::" in op
 
 
 def grad_regions(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -37,13 +37,15 @@ def regions_keep_grad_mode(graph: fx.Graph) -> None:
 
 
 def every_node_coloured(graph: fx.Graph) -> None:
-    """Every node has a colour, a precision and a reason."""
+    """Every node has a colour, a precision and a reason; what is stored low is low."""
     for node in graph.nodes:
         mark = ir.mark(node)
         if mark.reason.kind == "unmarked":
             raise InvariantError(f"{node.name} has no reason for its precision")
         if mark.precision not in ("low", "high", "none"):
             raise InvariantError(f"{node.name} has the precision {mark.precision!r}")
+        if node.meta.get("stored_low") and mark.precision == "high":
+            raise InvariantError(f"{node.name} is {mark.precision}, and its parameter is stored low")
 
 
 def operands_agree(graph: fx.Graph) -> None:

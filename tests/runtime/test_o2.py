@@ -113,3 +113,64 @@ def test_at_o3_a_float32_op_on_a_buffer_that_is_stored_low_is_computed_aside_and
     assert model.state.dtype == torch.float16 and torch.equal(model.state, torch.full((8,), 5e4).half())
     rows = {(row.op, row.precision) for row in fxamp.report(model).rows if row.op in ("buffer", "mul", "copy")}
     assert rows == {("buffer", "low"), ("mul", "low"), ("mul", "high"), ("copy", "low")}
+
+
+SEEN = []
+
+
+class Scales(torch.autograd.Function):
+    """A function of the user's, which torch.autocast does not reach."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        SEEN.append(weight.dtype)
+        ctx.save_for_backward(weight)
+        return x * weight.mean(1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        return grad * weight.mean(1), grad.sum(0)[:, None].expand_as(weight) / weight.shape[1]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda weight, h: Scales.apply(h, weight),
+        lambda weight, h: Scales.apply(h, weight.t().t()),
+        lambda weight, h: torch.vmap(lambda row: torch.nn.functional.linear(row, weight))(h),
+        lambda weight, h: sum(torch.broadcast_tensors(h, weight[0])),
+    ],
+    ids=["function", "view", "vmap", "broadcast_tensors"],
+)
+def test_a_stored_weight_beside_a_value_that_is_written_is_read_in_float32(reads, writes):
+    """A function that nobody lists may return a view of any of its arguments, of a weight that is low, too."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = torch.cumsum(self.first(x), 0)
+            if x.shape[0] > 100:  # so that no graph is known at the conversion
+                h = h * 2
+            if writes:
+                h += 1
+            y = reads(self.first.weight, h)
+            return self.last(y) + h
+
+    plain, x = Net(), torch.linspace(-1, 1, 32).reshape(4, 8)
+    model = fxamp.convert(Net(), dtype=torch.bfloat16, opt_level="O2")
+    assert model.first.weight.dtype == torch.bfloat16
+    model(x)
+    SEEN.clear()
+    for net in (plain, model):
+        net.outputs = net(x)
+        net.outputs.square().sum().backward()
+    assert set(SEEN) <= {torch.float32}
+    torch.testing.assert_close(model.outputs, plain.outputs, rtol=0.03, atol=0.03)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.float(), other.grad, rtol=0.1, atol=0.1)
