@@ -51,6 +51,7 @@ from fxamp.passes.values import (
     adds_to_what_is_there,
     fix_destroyed_values,
     is_dot_product,
+    is_elementwise_product,
     is_rearrangement,
     is_sum_of_squares,
     mark_integers,
@@ -106,6 +107,8 @@ def choose_colours(ruling: Ruling) -> None:
             ruling.colours[node] = "deny"
         elif is_rearrangement(node) and not policy.is_users_choice("einsum"):
             ruling.colours[node] = "clear"
+        elif is_elementwise_product(node) and not policy.is_users_choice("einsum"):
+            ruling.colours[node] = _list_colour(policy, "mul")
 
 
 def _list_colour(policy: Policy, op: str) -> Colour:

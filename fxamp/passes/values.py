@@ -1,5 +1,7 @@
 """Values that low precision would destroy: literals, what they taint, exact integers, squares."""
 
+import itertools
+
 import torch
 from torch import fx
 
@@ -33,7 +35,9 @@ def mark_integers(ruling: Ruling) -> None:
             rounded.add(node)
         if node in rounded or _gives_rows(node) or ruling.first_source(node, ruling.rounded) is not None:
             ruling.rounded.add(node)
-        if ir.mark(node).op in _PRODUCTS and ruling.first_source(node, rounded) is not None:
+        if (ir.mark(node).op in _PRODUCTS or is_elementwise_product(node)) and ruling.first_source(
+            node, rounded
+        ) is not None:
             continue
         if not node.op.startswith("call") or not (ir.holds_float32(node) or mutated(node)):
             continue
@@ -71,7 +75,7 @@ def _holds_long_integers(node: fx.Node) -> bool:
 
 def fix_destroyed_values(ruling: Ruling, node: fx.Node) -> None:
     """Fix an infer or clear node that low precision would destroy."""
-    low, op = ruling.policy.low, ir.mark(node).op
+    low = ruling.policy.low
     problem = destroyed_literal(node, low)
     spread_taint(ruling, node)
     if problem:
@@ -85,7 +89,7 @@ def fix_destroyed_values(ruling: Ruling, node: fx.Node) -> None:
         ruling.fix(
             node, "high", "integers", "is made of positions or exact integers, which low precision rounds", carrier
         )
-    elif op == "mul" and _multiplies_itself(ruling, node):
+    elif _multiplies_itself(ruling, node):
         ruling.fix(node, "high", "square", "a square overflows fp16 from 256 and loses half the exponent range")
         ruling.colours[node] = "deny"
 
@@ -98,8 +102,12 @@ def spread_taint(ruling: Ruling, node: fx.Node) -> None:
 
 
 def _multiplies_itself(ruling: Ruling, node: fx.Node) -> bool:
+    if is_elementwise_product(node):
+        factors = ir.nodes_in(node.args[1:])
+        return any(_are_one(ruling, list(pair)) for pair in itertools.combinations(factors, 2))
     factors = [ir.argument_of(node, position, keyword) for position, keyword in ((0, "input"), (1, "other"))]
-    return all(isinstance(factor, fx.Node) for factor in factors) and _are_one(ruling, factors)
+    is_product = ir.mark(node).op == "mul" and all(isinstance(factor, fx.Node) for factor in factors)
+    return is_product and _are_one(ruling, factors)
 
 
 def _are_one(ruling: Ruling, factors: list[fx.Node]) -> bool:
@@ -111,9 +119,11 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def is_dot_product(node: fx.Node) -> bool:
-    """Whether a GEMM op only adds up products, of vectors or of batches of them: no dimension is one operand's alone.
+    """Whether a GEMM op only adds up numbers or products, of vectors or of batches of them.
 
-    einsum("i,i->", a, b), einsum("bi,bi->b", a, b), and the matmul or inner of two vectors.
+    1. No dimension of its result is one operand's alone: einsum("i,i->", a, b), einsum("bi,bi->b", a, b), and the
+       matmul or inner of two vectors.
+    2. No sum is of products: einsum("bhw->b", a), einsum("b,bij->bj", a, b).
     """
     op, given = ir.mark(node).op, node.args[0] if node.args else None
     if op == "einsum":
@@ -124,7 +134,21 @@ def is_dot_product(node: fx.Node) -> bool:
 
 def _only_reduces(equation: str) -> bool:
     operands, result = _terms(equation)
-    return bool(set().union(*operands) - set(result)) and all(set(result) <= set(operand) for operand in operands)
+    summed = set().union(*operands) - set(result)
+    return bool(summed) and (all(set(result) <= set(operand) for operand in operands) or not _shared(operands, summed))
+
+
+def is_elementwise_product(node: fx.Node) -> bool:
+    """Whether a node is an einsum that adds up nothing: einsum("bld,dn->bldn", a, b), einsum("i,j->ij", a, b)."""
+    if ir.mark(node).op != "einsum" or not node.args or not isinstance(node.args[0], str):
+        return False
+    operands, result = _terms(node.args[0])
+    return len(operands) > 1 and set().union(*operands) == set(result)
+
+
+def _shared(operands: list[str], indices: set[str]) -> bool:
+    """Whether two operands have one of the indices."""
+    return any(sum(index in operand for operand in operands) > 1 for index in indices)
 
 
 def adds_to_what_is_there(node: fx.Node) -> bool:

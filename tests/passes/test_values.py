@@ -393,6 +393,11 @@ def test_an_image_of_bytes_goes_low_into_the_first_convolution():
         (lambda y: torch.einsum("ij,jk->ik", y, y), "einsum", "low"),
         (lambda y: torch.einsum("ij,kj", y, y), "einsum", "low"),
         (lambda y: torch.einsum("ij,ij->ij", y, y.tanh()), "einsum", "low"),
+        (lambda y: torch.einsum("ij,jk->ijk", y, y.tanh())[0], "einsum", "low"),
+        (lambda y: torch.einsum("ij,ij->ij", y, y), "einsum", "high square"),
+        (lambda y: torch.einsum("ij,j,ij->ij", y, y.tanh()[0], y), "einsum", "high square"),
+        (lambda y: torch.einsum("i,ij->j", y.tanh()[0], y), "einsum", "low"),
+        (lambda y: y * torch.einsum("ij,jk->j", y, y.tanh()), "einsum", "high list"),
         (lambda y: y * torch.einsum("ij,j->i", y, y.amax(0)), "einsum", "low"),
         (lambda y: y * torch.inner(y.flatten(), y.flatten()), "inner", "high square"),
         (lambda y: y * torch.matmul(y.flatten(), y.tanh().flatten()), "matmul", "high list"),
@@ -410,6 +415,52 @@ def test_an_einsum_of_one_operand_passes_its_numbers_on(equation):
     setting = decided(lambda y: torch.einsum(equation, y.exp()), X)
     assert_precision(setting, {"einsum": "high"})
     assert ir.mark(node_of(setting, "einsum")).colour == "clear"
+
+
+@pytest.mark.parametrize("equation", ["ij,jk->ijk", "...j,j->...j", "ij,ij->ij", "ij,jk"])
+def test_an_einsum_that_adds_up_nothing_is_a_product(equation):
+    """torch.autocast leaves such a one in the dtype of its operands: exp(einsum("bld,dn->bldn", delta, A)) of Mamba."""
+    y, other = X, {"...j,j->...j": X[0], "ij,ij->ij": X}.get(equation, X.mT)
+    setting = decided(lambda y, other: torch.einsum(equation, y.cumsum(0), other.cumsum(-1)), y, other)
+    is_sum = equation == "ij,jk"
+    assert_precision(setting, {"einsum": "low" if is_sum else "high"})
+    assert ir.mark(node_of(setting, "einsum")).colour == ("allow" if is_sum else "infer")
+
+
+class StateSpace(nn.Module):
+    """A selective scan as Mamba's reference writes it (Gu and Dao, 2023), step by step."""
+
+    def __init__(self, width=16, states=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.step, self.leave = (nn.Linear(width, width) for _ in range(3))
+        self.project = nn.Linear(width, 2 * states)
+        self.rates = nn.Parameter(torch.arange(1, states + 1).float().log().repeat(width, 1))
+
+    def forward(self, x):
+        u, delta = F.silu(self.enter(x)), F.softplus(self.step(x))
+        reads, writes = self.project(x).chunk(2, -1)
+        decay = torch.einsum("bld,dn->bldn", delta, -self.rates.exp()).exp()
+        change = torch.einsum("bld,bln,bld->bldn", delta, writes, u)
+        state, found = torch.zeros_like(change[:, 0]), []
+        for place in range(x.shape[1]):
+            state = decay[:, place] * state + change[:, place]
+            found.append(torch.einsum("bdn,bn->bd", state, reads[:, place]))
+        return self.leave(torch.stack(found, 1))
+
+
+def test_gradients_of_a_state_space_are_as_near_as_autocasts():
+    x = torch.randn(4, 32, 16, generator=torch.Generator().manual_seed(0))
+
+    def gradients(model, is_autocast=False):
+        with torch.autocast("cpu", FP16, enabled=is_autocast):
+            y = model(x)
+        y.float().square().mean().backward()
+        return model.rates.grad
+
+    exact = gradients(StateSpace())
+    autocasts, own = gradients(StateSpace(), True), gradients(fxamp.convert(StateSpace(), FP16))
+    assert (own - exact).norm() <= 1.5 * (autocasts - exact).norm()
 
 
 def test_an_einsum_of_one_operand_is_low_between_gemms():
