@@ -42,6 +42,12 @@ def globals_of(code: types.CodeType) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=512)
+def attributes_in(code: types.CodeType) -> frozenset[str]:
+    """The attributes that a function reads, of whatever object."""
+    return frozenset(str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+
+
+@functools.lru_cache(maxsize=512)
 def imports_in(code: types.CodeType) -> tuple[tuple[int, str], ...]:
     """The Python modules that a function imports: how many levels above its own (0: a full name), and the name."""
     instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]

@@ -84,7 +84,9 @@ def frozen(value: Any, scope: Scope, depth: int = DEPTH) -> tuple[Any, ...]:
     parts = parts_of(value, scope) if depth else None
     if parts is None:
         return (type(value), _Same(value))
-    return (type(value), *((name, frozen(part, scope, depth - 1)) for name, part in parts))
+    # A library's object may hold more than its attributes tell.
+    itself = (_Same(value),) if attributes_of(value) is None and namespace_of(value) is not None else ()
+    return (type(value), *itself, *((name, frozen(part, scope, depth - 1)) for name, part in parts))
 
 
 def _plain_scalar(value: Any) -> Any:
@@ -127,13 +129,12 @@ def _parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
         return _elements(value) if length_of(value) <= MOST else None
     if is_array(value):
         return [("numbers", numbers_of(value))] if memoryview(value).nbytes <= _MOST_BYTES else None
-    if is_library(class_of(value)) and type(value) is not threading.local:
+    is_foreign = is_library(class_of(value))
+    slots = [] if is_foreign else [name for name in slots_of(class_of(value)) if name in scope.names]
+    own = namespace_of(value)
+    if not slots and own is None:
         return None
-    slots = [name for name in slots_of(class_of(value)) if name in scope.names]
-    own = getattr(value, "__dict__", None)
-    if not slots and not isinstance(own, dict):
-        return None
-    named = sorted({*slots, *(scope.names & own.keys() if isinstance(own, dict) else ())})
+    named = sorted({*slots, *(scope.names & own.keys() if own is not None else ())})
     return [(name, getattr(value, name, MISSING)) for name in named]
 
 
@@ -293,20 +294,41 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     return own if isinstance(own, dict) else None
 
 
-def walk(value: Any, depth: int = _WALKED) -> Iterator[Any]:
-    """A value, and what its containers and the user's objects in it hold."""
+def namespace_of(value: Any) -> dict[str, Any] | None:
+    """The same also for an object of a library's that may hold what a model reads: an optimizer, a schedule, a
+    distribution, a sampler.
+    """
+    kind = class_of(value)
+    if not is_library(kind) or isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)):
+        return attributes_of(value)
+    if str(kind.__module__).startswith(_LET_BE) and kind is not threading.local:
+        return None
+    own = getattr(value, "__dict__", None)
+    return own if isinstance(own, dict) else None
+
+
+# Of their objects nothing is watched: they stand for functions and types, are asked for at each line that logs, or are
+# what fxamp itself works with.
+_LET_BE = (
+    *(*_TOOLS, "builtins", "functools", "typing", "abc", "operator", "inspect", "contextlib", "logging", "warnings"),
+    *("fxamp.", "torch.fx.", "torch._", "torch.jit.", "torch.utils.hooks"),
+)
+
+
+def walk(value: Any, depth: int = _WALKED, into_libraries: bool = False) -> Iterator[Any]:
+    """A value, and what its containers and the user's objects in it hold; where asked for, objects of libraries too."""
     yield value
     if depth == 0 or isinstance(value, (*SCALARS, torch.Tensor, nn.Module)):
         return
     try:
-        parts = _inside(value)
+        parts = _inside(value, into_libraries)
     except Exception:  # its class forbids the question
         parts = []
     for part in parts:
-        yield from walk(part, depth - 1)
+        yield from walk(part, depth - 1, into_libraries)
 
 
-def _inside(value: Any) -> list[Any]:
+def _inside(value: Any, into_libraries: bool) -> list[Any]:
     if isinstance(value, METHODS):
         return [part for _, part in method_parts(value) or ()]
     if isinstance(value, functools.partial):
@@ -316,8 +338,8 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, CONTAINERS):
         held = plain_copy(value) if length_of(value) <= MOST else ()
         return list(held.values() if isinstance(held, dict) else held)
-    if isinstance(value, FUNCTIONS) or is_library(type(value)):
+    if isinstance(value, FUNCTIONS) or (is_library(type(value)) and not into_libraries):
         return []
-    own = attributes_of(value) or {}
+    own = (namespace_of(value) if into_libraries else attributes_of(value)) or {}
     slots = [getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)]
     return [*slots, *dict.values(own)] if dict.__len__(own) <= MOST else []

@@ -13,6 +13,7 @@ from torch import nn
 
 from fxamp.capture.effects import DEFAULT, Effects
 from fxamp.capture.functions_of import (
+    attributes_in,
     beginnings_in,
     codes_of,
     functions_in,
@@ -31,6 +32,7 @@ from fxamp.capture.objects import (
     is_library_module,
     is_of_a_tool,
     method_parts,
+    namespace_of,
     walk,
 )
 from fxamp.capture.state import read
@@ -70,6 +72,7 @@ class Outside:
         self._functions: dict[int, types.FunctionType] = {}
         self._beginnings: set[str] = set()  # of names that they make: getattr(config, f"output_{key}")
         self._objects: dict[int, Any] = {}  # of the user's classes
+        self._foreign: dict[type, None] = {}  # classes of libraries of which there are objects
         self._modules: set[int] = set()
         self._followed: set[tuple[type, bool]] = set()  # classes of modules, and whether one was made
 
@@ -77,7 +80,7 @@ class Outside:
         """Look at what a value of the user's is made of; a text may be a name: getattr(self.config, self.key)."""
         if isinstance(value, str) and value.isidentifier():
             self._named({value})
-        for part in walk(value):
+        for part in walk(value, into_libraries=True):
             self.function(part)
             self._class(part)
             if isinstance(part, operator.attrgetter):
@@ -162,6 +165,8 @@ class Outside:
         self.names |= new
         for kind in list(self.classes):
             self._methods(kind, new)
+        for kind in list(self._foreign):
+            self._read_by(kind, new)
 
     def _class(self, value: Any) -> None:
         """Note an object's class, or a class that is a namespace, and follow its methods of names that are known."""
@@ -174,6 +179,15 @@ class Outside:
             if not is_library(each) and each not in self.classes:
                 self.classes[each] = None
                 self._methods(each, self.names | _UNNAMED)
+            elif is_library(each) and each not in self._foreign and kind is not value and namespace_of(value):
+                self._foreign[each] = None
+                self._read_by(each, self.names | _UNNAMED)
+
+    def _read_by(self, kind: type, names: Set[str]) -> None:
+        """Take for named what a library's methods of those names read of their objects: `schedule.get_last_lr()`."""
+        for name in sorted(names & vars(kind).keys()):
+            for function in functions_in(vars(kind)[name]):
+                self._named({each for code in codes_of(function.__code__) for each in attributes_in(code)})
 
     def _global(self, space: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
         value = space.get(name, MISSING)

@@ -7,7 +7,6 @@ change.
 
 import collections
 import functools
-import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -24,10 +23,10 @@ from fxamp.capture.objects import (
     POINTERS,
     SCALARS,
     Scope,
-    attributes_of,
     elements_of,
     holds_the_same,
     is_array,
+    namespace_of,
     numbers_of,
     parts_of,
     plain_copy,
@@ -205,7 +204,7 @@ class _Identities:
         for name, part in parts:
             is_absent = f"not hasattr({self._named(value)}, {name!r})"
             self._terms.append(is_absent if part is MISSING else f"{self._named(value)}.{name} is {self._named(part)}")
-        own = value.__dict__ if type(value) is threading.local else attributes_of(value)
+        own = namespace_of(value)
         if own is not None:
             absent = self._names - own.keys()
             self._terms.append(f"{self._named(value)}.__dict__.keys().isdisjoint({self._named(absent)})")

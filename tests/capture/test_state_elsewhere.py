@@ -2,6 +2,7 @@
 
 import array
 import collections
+import configparser
 import contextvars
 import functools
 import gc
@@ -20,6 +21,8 @@ import torch
 from torch import are_deterministic_algorithms_enabled as is_deterministic
 from torch import distributed, nn
 from torch.distributed import get_world_size, is_initialized
+from torch.distributions import Independent, Normal
+from torch.utils.data import DistributedSampler
 
 import fxamp
 from fxamp.errors import CaptureError
@@ -90,6 +93,11 @@ def env(name, value):
 
 def sets(name, value):
     return lambda model: setattr(model, name, value)
+
+
+def sets_schedule(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.held = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
 def nested(value):
@@ -174,6 +182,49 @@ READ = {
     "self.__dict__": (
         lambda m: m.__dict__.get("gain", 1.0),
         [lambda m: None, sets("gain", 3.0), lambda m: delattr(m, "gain")],
+    ),
+    "the epoch of a schedule": (
+        lambda m: 1.0 + m.held.last_epoch,
+        [sets_schedule, *(lambda m: m.held.step() for _ in range(2))],
+    ),
+    "what its method gives": (
+        lambda m: m.held.get_last_lr()[0],
+        [sets_schedule, *(lambda m: m.held.step() for _ in range(2))],
+    ),
+    "a learning rate": (
+        lambda m: m.held["of"].optimizer.param_groups[0]["lr"],
+        [
+            lambda m: (sets_schedule(m), setattr(m, "held", {"of": m.held})),
+            *(lambda m: m.held["of"].step() for _ in range(2)),
+        ],
+    ),
+    "a distribution": (
+        lambda m: m.held.mean,
+        [
+            lambda m: setattr(m, "held", Independent(Normal(torch.ones(8), torch.ones(8)), 1)),
+            *(lambda m, v=v: setattr(m.held.base_dist, "loc", torch.full((8,), v)) for v in (3.0, 4.0)),
+        ],
+    ),
+    "a sampler": (
+        lambda m: 1.0 + m.held.epoch,
+        [
+            lambda m: setattr(m, "held", DistributedSampler(range(8), 2, 0)),
+            *(lambda m, v=v: m.held.set_epoch(v) for v in (1, 3)),
+        ],
+    ),
+    "an attribute that is put on one": (
+        lambda m: getattr(m.held, "gain", 1.0),
+        [
+            lambda m: setattr(m, "held", torch.optim.SGD(m.parameters())),
+            *(lambda m, v=v: setattr(m.held, "gain", v) for v in (3.0, 4.0)),
+        ],
+    ),
+    "a configuration": (
+        lambda m: m.held.getfloat("model", "gain"),
+        [
+            lambda m: (setattr(m, "held", configparser.ConfigParser()), m.held.read_dict({"model": {"gain": "1"}})),
+            *(lambda m, v=v: m.held.set("model", "gain", v) for v in ("3", "4")),
+        ],
     ),
     "a descriptor": (
         lambda m: m.held.value,
