@@ -1,6 +1,8 @@
 """A graph that reads a number at each call runs while the number fits the low dtype as it did."""
 
 import copy
+import math
+import random
 
 import pytest
 import torch
@@ -218,3 +220,30 @@ def test_dynamo_asks_nothing_of_sizes():
         x = torch.randn(rows, 4, 8)
         assert error(model(x), plain(x)) <= 4e-3
     assert len(engine_of(model).all_variants()) == 2
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda: float(random.random() < 0.5),
+        lambda: -float(random.random() > 0.5),
+        lambda: float(random.random() > 0.2 and random.random() < 0.8),
+        lambda: math.floor(4 * random.random()),
+        lambda: math.ceil(4 * random.random()),
+        lambda: random.random() % 0.3,
+        lambda: max(random.random(), 0.5),
+    ],
+    ids="less negative and floor ceil remainder max".split(),
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_of_dynamos_for_which_sympy_finds_no_bounds(number, dtype):
+    """Stochastic depth: such a number is multiplied in float32."""
+    torch._dynamo.reset()
+    plain, model = pair(Net, lambda net, y, x, k: net.out(x + y * number() + number()), 0, dtype=dtype)
+    for seed in range(6):
+        random.seed(seed)
+        expected = plain(X)
+        random.seed(seed)
+        found = model(X)
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+        found.sum().backward()

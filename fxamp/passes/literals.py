@@ -56,7 +56,7 @@ _ADDENDS = frozenset({"add", "sub", "rsub"})
 
 # On a number that a graph reads at each call: the rules asked how it fits; True: also as an addend.
 ASKED = "asked"
-NumberFit = Literal["", "lost", "vanishes", "beyond"]
+NumberFit = Literal["", "lost", "vanishes", "beyond", "unknown"]
 Number = float | torch.SymFloat | torch.SymInt
 
 
@@ -76,7 +76,16 @@ def is_beyond_range(node: fx.Node, low: torch.dtype) -> bool:
 
 def number_fit(value: Number, low: torch.dtype, is_added: bool) -> NumberFit:
     """What `low` does to a number; "" for nothing that matters. Each answer about one of Dynamo's is a guard."""
-    facts, size = torch.finfo(low), abs(value)  # type: ignore[arg-type]
+    try:
+        return _fit_of_size(abs(value), low, is_added)  # type: ignore[arg-type]
+    except Exception:  # of sympy: of float(a < b), math.floor(a) and the like it finds no bounds
+        if isinstance(value, torch.SymFloat | torch.SymInt):
+            return "unknown"
+        raise
+
+
+def _fit_of_size(size: Number, low: torch.dtype, is_added: bool) -> NumberFit:
+    facts = torch.finfo(low)
     if size > facts.max:
         return "beyond" if size != math.inf else ""
     if size < smallest_subnormal(low):
@@ -85,6 +94,7 @@ def number_fit(value: Number, low: torch.dtype, is_added: bool) -> NumberFit:
 
 
 _PROBLEMS: dict[str, Callable[[torch.dtype], str]] = {
+    "unknown": lambda low: f"may not fit into {dtype_name(low)}: torch cannot tell how large it is",
     "beyond": lambda low: f"is beyond {dtype_name(low)}'s largest number {torch.finfo(low).max:g}",
     "vanishes": lambda low: f"vanishes in {dtype_name(low)} (smallest number {smallest_subnormal(low):.3g})",
     "lost": lambda low: (
