@@ -80,6 +80,7 @@ def _make_class(base: Any) -> type:
         return _rebuild, (plain_view(self), self.__dict__.get(ENGINE), marks_of(self))
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        take_over_writes()  # the copy's parameters know nothing of the state dicts that were written into
         memo[id(self)] = twin = object.__new__(type(self))  # before its parts are copied, which may lead back to it
         _with_state(twin, copy.deepcopy(plain_view(self), memo), copy.deepcopy(self.__dict__.get(ENGINE), memo))
         mark(twin, marks_of(self), is_copy=True)

@@ -172,6 +172,18 @@ def test_a_restore_that_writes_into_the_state_dict_goes_on_from_there():
         torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-8)
 
 
+def test_a_copy_has_what_was_written_into_the_state_dict():
+    model = converted("O2")
+    model(X)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for value in model.state_dict().values():
+        value.mul_(2)
+    twin = copy.deepcopy(model)
+    for each in (twin, model):
+        assert all(torch.equal(value, 2 * before[name]) for name, value in each.state_dict().items())
+    assert torch.equal(twin(X), model(X))
+
+
 def test_a_write_into_the_parameter_after_that_wins():
     model = converted("O2")
     state = model.state_dict()
