@@ -23,7 +23,7 @@ def widen_state_(optimizer: torch.optim.Optimizer, low: list[torch.Tensor]) -> N
     for parameter in low:
         state = optimizer.state.get(parameter, {})
         keys = [key for key, value in state.items() if _has_dtype(value, parameter.dtype)]
-        if not (_is_fresh(state, keys) or _starts_adagrad(optimizer, state, parameter.dtype)):
+        if keys and not (_is_fresh(state, keys) or _starts_adagrad(optimizer, state, parameter.dtype)):
             rounded.append(parameter)
         for key in keys:
             state[key] = state[key].float()

@@ -349,6 +349,20 @@ def test_wrapping_a_trained_low_precision_optimizer_widens_its_state():
     assert {value["exp_avg"].dtype for value in inner.state.values()} == {torch.float32}
 
 
+def test_a_state_that_is_float32_is_kept_without_a_word(caplog):
+    model = torch.nn.Linear(4, 8)
+    inner = torch.optim.Adam(model.parameters())
+    give_gradients(model, 0)
+    inner.step()
+    before = copy.deepcopy([dict(state) for state in inner.state.values()])
+    MasterWeightOptimizer(torch.optim.Adam(low_model().parameters()))
+    model.bfloat16()
+    MasterWeightOptimizer(inner)
+    assert not caplog.records
+    for state, kept in zip(inner.state.values(), before, strict=True):
+        assert all(torch.equal(state[name], kept[name]) for name in ("exp_avg", "exp_avg_sq"))
+
+
 @pytest.mark.parametrize("wraps_first", [True, False])
 def test_learning_rate_scheduler(wraps_first, recwarn):
     model = low_model()
