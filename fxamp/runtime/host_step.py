@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fxamp.errors import OptionError, nearest
 from fxamp.runtime import distributed, gradients
@@ -57,12 +57,14 @@ def take_closure(
     return (args[1:] if closure is not None and args[:1] == (None,) else args), closure
 
 
-def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether something is called as a step begins, which may look at gradients: on it, inside of it, or on all."""
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something is called before or after a step, which may look at gradients: on it, inside of it, on all."""
     inner = getattr(optimizer, "optimizer", None)
-    if any(getattr(each, "_optimizer_step_pre_hooks", None) for each in (optimizer, inner)):
-        return True
-    return any(not _is_ours(hook) for hook in _global_optimizer_pre_hooks.values())
+    for each in (optimizer, inner):
+        if getattr(each, "_optimizer_step_pre_hooks", None) or getattr(each, "_optimizer_step_post_hooks", None):
+            return True
+    hooks = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    return not all(map(_is_ours, hooks))
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:

@@ -214,7 +214,7 @@ class LossScaler(ScalerBase):
         assert self._scale is not None
         is_scaled = state["stage"] is OptState.READY
         unscales_itself = is_scaled and gradients.has_masters(optimizer) and not self.may_be_below_one()
-        unscales_itself = unscales_itself and not host_step.has_pre_hooks(optimizer)  # which see true gradients
+        unscales_itself = unscales_itself and not host_step.has_step_hooks(optimizer)  # which see true gradients
         if unscales_itself:
             self._check_inf_per_device(optimizer)
         elif is_scaled:

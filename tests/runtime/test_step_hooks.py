@@ -208,3 +208,21 @@ def test_a_differentiable_optimizer_is_refused():
     weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     with pytest.raises(OptionError, match="differentiable"):
         fxamp.MasterWeightOptimizer(torch.optim.SGD([weight], lr=1.0, differentiable=True))
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_a_hook_sees_gradients_without_the_scale(when, is_global):
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    inner = torch.optim.SGD([weight], lr=0.125)
+    optimizer, scaler, seen = fxamp.MasterWeightOptimizer(inner), fxamp.LossScaler(8.0), []
+    on_all = {"pre": register_optimizer_step_pre_hook, "post": register_optimizer_step_post_hook}[when]
+    on_one = {"pre": optimizer.register_step_pre_hook, "post": optimizer.register_step_post_hook}[when]
+    handle = (on_all if is_global else on_one)(lambda *_: seen.append(weight.grad.tolist()))
+    try:
+        scaler.scale((weight * 2).sum()).backward()
+        scaler.step(optimizer)
+    finally:
+        handle.remove()
+    assert seen and all(each == [2.0] * 3 for each in seen)
+    assert weight.tolist() == [0.75] * 3
