@@ -61,7 +61,9 @@ def _are_one(made: Any, part: Any) -> bool:
 
 def in_dtype(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in another dtype, with what Python code has set on it: `y.aux = ...`."""
-    made = tensor.to(dtype)
+    # Forward may have switched gradients on where the caller has not.
+    with torch.set_grad_enabled(torch.is_grad_enabled() or tensor.requires_grad):
+        made = tensor.to(dtype)
     if type(tensor) is torch.Tensor:
         vars(made).update(vars(tensor))
     return made

@@ -64,6 +64,25 @@ def test_symbolic_capture_names_what_it_cannot_hold():
     assert error(converted(X), exact) < 1e-2
 
 
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_result_with_gradients_of_a_call_without_them_keeps_its_graph(opt_level):
+    class Region(Energy):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                return self.inner(x)
+
+    model = Region()
+    converted = fxamp.convert(copy.deepcopy(model), dtype=LOW, opt_level=opt_level)
+    for _ in range(2):
+        for each in (model, converted):
+            each.zero_grad()
+            with torch.no_grad():
+                result = each(X)
+            assert result.dtype == torch.float32 and result.requires_grad
+            result.square().sum().backward()
+        assert error(converted.inner.weight.grad.float(), model.inner.weight.grad) < 2e-2
+
+
 def test_a_way_out_of_no_grad_is_no_way_in():
     """A model with no_grad regions has one graph for both modes of its caller."""
 
