@@ -1,5 +1,6 @@
 """Low results of a forward that runs as it is written, in the dtype in which a graph would give them."""
 
+import collections
 import copy
 from typing import Any
 
@@ -33,6 +34,8 @@ class Results:
     def _leaf(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
+        if isinstance(value, dict):  # of a class that pytree does not know
+            return self._mapping(value)
         return self._object(value) if holds_results(type(value)) and is_plain(value) else value
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -41,6 +44,25 @@ class Results:
         if id(tensor) not in self._made:
             self._made[id(tensor)] = in_dtype(self._dtype, tensor)
         made: torch.Tensor = self._made[id(tensor)]
+        return made
+
+    def _mapping(self, value: dict[Any, Any]) -> Any:
+        if id(value) in self._made:
+            return self._made[id(value)]
+        self._made[id(value)] = value  # what holds itself
+        kind: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+        held = dict(kind.items(value))
+        parts = {name: pytree.tree_map(self._leaf, part) for name, part in held.items()}
+        if all(_are_one(part, held[name]) for name, part in parts.items()):
+            return value
+        made = self._made[id(value)] = type(value).__new__(type(value))  # past what its class makes of a look
+        for name, part in parts.items():
+            kind.__setitem__(made, name, part)
+        if (own := getattr(value, "__dict__", None)) is not None:
+            replaced = {id(held[name]): part for name, part in parts.items()}
+            is_own_namespace = own is value
+            own = {name: replaced.get(id(part), part) for name, part in own.items()}
+            made.__dict__ = made if is_own_namespace else own
         return made
 
     def _object(self, value: Any) -> Any:

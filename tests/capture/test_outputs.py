@@ -191,6 +191,29 @@ class BesideSlots(Slots):
         self.other = x + 1
 
 
+class Attributes(dict):
+    """What is an item is an attribute: two ways that packages have, and one that has more."""
+
+    __getattr__ = dict.__getitem__
+
+
+class OwnNamespace(dict):
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class NoNamespace(dict):
+    __slots__ = ()
+
+
+class InOrder(collections.OrderedDict):
+    def __init__(self, **items):
+        super().__init__(**items)
+        vars(self).update(items)
+        self.move_to_end("x")
+
+
 def asks_the_data(module, x):
     return nn.functional.relu(x) if float(x.detach().sum() * float(x[0, 0])) > 1e9 else x
 
@@ -208,11 +231,18 @@ def asks_the_data(module, x):
         (lambda x: types.SimpleNamespace(x=x), lambda y: [y.x], None),
         (lambda x: argparse.Namespace(x=x), lambda y: [y.x], None),
         (lambda x: [x, {"a": Named(x, (Frozen(x + 1),))}], lambda y: [y[0], y[1]["a"].x, y[1]["a"].more[0].x], None),
+        (lambda x: Attributes(x=x, more=[x + 1]), lambda y: [y["x"], y.x, y.more[0]], None),
+        (lambda x: (OwnNamespace(x=x, more=None),), lambda y: [y[0]["x"], y[0].x], None),
+        (lambda x: InOrder(x=x, more=Named(x + 1)), lambda y: [y["x"], y.x, y["more"].x, [*y.values()][-1]], None),
+        (lambda x: NoNamespace(x=x), lambda y: [y["x"]], None),
         (lambda x: Named(x, Holder(x + 1)), lambda y: [y.x], lambda y: y.more.cache),
         (lambda x: (x, Holder(x + 1)), lambda y: [y[0]], lambda y: y[1].cache),
         (lambda x: Holder(Holder(x + 1)), lambda y: [], lambda y: y.cache.cache),
     ],
-    ids="named frozen slots one_slot beside_slots namespace argparse nested cache_in_it cache_beside_it cache".split(),
+    ids=[
+        *("named", "frozen", "slots", "one_slot", "beside_slots", "namespace", "argparse", "nested", "attributes"),
+        *("own_namespace", "in_order", "no_namespace", "cache_in_it", "cache_beside_it", "cache"),
+    ],
 )
 def test_what_named_fields_hold_is_a_result(make, results, others, runs, opt_level):
     """As that of a tuple; what other objects hold comes as it is computed."""
