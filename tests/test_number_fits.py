@@ -247,3 +247,13 @@ def test_numbers_of_dynamos_for_which_sympy_finds_no_bounds(number, dtype):
         found = model(X)
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
         found.sum().backward()
+
+
+def test_such_a_number_may_be_large():
+    torch._dynamo.reset()
+    plain, model = pair(Net, lambda net, y, x, k: net.out(y * math.floor(1e6 * random.random()) / 1e6), 0)
+    for seed in range(4):
+        random.seed(seed)
+        expected = plain(X)
+        random.seed(seed)
+        torch.testing.assert_close(model(X), expected, rtol=0.05, atol=0.05)

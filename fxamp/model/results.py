@@ -36,7 +36,7 @@ class Results:
             return self._tensor(value)
         if isinstance(value, dict):  # of a class that pytree does not know
             return self._mapping(value)
-        return self._object(value) if holds_results(type(value)) and is_plain(value) else value
+        return self._object(value) if holds_results(type(value)) else value
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in LOW_DTYPES:

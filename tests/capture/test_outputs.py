@@ -179,10 +179,10 @@ class Slots:
 
 
 class OneSlot:
-    __slots__ = "x"
+    __slots__ = "held"
 
     def __init__(self, x):
-        self.x = x
+        self.held = x
 
 
 class BesideSlots(Slots):
@@ -226,7 +226,7 @@ def asks_the_data(module, x):
         (lambda x: Named(x), lambda y: [y.x], None),
         (lambda x: Frozen(x), lambda y: [y.x], None),
         (lambda x: Slots(x), lambda y: [y.x], None),
-        (lambda x: OneSlot(x), lambda y: [y.x], None),
+        (lambda x: OneSlot(x), lambda y: [y.held], None),
         (lambda x: BesideSlots(x), lambda y: [y.x, y.other], None),
         (lambda x: types.SimpleNamespace(x=x), lambda y: [y.x], None),
         (lambda x: argparse.Namespace(x=x), lambda y: [y.x], None),
@@ -279,11 +279,24 @@ def test_an_object_that_forward_keeps_and_returns_is_not_written_into():
     assert model.kept.x.dtype == BF16, "what forward has set on the model, as it is written"
 
 
+def test_what_holds_nothing_low_is_given_as_it_is():
+    class Keeps(Net):
+        def forward(self, x):
+            asks_the_data(self, self.blocks[0](x))
+            self.kept = Named(x, [Named(x)])
+            return self.kept, self.kept.more[0]
+
+    model = fxamp.convert(Keeps(), BF16, opt_level="O2")
+    for _ in range(2):
+        one, other = model(torch.randn(4, 8))
+        assert one is model.kept and other is model.kept.more[0]
+
+
 class Private:
-    __slots__ = ("__x",)
+    __slots__ = ("__x", "y")
 
     def __init__(self, x):
-        self.__x = x
+        self.__x = self.y = x
 
 
 class OfItsOwn(dict):

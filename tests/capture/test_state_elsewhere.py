@@ -6,6 +6,7 @@ import configparser
 import contextvars
 import functools
 import gc
+import io
 import itertools
 import operator
 import os
@@ -216,7 +217,19 @@ READ = {
         lambda m: getattr(m.held, "gain", 1.0),
         [
             lambda m: setattr(m, "held", torch.optim.SGD(m.parameters())),
+            lambda m: None,
             *(lambda m, v=v: setattr(m.held, "gain", v) for v in (3.0, 4.0)),
+        ],
+    ),
+    "one that has more than attributes": (
+        lambda m: float(m.held.getvalue()),
+        [lambda m, v=v: setattr(m, "held", io.StringIO(v)) for v in ("1", "3", "4")],
+    ),
+    "a method that is named later": (
+        lambda m: (lambda held: m.box.value(held))(m.held),
+        [
+            lambda m: (sets_schedule(m), setattr(m, "box", Box(lambda schedule: schedule.get_last_lr()[0]))),
+            *(lambda m: m.held.step() for _ in range(2)),
         ],
     ),
     "a configuration": (

@@ -398,6 +398,7 @@ def test_an_image_of_bytes_goes_low_into_the_first_convolution():
         (lambda y: torch.einsum("ij,j,ij->ij", y, y.tanh()[0], y), "einsum", "high square"),
         (lambda y: torch.einsum("i,ij->j", y.tanh()[0], y), "einsum", "low"),
         (lambda y: y * torch.einsum("ij,jk->j", y, y.tanh()), "einsum", "high list"),
+        (lambda y: y * torch.einsum("ij,jk->ij", y, y.tanh()), "einsum", "high list"),
         (lambda y: y * torch.einsum("ij,j->i", y, y.amax(0)), "einsum", "low"),
         (lambda y: y * torch.inner(y.flatten(), y.flatten()), "inner", "high square"),
         (lambda y: y * torch.matmul(y.flatten(), y.tanh().flatten()), "matmul", "high list"),
@@ -425,6 +426,20 @@ def test_an_einsum_that_adds_up_nothing_is_a_product(equation):
     is_sum = equation == "ij,jk"
     assert_precision(setting, {"einsum": "low" if is_sum else "high"})
     assert ir.mark(node_of(setting, "einsum")).colour == ("allow" if is_sum else "infer")
+
+
+def test_a_product_of_an_einsum_is_the_user_s_to_allow():
+    lists = policy().lists.override(allow=["einsum"])
+    setting = decided(lambda y: torch.einsum("ij,ij->ij", y.cumsum(0), y.cumsum(1)), X, chosen=policy(lists=lists))
+    assert_precision(setting, {"einsum": "low"})
+
+
+@pytest.mark.parametrize("product", [lambda y, n: y * n, lambda y, n: torch.einsum("ij,j->ij", y, n)])
+def test_a_product_of_rounded_numbers_and_integers_is_no_integer(product):
+    """What is made of it may be low: at level 'aggressive' the sum, which a GEMM reads."""
+    tail = lambda y: torch.tanh(product(y, torch.arange(8).float()))  # noqa: E731
+    setting = decided(low_then(tail), X, W, chosen=policy(level="aggressive"))
+    assert_precision(setting, {"tanh": "low"})
 
 
 class StateSpace(nn.Module):

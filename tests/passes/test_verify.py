@@ -96,6 +96,13 @@ def test_every_node_coloured():
         every_node_coloured(setting.graph)
 
 
+def test_what_is_stored_low_is_low():
+    setting = rewritten()
+    node_of(setting, "input").meta["stored_low"] = True
+    with pytest.raises(InvariantError, match="its parameter is stored low"):
+        every_node_coloured(setting.graph)
+
+
 def test_operands_agree():
     setting = rewritten()
     linear = node_of(setting, "linear")
