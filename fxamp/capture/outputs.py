@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from fxamp.capture.inputs import CONSTANTS
 from fxamp.capture.kept_items import Item, Kept
 from fxamp.capture.objects import walk
+from fxamp.capture.refusals import for_python
 from fxamp.capture.traces import State
 from fxamp.errors import CaptureError
 
@@ -311,10 +312,11 @@ def check_no_attributes(values: Iterable[Any]) -> None:
     """Raise a CaptureError where forward has set an attribute of its own on a tensor that is seen after the call."""
     for value in values:
         if issubclass(type(value), fx.Proxy) and (names := vars(value).keys() - _KEPT_BY_PROXIES):
-            raise CaptureError(
+            error = CaptureError(
                 f"forward sets .{min(names)} on a tensor, which a graph would not do. Return the value beside the "
                 "tensor instead."
             )
+            raise error if torch.__version__ >= "2.12" else for_python(error)  # whose Dynamo reads such once
 
 
 # Of proxies, and of a parameter or buffer that forward makes.
