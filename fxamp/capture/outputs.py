@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import functools
 import types
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -275,10 +276,12 @@ def holds_results(kind: type) -> bool:
 
 def attributes_held(value: Any) -> dict[str, Any]:
     """The attributes of an object, those in slots first."""
-    slots = slots_of(type(value))
+    kind: type = type(value)
+    slots = slots_of(kind)
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
 
 
+@functools.lru_cache(maxsize=512)
 def slots_of(kind: type) -> tuple[str, ...]:
     """The attributes for which instances of a class have slots."""
     named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
@@ -288,7 +291,8 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 def is_plain(value: Any) -> bool:
     """Whether an object is its attributes and nothing else."""
-    kind, slots = type(value), slots_of(type(value))
+    kind: type = type(value)
+    slots = slots_of(kind)
     if kind is types.SimpleNamespace:
         return True
     makes: Any = kind.__new__
