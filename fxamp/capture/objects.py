@@ -277,10 +277,12 @@ def is_descriptor(value: Any) -> bool:
     return hasattr(type(value), "__get__")
 
 
-def slots_of(kind: type) -> list[str]:
-    """The names that a class and its bases declare as slots."""
-    declared = [each.__dict__.get("__slots__", ()) for each in kind.__mro__]
-    return [name for slots in declared for name in ((slots,) if isinstance(slots, str) else tuple(slots))]
+@functools.lru_cache(maxsize=512)
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The attributes for which a class and its bases declare slots."""
+    declared = [vars(each).get("__slots__", ()) for each in kind.__mro__]
+    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
@@ -341,5 +343,5 @@ def _inside(value: Any, into_libraries: bool) -> list[Any]:
     if isinstance(value, FUNCTIONS) or (is_library(type(value)) and not into_libraries):
         return []
     own = (namespace_of(value) if into_libraries else attributes_of(value)) or {}
-    slots = [getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)]
+    slots = [getattr(value, name) for name in slots_of(class_of(value)) if hasattr(value, name)]
     return [*slots, *dict.values(own)] if dict.__len__(own) <= MOST else []

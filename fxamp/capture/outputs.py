@@ -9,7 +9,6 @@ import collections
 import contextlib
 import dataclasses
 import enum
-import functools
 import types
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fxamp.capture.inputs import CONSTANTS
 from fxamp.capture.kept_items import Item, Kept
-from fxamp.capture.objects import walk
+from fxamp.capture.objects import slots_of, walk
 from fxamp.capture.refusals import for_python
 from fxamp.capture.traces import State
 from fxamp.errors import CaptureError
@@ -279,14 +278,6 @@ def attributes_held(value: Any) -> dict[str, Any]:
     kind: type = type(value)
     slots = slots_of(kind)
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
-
-
-@functools.lru_cache(maxsize=512)
-def slots_of(kind: type) -> tuple[str, ...]:
-    """The attributes for which instances of a class have slots."""
-    named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    names = [name for each in named for name in ((each,) if isinstance(each, str) else each)]
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def is_plain(value: Any) -> bool:
