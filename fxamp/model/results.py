@@ -23,7 +23,8 @@ class Results:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._made: dict[int, Any] = {}  # by the id of what forward has returned, which the caller keeps
+        self._made: dict[int, Any] = {}  # by the id of what forward has returned
+        self._seen: list[Any] = []  # which is kept: a pytree may make its leaves, and another would have the id
 
     def of(self, returned: Any) -> Any:
         """What the call gives where forward has returned this."""
@@ -42,6 +43,7 @@ class Results:
         if tensor.dtype not in LOW_DTYPES:
             return tensor
         if id(tensor) not in self._made:
+            self._seen.append(tensor)
             self._made[id(tensor)] = in_dtype(self._dtype, tensor)
         made: torch.Tensor = self._made[id(tensor)]
         return made
@@ -49,6 +51,7 @@ class Results:
     def _mapping(self, value: dict[Any, Any]) -> Any:
         if id(value) in self._made:
             return self._made[id(value)]
+        self._seen.append(value)
         self._made[id(value)] = value  # what holds itself
         kind: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
         held = dict(kind.items(value))
@@ -67,6 +70,7 @@ class Results:
 
     def _object(self, value: Any) -> Any:
         if id(value) not in self._made:
+            self._seen.append(value)
             self._made[id(value)] = value  # what holds itself
             parts = {name: pytree.tree_map(self._leaf, part) for name, part in attributes_held(value).items()}
             others = {name: part for name, part in parts.items() if not _are_one(part, getattr(value, name))}

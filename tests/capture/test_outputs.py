@@ -292,6 +292,32 @@ def test_what_holds_nothing_low_is_given_as_it_is():
         assert one is model.kept and other is model.kept.more[0]
 
 
+class MadeOfRows:
+    """What pytree sees of it is made at each look."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+
+pytree.register_pytree_node(
+    MadeOfRows, lambda made: (list(made.rows.unbind()), None), lambda rows, _: MadeOfRows(torch.stack(list(rows)))
+)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_leaves_that_a_pytree_makes_are_told_apart(opt_level):
+    class Parts(Net):
+        def forward(self, x):
+            h = asks_the_data(self, self.blocks[0](x))
+            return Named(MadeOfRows(h[:2]), [MadeOfRows(h[2:4]), Named(MadeOfRows(h[4:]))])
+
+    plain, model, x = Parts(), fxamp.convert(Parts(), BF16, opt_level=opt_level), torch.randn(6, 8)
+    for _ in range(2):
+        results = [[each.x, each.more[0], each.more[1].x] for each in (model(x), plain(x))]
+        for found, exact in zip(*results, strict=True):
+            torch.testing.assert_close(found.rows, exact.rows, rtol=0.05, atol=0.05)
+
+
 class Private:
     __slots__ = ("__x", "y")
 
