@@ -3,23 +3,29 @@
 Dynamo cannot trace a capture. It can run a function while it compiles (`torch._dynamo.comptime`), with what it knows of
 the call by then: sizes, dtypes and devices. A graph is made with that, on the real model; what Dynamo traces next
 finds it, by its number: it asks no other graph whether it holds, so that guards say nothing of others, and what was
-compiled stays when others are made. Where guards see that the model has changed, Dynamo compiles again, and comes
-through here again.
+compiled stays when others are made.
+
+What a graph takes for granted of the model, Dynamo never sees, for the graph does not read it. So what is compiled has
+one guard more, which asks at each call what a call that is not compiled asks. Where it no longer holds, Dynamo compiles
+again, and comes through here again.
 """
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.size_guards import VARYING
 from fxamp.capture.sizes import varying_sizes
 from fxamp.errors import CaptureError
-from fxamp.model.engine import engine_of
+from fxamp.ir import ENGINE
+from fxamp.model.engine import Engine, engine_of
+from fxamp.model.variant import Variant
 from fxamp.recorded import as_if_recorded
 
 log = logging.getLogger("fxamp")
@@ -32,48 +38,86 @@ def make_ready(context: Any) -> None:
     """Make the graph for a call of `self` with `args` and `kwargs`, locals of the frame that Dynamo traces.
 
     Where symbolic capture cannot follow the call, Dynamo's graph breaks here, or its error says why where it must not
-    break. Arguments that Dynamo does not hold as plain values are left to what is traced next.
+    break. Where Dynamo does not hold the arguments as plain values, what is traced next chooses among the graphs that
+    there are.
     """
-    _made.number = None
-    torch.compiler.assume_constant_result(_fxamp_graph_made_ready)  # type: ignore[no-untyped-call]
-    module, args, kwargs = (_tracked(context, name) for name in ("self", "args", "kwargs"))
-    engine = engine_of(getattr(module, "value", None))
+    _made.numbers = ""
+    torch.compiler.assume_constant_result(_fxamp_graphs_made_ready)  # type: ignore[no-untyped-call]
+    tracked, args, kwargs = (_tracked(context, name) for name in ("self", "args", "kwargs"))
+    module: Any = getattr(tracked, "value", None)
+    engine = engine_of(module)
     if engine is None:
         return
     engine.is_trained = True  # as far as can be told: the gradient mode of calls to come is not known
-    name = type(module.value).__qualname__
+    name = type(module).__qualname__
     engine.otherwise.stay_outside(name)
     if engine.options.capture == "dynamo":
         return
+    engine = engine.current(module)
     try:
         call = args.as_proxy(), kwargs.as_proxy()
         with temporarily_clear_interpreter_stack():  # torch.func's transforms allow no requires_grad_
             args, kwargs = _samples(call)
         sizes_vary = bool(varying_sizes(pytree.tree_leaves((args, kwargs))))
         with as_if_recorded():
-            made = engine.current(module.value).capture(module.value, args, kwargs, sizes_vary=sizes_vary)
-        _made.number = made.number
+            variants = [engine.capture(module, args, kwargs, sizes_vary=sizes_vary)]
     except CaptureError as error:
         context.graph_break(f"fxamp has no graph for this call of {name}: {error}")
     except NotImplementedError as error:  # an argument that has no place in Dynamo's graph
         log.debug("no graph was made for torch.compile: %s", error)
+        variants = [variant for variant in engine.own_variants() if variant.is_for_state_of(module)]
+    is_as_compiled = _question(engine, variants)
+    if tracked.source is None or not is_as_compiled(module):
+        context.graph_break(f"{name} is another at each call")
+    _guard(tracked.source, is_as_compiled, f"fxamp: {name} is as it was when its graph was made")
+    _made.numbers = " ".join(variant.number for variant in variants)
 
 
-def graph_made_ready() -> str | None:
-    """The number of the graph that `make_ready` has made for the call that Dynamo traces; None where it made none."""
-    return _fxamp_graph_made_ready() if torch.compiler.is_dynamo_compiling() else None
+def graphs_made_ready() -> list[str] | None:
+    """The numbers of the graphs that `make_ready` has found for the call that Dynamo traces; None of other calls."""
+    return _fxamp_graphs_made_ready().split() if torch.compiler.is_dynamo_compiling() else None
 
 
-def _fxamp_graph_made_ready() -> str | None:  # Dynamo keeps what it returns under this name among the globals
-    return getattr(_made, "number", None)
+def _fxamp_graphs_made_ready() -> str:  # Dynamo keeps what it returns under this name among the globals
+    """A text, which Dynamo takes for what it is. Once: what is compiled later, behind a break, has no guard."""
+    numbers: str = getattr(_made, "numbers", "")
+    _made.numbers = ""
+    return numbers
 
 
-def watch(module: nn.Module) -> bool:
-    """Read which modules a model has, so that Dynamo's guards see when one is exchanged.
+def _question(engine: Engine, variants: Sequence[Variant]) -> Callable[[Any], bool]:
+    """Whether a model still is what graphs were made for. It never fails: Dynamo would fail with it."""
 
-    Hooks that are added after the first call are not seen: `torch._dynamo.config.skip_nnmodule_hook_guards`.
+    def is_as_compiled(module: Any) -> bool:
+        try:
+            is_current = module.__dict__[ENGINE] is engine and engine.is_current(module)
+            return is_current and all(variant.is_for_state_of(module) for variant in variants)
+        except Exception:
+            return False
+
+    return is_as_compiled
+
+
+def _guard(source: Any, question: Callable[[Any], bool], text: str) -> None:
+    """Have Dynamo ask a question about the object from a source before what it compiles now runs.
+
+    At the root of the guards, where it is asked at each call: those of a module are left out while no dictionary of
+    modules changes.
     """
-    return all(child is None or (id(child) != 0 and watch(child)) for child in module._modules.values())
+    from torch._dynamo.guards import install_guard
+
+    def FXAMP_STATE(builder: Any, guard: Any) -> None:  # Dynamo's own are spelt so, in what it prints
+        found, space = compile(guard.name, "<guard>", "eval"), builder.scope["G"]
+
+        def holds(frame: Any) -> bool:
+            try:
+                return question(eval(found, {"G": space, "L": frame}))
+            except Exception:
+                return False
+
+        builder.guard_manager.root.add_lambda_guard(holds, [text], guard.user_stack)
+
+    install_guard(source.make_guard(FXAMP_STATE))
 
 
 def _tracked(context: Any, name: str) -> Any:

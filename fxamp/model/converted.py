@@ -20,7 +20,7 @@ from torch import nn
 from fxamp.capture.frames import as_written, leave_out, own_code
 from fxamp.errors import OptionError
 from fxamp.ir import ENGINE, RUN
-from fxamp.model.compiling import graph_made_ready, make_ready, watch
+from fxamp.model.compiling import graphs_made_ready, make_ready
 from fxamp.model.engine import Engine
 from fxamp.model.methods import under_autocast
 from fxamp.model.state_dicts import load_exactly, take_over_writes
@@ -123,19 +123,18 @@ _siblings = Derived(_make_class)
 
 def _run(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward of converted models, of which each has a copy: it is compiled apart from others."""
-    number = None
+    numbers = None
     if torch.compiler.is_compiling():
         from torch._dynamo.comptime import comptime  # takes seconds to import, and is there by then
 
         comptime(make_ready)
-        watch(self)
-        number = graph_made_ready()
+        numbers = graphs_made_ready()
     engine = self.__dict__[ENGINE]
     if not torch.compiler.is_dynamo_compiling():
         engine.is_trained |= torch.is_grad_enabled()
     if not torch.compiler.is_compiling():
         take_over_writes()
-    return engine(self, args, kwargs, number)
+    return engine(self, args, kwargs, numbers)
 
 
 def subclass(base: Any, names: dict[str, Any], *beside: type) -> type:

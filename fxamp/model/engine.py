@@ -100,22 +100,21 @@ class Engine:
         return self  # graphs read everything by path, so copies of the model can share them
 
     def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], number: str | None = None
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: list[str] | None = None
     ) -> Any:
         """Run the call.
 
         Args:
-            number: of the graph to ask whether it holds; None, or that of one that is gone: all are asked.
+            numbers: of the graphs to ask whether they hold; None: all are asked.
         """
-        if not torch.compiler.is_compiling():
-            structure = self.structures.get(module)
-            if structure is None or not structure.holds():
+        if not torch.compiler.is_dynamo_compiling():  # which has been through compiling.py
+            if not self.is_current(module):
                 return self._recheck(module)(module, args, kwargs)
         if self.options.capture == "dynamo":
             return self._call_otherwise(module, args, kwargs)
         variant: Variant | None
         try:
-            variant, given = self._variant_for(module, args, kwargs, number)
+            variant, given = self._variant_for(module, args, kwargs, numbers)
         except CaptureError as error:
             self.fall_back(module, error)
             variant, given = None, []
@@ -133,7 +132,7 @@ class Engine:
         return result
 
     def _variant_for(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], number: str | None
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: list[str] | None
     ) -> tuple[Variant, list[Any]]:
         """The graph that a call takes, a new one where none holds, and what it is given.
 
@@ -143,11 +142,10 @@ class Engine:
         if not torch.compiler.is_compiling() and is_collected_from(module):
             raise CaptureError(COLLECTED)
         key, inputs = call_key(args, kwargs)
-        chosen = None if number is None else self.numbered.get(number)
-        if chosen is not None and chosen.count != len(inputs):
-            chosen = None  # to the graph's maker Dynamo shows a member of an IntEnum as the number that it is
-        for variant in self.variants.get(key, ()) if chosen is None else (chosen,):
-            if (given := variant.inputs_for(module, inputs)) is not None:
+        known = self.variants.get(key, []) if numbers is None else map(self.numbered.__getitem__, numbers)
+        for variant in known:
+            # To a graph's maker Dynamo shows a member of an IntEnum as the number that it is.
+            if variant.count == len(inputs) and (given := variant.inputs_for(module, inputs)) is not None:
                 return variant, given
         variant = self.capture(module, args, kwargs)
         given = variant.captured.inputs_for(module, inputs)
@@ -196,8 +194,12 @@ class Engine:
 
     def current(self, module: nn.Module) -> "Engine":
         """The engine of the model as it is now: a fresh one where it has changed since its graphs were made."""
+        return self if self.is_current(module) else self._recheck(module)
+
+    def is_current(self, module: nn.Module) -> bool:
+        """Whether a model's modules and hooks are as they were when its graphs were made."""
         structure = self.structures.get(module)
-        return self if structure is not None and structure.holds() else self._recheck(module)
+        return structure is not None and structure.holds()
 
     def fall_back(self, module: nn.Module, reason: CaptureError) -> None:
         """Leave calls that symbolic capture cannot follow to Dynamo, or at O2 and O3 to torch.autocast, saying why the
@@ -249,7 +251,8 @@ class Engine:
             if not count or self.blocks:
                 self.previews.clear()  # Dynamo gave up, or was not asked, whatever the preview promised
             mark_blocks(module, self.blocks)
-            _unseen_by_dynamo(self.workshop.announce)(module)
+            with outside_of_the_call():
+                _unseen_by_dynamo(self.workshop.announce)(module)
 
     def capture(
         self,
@@ -311,8 +314,8 @@ class Engine:
         try:
             with outside_of_the_call():
                 variant = self._build(module, spec, inputs, sizes)
-            if sizes_vary is None and self._falls_back:
-                check_hooks(variant, module, self.options, self.otherwise)
+                if sizes_vary is None and self._falls_back:
+                    check_hooks(variant, module, self.options, self.otherwise)
         except CaptureError as error:
             if self._falls_back and sizes_vary is None:  # torch.compile has no data that might have answered
                 self.refusals.add(key, module, error)
@@ -345,7 +348,7 @@ class Engine:
         known.append(variant)
         self.variants[key] = known
         self.numbered[variant.number] = variant
-        for number in self.numbered.keys() - {kept.number for kept in self._own_variants()}:
+        for number in self.numbered.keys() - {kept.number for kept in self.own_variants()}:
             del self.numbered[number]  # has made room for others
         self.previews.clear()
 
@@ -409,7 +412,7 @@ class Engine:
         self.is_frozen = True
         for path, inner in {**self.blocks, **_blocks_of(module, self.boundaries)}.items():
             inner.freeze(module.get_submodule(path))
-        for variant in self._own_variants() or self.previews:
+        for variant in self.own_variants() or self.previews:
             self.workshop.keep_weights(variant, module)
 
     def start_again(self) -> None:
@@ -420,10 +423,11 @@ class Engine:
 
     def all_variants(self) -> list[Variant]:
         """Every graph there is: those that run, or the preview before the first call."""
-        made = [*self._own_variants(), *self.way.variants]
+        made = [*self.own_variants(), *self.way.variants]
         return [variant for variant in made if not variant.is_preview] or made or self.previews
 
-    def _own_variants(self) -> list[Variant]:
+    def own_variants(self) -> list[Variant]:
+        """The graphs of the model's own forward that have been made for calls."""
         return [variant for known in self.variants.values() for variant in known]
 
     def graphs(self) -> list[Variant]:

@@ -15,6 +15,7 @@ from fxamp.capture.captured import Captured
 from fxamp.capture.memory import memory_between
 from fxamp.capture.state import Cell, flag_cell
 from fxamp.capture.state_check import StateCheck
+from fxamp.capture.unseen import outside_of_the_call
 from fxamp.model.codegen import CompiledForward
 
 
@@ -83,15 +84,6 @@ class Variant:
     )
 
     def __post_init__(self) -> None:
-        cells = self.captured.state
-        # Tuples, for Dynamo.
-        self.plain = [(cell.path or "", cell.name, cell.frozen[1]) for cell in cells if cell.is_plain]
-        self.empty = [(cell.path or "", cell.name) for cell in cells if cell.is_none]
-        self.kept = [(cell.path or "", cell.name, cell.frozen[0], cell.frozen[1]) for cell in cells if cell.is_kept]
-        self.filled = [(cell.path or "", cell.name) for cell in cells if cell.is_not_none]
-        weights = [cell for cell in cells if cell.is_weight]
-        self.stored = [(cell.path or "", cell.name, cell.frozen[1], cell.frozen[0]) for cell in weights]
-        self.tied = [(cell.path or "", cell.name, cell.tie[0], cell.tie[2]) for cell in cells if cell.tie is not None]
         self.memory = memory_between(self.captured)
         self.count = sum(kind != "constant" for kind, _ in self.captured.spec.leaves)  # of the inputs of a call
 
@@ -113,60 +105,31 @@ class Variant:
 
         Dynamo and torch.jit.trace come through here.
         """
-        if self.captured.further is not None and not self._is_for_state_of(module):
+        if self.captured.further is not None and (_is_recorded() or not self.is_for_state_of(module)):
             return None  # functions of the model need not run for it
         given = self.captured.inputs_for(module, inputs)
         return given if given is not None and self._holds(module, given) else None
 
-    def _is_for_state_of(self, module: nn.Module) -> bool:
-        is_asked = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-        return not is_asked and self._state(module).holds()
+    def is_for_state_of(self, module: nn.Module) -> bool:
+        """Whether a model's Python state is as it was when the graph was made."""
+        if not _is_recorded():
+            return self._state(module).holds()
+        with outside_of_the_call():  # torch.jit.trace would record the question
+            return self._state(module).holds()
 
     def _holds(self, module: nn.Module, inputs: list[Any]) -> bool:
         if self.captured.attributes and not self.captured.has_attributes_of(module, inputs):
             return False
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            is_as_before = self._fits(module, inputs) and self._is_plain_state(module)
-            is_as_before = is_as_before and (not torch.compiler.is_compiling() or self._has_its_weights(module))
-            return is_as_before and (self.numbers is None or self.numbers.holds(module, inputs))
-        if not self._is_for(inputs) or not self._state(module).holds():
+        if not self._is_for(inputs) or not (torch.compiler.is_dynamo_compiling() or self.is_for_state_of(module)):
             return False
+        if _is_recorded():
+            return self.numbers is None or self.numbers.holds(module, inputs)
         if self.memory is not None and not self.memory.holds(module, inputs):
             return False
         if self.is_for_transforms is not None and self.is_for_transforms is not takes_apart():
             return False
         is_as_before = self.numbers is None or self.numbers(module, inputs)
         return is_as_before and (self.weights is None or self.weights(module))
-
-    def _is_plain_state(self, module: nn.Module) -> bool:
-        """Whether the model's attributes are as they were, asked in words that Dynamo follows and guards."""
-        for path, name, value in self.plain:
-            if _value_at(module, path, name) != value:
-                return False
-        for path, name in self.empty:
-            if _value_at(module, path, name) is not None:
-                return False
-        for path, name in self.filled:
-            if _value_at(module, path, name) is None:
-                return False
-        for path, name, dtype, shape in self.kept:
-            kept = _value_at(module, path, name)
-            if not isinstance(kept, torch.Tensor) or kept.dtype != dtype or kept.shape != shape:
-                return False
-        return True
-
-    def _has_its_weights(self, module: nn.Module) -> bool:
-        """The same for parameters and buffers. (torch.jit.trace would record the questions.)"""
-        for path, name, dtype, shape in self.stored:
-            stored = _value_at(module, path, name)
-            if stored is None or stored.dtype != dtype or stored.shape != shape:
-                return False
-        return all(
-            [
-                _value_at(module, path, name) is _value_at(module, other, name_there)
-                for path, name, other, name_there in self.tied
-            ]
-        )
 
     def note_transforms(self, is_transformed: bool) -> None:
         """Note how it was made, where it has a batch norm that could be low: its statistics are float32."""
@@ -215,11 +178,13 @@ class Variant:
 
     def changed_state(self, module: nn.Module) -> list[Cell]:
         """What holds something else than when the graph was made."""
-        return (self.checks.get(module) or self._new_check(module)).changed()
+        with outside_of_the_call():
+            return (self.checks.get(module) or self._new_check(module)).changed()
 
 
-def _value_at(module: nn.Module, path: str, name: str) -> Any:
-    return getattr(ir.module_at(module, path), name, None)
+def _is_recorded() -> bool:
+    """Whether Dynamo or torch.jit.trace comes through here."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def takes_apart() -> bool:
