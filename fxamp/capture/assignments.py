@@ -106,6 +106,17 @@ class Assignments:
         self.before.taken = frozenset(change.attribute for change in changes if change.attribute)
         return [(change.attribute, change.new) for change in changes if change.attribute]
 
+    def unchanged(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        """Attributes that forward has set, and that hold what they held: module, name, what that is.
+
+        A graph does not set them, which is right as long as they hold it before a call.
+        """
+        changed = {(change.path, change.name) for change in self.before.changes()}
+        for path, module in self._root.named_modules():
+            held = self.before.attributes_of(module)
+            for name in [name for name in held if self.has(module, name) and (path, name) not in changed]:
+                yield module, name, held[name]
+
     def check_unread(self, graph: fx.Graph, titles: Sequence[str]) -> None:
         """Check that nothing which runs as a whole may read what the graph is to set behind it.
 

@@ -170,6 +170,12 @@ class Reads:
                 taken += zip(self._items[id(held)], found.values(), strict=True)
         return taken
 
+    def keep_unchanged(self) -> None:
+        """Take for read what forward has set to what it was: a graph that does not set it is for that."""
+        for module, name, held in self._assignments.unchanged():
+            if name not in _OWN:
+                self._keep(module, name, held)
+
     def cells(self, decided: set[Place], constants: Iterable[torch.Tensor]) -> tuple[Cell, ...]:
         """What was read, as it was.
 

@@ -221,6 +221,7 @@ class SymbolicTracer(fx.Tracer):
             self._follow_modes()
             # Items first: what holds them may be replaced, too.
             places: list[tuple[Kept, Any]] = [*reads.take_items(), *assignments.to_be_set()]
+            reads.keep_unchanged()
             assignments.check_unread(self.graph, [place.title for place, _ in places])
             kept = pytree.tree_leaves([value for _, value in places])
             for value in kept:

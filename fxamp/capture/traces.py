@@ -131,6 +131,10 @@ class State:
         parts = [(Table(change.path, change.table), change.name, change.old, change.new) for change in changes]
         return Settings(tuple(parts), _refusal(changes[0])) if changes else None
 
+    def attributes_of(self, module: nn.Module) -> dict[str, Any]:
+        """What a module's attributes held; nothing of one that is not the model's."""
+        return self._before[id(module)][2]["__dict__"] if id(module) in self._before else {}
+
     def held(self) -> Iterator[Any]:
         """What the modules' attributes held."""
         for _, _, saved in self._before.values():

@@ -690,3 +690,128 @@ def test_a_tensor_that_is_asked_more_has_its_shape(ask):
     for rows in (4, 1, 4, 4, 1, 1):
         x = torch.randn(rows, 16)
         assert torch.equal(converted(x), model(x)) and torch.equal(converted.last, model.last)
+
+
+def sets(name, value):
+    def body(net, x):
+        setattr(net, name, value)
+        return net.first(x)
+
+    return body
+
+
+def a_tensor_and_then_none(net, x):
+    net.hidden = net.first(x)
+    y = net.hidden * 2
+    net.hidden = None
+    return y
+
+
+def of_a_part(net, x):
+    net.first.size = None
+    return net.first(x)
+
+
+def no_less(net, x):
+    net.steps = max(net.steps, 0)
+    return net.first(x) + net.steps
+
+
+def the_same_tensor(net, x):
+    net.state = net.beginning
+    return net.first(x) + net.state
+
+
+ALREADY_THERE = {
+    "None": (sets("hidden", None), "hidden", None, torch.ones(2)),
+    "a flag": (sets("is_done", False), "is_done", False, True),
+    "a number": (sets("steps", 0), "steps", 0, 5),
+    "another kind of number": (sets("rate", 0.5), "rate", 0.5, 2.0),
+    "a text": (sets("way", "there"), "way", "there", "back"),
+    "a tuple": (sets("shape", ()), "shape", (), (1,)),
+    "a tensor in between": (a_tensor_and_then_none, "hidden", None, torch.ones(2)),
+    "an attribute of a part": (of_a_part, "first.size", None, (2, 4)),
+    "the larger of two": (no_less, "steps", 0, -3),
+}
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("case", ALREADY_THERE)
+def test_what_forward_sets_to_what_is_there_it_sets_when_something_else_is(case, opt_level):
+    body, name, value, other = ALREADY_THERE[case]
+    path, _, name = name.rpartition(".")
+    net = Net(body)
+    setattr(net.get_submodule(path), name, value)
+    converted = fxamp.convert(net, LOW, opt_level=opt_level)
+    module = converted.get_submodule(path)
+    for step in range(4):
+        converted(inputs(0))
+        assert type(getattr(module, name)) is type(value) and getattr(module, name) == value
+        if step:
+            setattr(module, name, other)
+    assert len(engine_of(converted).all_variants()) <= 2
+
+
+def test_a_tensor_that_forward_sets_again_is_set_where_another_is():
+    plain, net = pairs(the_same_tensor)
+    for model in (plain, net):
+        model.beginning = model.state = torch.zeros(16)
+    converted = fxamp.convert(net, LOW, **EXACT)
+    for step in range(4):
+        assert torch.equal(converted(inputs(0)), plain(inputs(0)))
+        assert torch.equal(converted.state, plain.state)
+        for model in (plain, converted):
+            model.state = torch.full((16,), float(step))
+
+
+def test_a_cache_for_evaluation_is_made_anew_after_each_epoch():
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.make = nn.Linear(4, 16)
+            self.cache = None
+
+        def forward(self, x):
+            if self.training:
+                self.cache = None
+                weight = self.make(torch.ones(4))
+            else:
+                if self.cache is None:
+                    self.cache = self.make(torch.ones(4)).detach()
+                weight = self.cache
+            return x @ weight
+
+    torch.manual_seed(0)
+    losses = {}
+    plain = Cached()
+    for name, model in (("plain", plain), ("converted", fxamp.convert(copy.deepcopy(plain), LOW, **EXACT))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        losses[name] = []
+        for _ in range(4):
+            model.train()
+            for step in range(2):
+                optimizer.zero_grad()
+                (model(inputs(step)) - 1).square().mean().backward()
+                optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                losses[name] += [(model(inputs(step)) - 1).square().mean().item() for step in range(2)]
+    assert losses["converted"] == pytest.approx(losses["plain"], rel=1e-5)
+    assert losses["plain"][-1] < 0.9 * losses["plain"][0]
+
+
+def test_a_number_of_a_part_that_forward_sets_before_the_part_runs():
+    class Dropped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.drop = nn.Linear(16, 16), nn.Dropout(0.0)
+
+        def forward(self, x):
+            self.drop.p = 0.0
+            return self.drop(self.fc(x))
+
+    plain = Dropped()
+    converted = fxamp.convert(copy.deepcopy(plain), LOW, **EXACT)
+    for p in (0.0, 0.5, 0.9):
+        converted.drop.p = p
+        assert torch.equal(converted(inputs(0)), plain(inputs(0)))
