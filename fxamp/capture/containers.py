@@ -6,7 +6,16 @@ from typing import Any
 
 from torch import fx
 
-from fxamp.capture.objects import MOST, SCALARS, attributes_of, base_of, length_of, plain_copy, slots_of, walk
+from fxamp.capture.objects import (
+    SCALARS,
+    attributes_of,
+    base_of,
+    is_looked_into,
+    length_of,
+    plain_copy,
+    slots_of,
+    walk,
+)
 
 _CONTAINERS = (dict, list, set, collections.deque)
 
@@ -14,7 +23,7 @@ _CONTAINERS = (dict, list, set, collections.deque)
 def containers_in(value: Any) -> list[tuple[Any, Any]]:
     """The containers in a value that can change without an assignment, each with a shallow copy."""
     parts = (part if isinstance(part, _CONTAINERS) else attributes_of(part) for part in walk(value))
-    return [(part, plain_copy(part)) for part in parts if part is not None and length_of(part) <= MOST]
+    return [(part, plain_copy(part)) for part in parts if part is not None and is_looked_into(part)]
 
 
 def holds_still(container: Any, saved: Any) -> bool:

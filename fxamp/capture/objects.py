@@ -6,6 +6,7 @@ are read with the methods of Python's own class below it, and an object that sti
 
 import argparse
 import array
+import builtins
 import collections
 import contextvars
 import dataclasses
@@ -126,7 +127,7 @@ def _parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
     if isinstance(value, types.MappingProxyType):
         return list(dict(value).items())
     if isinstance(value, CONTAINERS):
-        return _elements(value) if length_of(value) <= MOST else None
+        return _elements(value) if is_looked_into(value) else None
     if is_array(value):
         return [("numbers", numbers_of(value))] if memoryview(value).nbytes <= _MOST_BYTES else None
     is_foreign = is_library(class_of(value))
@@ -201,6 +202,11 @@ def base_of(value: Any) -> Any:
 def length_of(value: Any) -> int:
     """How many elements a container has, whatever its class says."""
     return int(base_of(value).__len__(value))
+
+
+def is_looked_into(container: Any) -> bool:
+    """Whether a container is; not a long one, nor Python's builtins, which eval puts into the globals it is given."""
+    return length_of(container) <= MOST and container is not vars(builtins)
 
 
 def plain_copy(value: Any) -> Any:
@@ -338,7 +344,7 @@ def _inside(value: Any, into_libraries: bool) -> list[Any]:
     if isinstance(value, POINTERS):
         return [pointed_at(value)]
     if isinstance(value, CONTAINERS):
-        held = plain_copy(value) if length_of(value) <= MOST else ()
+        held = plain_copy(value) if is_looked_into(value) else ()
         return list(held.values() if isinstance(held, dict) else held)
     if isinstance(value, FUNCTIONS) or (is_library(type(value)) and not into_libraries):
         return []

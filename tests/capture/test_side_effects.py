@@ -4,6 +4,8 @@ import collections
 import copy
 import functools
 import random
+import subprocess
+import sys
 import threading
 from random import random as draw
 
@@ -687,3 +689,39 @@ def test_an_ordered_dictionary_is_in_its_order_after_a_trace(body):
         converted, plain = fxamp.convert(copy.deepcopy(model), LOW, overrides={"*": "deny"}), model
         for step in range(4):
             same(converted(inputs(step)), plain(inputs(step)))
+
+
+EVALUATES = """
+import torch
+from collections import namedtuple
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.space = torch.nn.Linear(8, 4), {"torch": torch}
+
+    def named(self, y):
+        return namedtuple("Out", ["y"])(y).y
+
+    def safe(self, y):
+        return eval("y * 2", {"__builtins__": {}}, {"y": y})
+
+    def kept(self, y):
+        return eval("torch.tanh(y)", self.space, {"y": y})
+
+    def forward(self, x):
+        return self.METHOD(self.fc(x))
+"""
+
+
+@pytest.mark.parametrize("method", ["named", "safe", "kept"])
+def test_pythons_builtins_stay_what_they_are(method, tmp_path):
+    """In a process of its own, and of a module, which has them as a dictionary."""
+    (tmp_path / "of_a_user.py").write_text(EVALUATES.replace("METHOD", method))
+    code = (
+        "import builtins, torch, fxamp\nfrom of_a_user import Net\nbefore = dict(vars(builtins))\nplain = Net()\n"
+        "x = torch.randn(2, 8)\nexpected = plain(x)\nmodel = fxamp.convert(plain, torch.bfloat16)\n"
+        "for _ in range(3):\n    assert (model(x) - expected).abs().max() < 0.05\nassert vars(builtins) == before\n"
+        "assert [variant.is_preview for variant in fxamp.model.engine.engine_of(model).all_variants()] == [False]\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=tmp_path)
