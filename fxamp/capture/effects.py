@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from fxamp.capture.containers import containers_in, forget_traced_types, has_equals_for, holds_still, restore
 from fxamp.capture.iterators import Drawn, is_iterator
@@ -319,21 +319,19 @@ def _set_random_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def clear_caches_of(tracer: fx.Tracer) -> None:
+def clear_caches(is_of_a_trace: Callable[[Any], bool]) -> None:
     """Clear every cached function that has kept values of a trace, wherever forward found it.
 
-    A later call with such sizes would find them by their hash, and ask them whether they are equal.
+    A later call with such sizes would find them by their hash, and ask them whether they are equal; or be given them.
     """
     for cached in gc.get_objects():
         if type(cached) is functools._lru_cache_wrapper and cached.cache_info().currsize:
-            if any(_holds_values_of(tracer, kept) for kept in gc.get_referents(cached)):
+            if any(_holds(is_of_a_trace, kept) for kept in gc.get_referents(cached)):
                 cached.cache_clear()
 
 
-def _holds_values_of(tracer: fx.Tracer, kept: Any, depth: int = 4) -> bool:
-    """Whether a cache's entry, or its table of keys, holds a proxy."""
-    if issubclass(type(kept), fx.Proxy):
-        return kept.tracer is tracer
+def _holds(is_of_a_trace: Callable[[Any], bool], kept: Any, depth: int = 4) -> bool:
+    """Whether a cache's entry, or its table of keys, holds such a value."""
     if depth and type(kept) in (tuple, list, dict, frozenset):
-        return any(_holds_values_of(tracer, part, depth - 1) for part in gc.get_referents(kept))
-    return False
+        return any(_holds(is_of_a_trace, part, depth - 1) for part in gc.get_referents(kept))
+    return is_of_a_trace(kept)

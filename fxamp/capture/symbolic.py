@@ -5,13 +5,13 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxamp.capture.captured import Captured, are_equal, settled
 from fxamp.capture.counters import check_repeatable, numbers_before, sets_numbers
 from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, LeftOut
-from fxamp.capture.effects import clear_caches_of
+from fxamp.capture.effects import clear_caches
 from fxamp.capture.imports import Imports
 from fxamp.capture.inputs import CallSpec
 from fxamp.capture.kept_items import Item, is_held, unreadable
@@ -163,7 +163,7 @@ def _trace_among(asked: _Trace, imports: Imports) -> Captured:
         raise with_state(found, tracer) from error
     finally:
         if tracer.questions.has_hashed:
-            clear_caches_of(tracer)
+            clear_caches(lambda kept: issubclass(type(kept), fx.Proxy) and kept.tracer is tracer)
     data = tracer.questions.of_data
     captured = Captured(
         root=asked.root,

@@ -13,12 +13,14 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeCopyMode,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
 from fxamp.capture.dynamo import adopt
+from fxamp.capture.effects import clear_caches
 from fxamp.capture.frames import captures_apart, compile_apart
 from fxamp.capture.surroundings import idle_autocast
 from fxamp.capture.unseen import no_saved_tensor_hooks, unseen
@@ -129,6 +131,7 @@ def visit_graphs(
         return error
     finally:
         show_to.clear()
+        clear_caches(lambda kept: issubclass(type(kept), FakeTensor) and kept.fake_mode is mode)
     return None
 
 

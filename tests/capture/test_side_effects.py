@@ -725,3 +725,28 @@ def test_pythons_builtins_stay_what_they_are(method, tmp_path):
         "assert [variant.is_preview for variant in fxamp.model.engine.engine_of(model).all_variants()] == [False]\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=tmp_path)
+
+
+@functools.lru_cache(None)
+def table(size):
+    return torch.full((size,), 2.0)
+
+
+@torch.compiler.disable
+def looked_up(size):
+    return table(size)
+
+
+def test_a_cache_that_dynamo_does_not_look_into_keeps_nothing_of_a_preview():
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.fc(x) * looked_up(16)
+
+    table.cache_clear()
+    converted = fxamp.convert(Looks(), LOW, example_inputs=(inputs(0),), capture="dynamo")
+    assert type(table(16)) is torch.Tensor
+    assert torch.isfinite(converted(inputs(0)).detach()).all()
