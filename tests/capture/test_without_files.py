@@ -84,7 +84,13 @@ def test_globals_and_the_gradient_mode_are_read_at_each_call(space, begins_with_
                 agree(converted, net, x)
 
 
+def _needs_dynamo(space):
+    if torch.__version__ < "2.12" and space["__name__"] == "plugin":
+        pytest.skip("Dynamo of torch 2.11 imports the module of a function by its name, and there is none")
+
+
 def test_inference_mode_is_another_one(space):
+    _needs_dynamo(space)
     net, x = space["Inference"](), torch.randn(2, 4)
     converted = fxamp.convert(net, dtype=torch.bfloat16)
     agree(converted, net, x)
@@ -94,6 +100,7 @@ def test_inference_mode_is_another_one(space):
 
 
 def test_random_numbers_that_are_put_back_are_drawn_again(space):
+    _needs_dynamo(space)
     net, x = space["Forked"](), torch.randn(2, 4)
     converted = fxamp.convert(net, dtype=torch.bfloat16)
     for _ in range(3):
