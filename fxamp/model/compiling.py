@@ -12,6 +12,7 @@ again, and comes through here again.
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,12 +87,14 @@ def _fxamp_graphs_made_ready() -> str:  # Dynamo keeps what it returns under thi
 
 
 def _question(engine: Engine, variants: Sequence[Variant]) -> Callable[[Any], bool]:
-    """Whether a model still is what graphs were made for. It never fails: Dynamo would fail with it."""
+    """Whether a model still is what graphs were made for. It never fails, as Dynamo would, and keeps none alive."""
+    known: Callable[[], Any] = weakref.ref(engine)
+    graphs: list[Callable[[], Any]] = [weakref.ref(variant) for variant in variants]
 
     def is_as_compiled(module: Any) -> bool:
         try:
-            is_current = module.__dict__[ENGINE] is engine and engine.is_current(module)
-            return is_current and all(variant.is_for_state_of(module) for variant in variants)
+            is_current = module.__dict__[ENGINE] is known() and known().is_current(module)
+            return is_current and all(graph().is_for_state_of(module) for graph in graphs)
         except Exception:
             return False
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import gc
 import os
 import types
 import weakref
@@ -271,3 +272,18 @@ def test_a_model_that_no_question_holds_for_runs_as_it_does_uncompiled(monkeypat
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Net is another at each call"):
         torch.compile(converted, backend="eager", fullgraph=True)(X)
+
+
+def test_a_function_that_stays_compiled_keeps_no_model():
+    @torch.compile(backend="eager")
+    def step(model, x):
+        return model(x) * 2
+
+    def weight_of_one():
+        net = Net(CASES["a field"][0])
+        step(fxamp.convert(net, torch.bfloat16), X)
+        return weakref.ref(net.first.weight)
+
+    weights = [weight_of_one() for _ in range(3)]
+    gc.collect()
+    assert [weight() for weight in weights] == [None, None, None]
