@@ -85,8 +85,8 @@ def test_globals_and_the_gradient_mode_are_read_at_each_call(space, begins_with_
 
 
 def _needs_dynamo(space):
-    if torch.__version__ < "2.12" and space["__name__"] == "plugin":
-        pytest.skip("Dynamo of torch 2.11 imports the module of a function by its name, and there is none")
+    if torch.__version__ < "2.13" and space["__name__"] == "plugin":
+        pytest.skip("Dynamo imports the module of a function by its name, and there is none")
 
 
 def test_inference_mode_is_another_one(space):
