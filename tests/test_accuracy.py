@@ -430,17 +430,18 @@ def test_every_model_of_the_guide_has_a_row(store):
 
 @pytest.mark.parametrize("base", ["accuracy", "accuracy-cuda"])
 def test_the_committed_page_is_what_the_committed_runs_give(base):
-    """On a GPU the levels were compared on one task."""
+    """On a GPU the levels were compared on one task, and three seeds were run."""
     docs = Path(__file__).parent.parent / "docs"
     kept = Store(docs / f"{base}.json", {})
     assert page(kept, base) == (docs / f"{base}.md").read_text()
     steps = {name: facts.steps for name, facts in kept.facts()}
     done = {(one.task, one.mode, one.seed) for one in kept.records if one.steps == steps[one.task]}
-    modes = dict.fromkeys(TASKS, HERE)
+    modes, seeds = dict.fromkeys(TASKS, HERE), suite.SEEDS
     if base == "accuracy-cuda":
         main = [mode for mode in MODES if "strict" not in mode and "aggressive" not in mode]
         modes = dict.fromkeys(TASKS, main) | {"speech": list(MODES)}
-    assert done == {(task, mode, seed) for task in TASKS for mode in modes[task] for seed in suite.SEEDS}
+        seeds = (1, 2, 3)
+    assert done == {(task, mode, seed) for task in TASKS for mode in modes[task] for seed in seeds}
 
 
 # --------------------------------------------------------------------------------------------------- resumption

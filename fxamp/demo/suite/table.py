@@ -147,9 +147,10 @@ def count(found: Sequence[Verdict]) -> str:
     claims, others = [one for one in judged if one.is_claim], [one for one in judged if not one.is_claim]
     lines = [
         f"**{sum(one.holds is True for one in claims)} of {len(claims)} rows of fxamp are within fp32's spread; "
-        f"of autocast's, {sum(one.holds is True for one in others)} of {len(others)}.**\n"
+        f"of autocast's, {sum(one.holds is True for one in others)} of {len(others)}.**"
     ]
-    lines += [f"- {one.task}, {one.mode}: {one.text}" for one in found if one.is_claim and not one.holds]
+    missed = [f"- {one.task}, {one.mode}: {one.text}" for one in found if one.is_claim and not one.holds]
+    lines += ["", *missed] if missed else []
     return "\n".join(lines) + "\n"
 
 
