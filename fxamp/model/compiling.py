@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
@@ -27,6 +27,7 @@ from fxamp.errors import CaptureError
 from fxamp.ir import ENGINE
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.variant import Variant
+from fxamp.module_hooks import hook_dictionaries
 from fxamp.recorded import as_if_recorded
 
 log = logging.getLogger("fxamp")
@@ -49,12 +50,12 @@ def make_ready(context: Any) -> None:
     engine = engine_of(module)
     if engine is None:
         return
+    engine = engine.current(module)
     engine.is_trained = True  # as far as can be told: the gradient mode of calls to come is not known
     name = type(module).__qualname__
     engine.otherwise.stay_outside(name)
     if engine.options.capture == "dynamo":
         return
-    engine = engine.current(module)
     try:
         call = args.as_proxy(), kwargs.as_proxy()
         with temporarily_clear_interpreter_stack():  # torch.func's transforms allow no requires_grad_
@@ -67,7 +68,7 @@ def make_ready(context: Any) -> None:
     except NotImplementedError as error:  # an argument that has no place in Dynamo's graph
         log.debug("no graph was made for torch.compile: %s", error)
         variants = [variant for variant in engine.own_variants() if variant.is_for_state_of(module)]
-    is_as_compiled = _question(engine, variants)
+    is_as_compiled = _question(module, engine, variants)
     if tracked.source is None or not is_as_compiled(module):
         context.graph_break(f"{name} is another at each call")
     _guard(tracked.source, is_as_compiled, f"fxamp: {name} is as it was when its graph was made")
@@ -86,19 +87,27 @@ def _fxamp_graphs_made_ready() -> str:  # Dynamo keeps what it returns under thi
     return numbers
 
 
-def _question(engine: Engine, variants: Sequence[Variant]) -> Callable[[Any], bool]:
+def _question(model: Any, engine: Engine, variants: Sequence[Variant]) -> Callable[[Any], bool]:
     """Whether a model still is what graphs were made for. It never fails, as Dynamo would, and keeps none alive."""
     known: Callable[[], Any] = weakref.ref(engine)
     graphs: list[Callable[[], Any]] = [weakref.ref(variant) for variant in variants]
+    counts = _hooks_of_blocks(engine, model)
 
     def is_as_compiled(module: Any) -> bool:
         try:
             is_current = module.__dict__[ENGINE] is known() and known().is_current(module)
+            is_current = is_current and _hooks_of_blocks(known(), module) == counts
             return is_current and all(graph().is_for_state_of(module) for graph in graphs)
         except Exception:
             return False
 
     return is_as_compiled
+
+
+def _hooks_of_blocks(engine: Engine, model: nn.Module) -> list[int]:
+    """How many hooks the blocks have that are converted by themselves, which Dynamo does not guard."""
+    blocks = map(model.get_submodule, engine.boundaries)
+    return [len(hooks) for block in blocks for hooks in hook_dictionaries(block)]
 
 
 def _guard(source: Any, question: Callable[[Any], bool], text: str) -> None:

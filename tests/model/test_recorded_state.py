@@ -287,3 +287,31 @@ def test_a_function_that_stays_compiled_keeps_no_model():
     weights = [weight_of_one() for _ in range(3)]
     gc.collect()
     assert [weight() for weight in weights] == [None, None, None]
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_model_that_has_got_a_hook_is_compiled_with_it(opt_level, called_before):
+    """At O2 no graph holds it then, and it runs as it is written, outside of what Dynamo compiles."""
+    read, change = CASES["a hook"]
+    before, after = _expected(read, change)
+    converted = fxamp.convert(Net(read), torch.bfloat16, opt_level=opt_level)
+    compiled = torch.compile(converted, backend="eager")
+    if called_before:
+        assert _far(compiled(X), before) < 0.02
+    change(converted)
+    for _ in range(2):
+        result = compiled(X)
+        assert _far(result, after) < 0.02
+    result.sum().backward()
+    assert converted.first.weight.grad is not None
+
+
+def test_so_is_one_whose_block_has_got_one():
+    read, change = CASES["a hook"]
+    before, after = _expected(read, change)
+    converted = fxamp.convert(Net(read), torch.bfloat16, boundaries=["parts.0"])
+    compiled = torch.compile(converted, backend="eager")
+    assert _far(compiled(X), before) < 0.02
+    change(converted)
+    assert _far(compiled(X), after) < 0.02
