@@ -66,24 +66,9 @@ class Cell:
         return self.path is not None and not self.kind and is_constant
 
     @property
-    def is_none(self) -> bool:
-        """Whether it is a place of one of the model's modules that holds None."""
-        return self.path is not None and self.frozen[0] is type(None)
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether it is a tensor that is a plain attribute of one of the model's modules."""
-        return self.path is not None and not self.kind and isinstance(self.frozen[0], torch.dtype)
-
-    @property
     def is_not_none(self) -> bool:
-        """Whether it is such an attribute, of which nothing matters but that it is no None."""
+        """Whether it is a tensor that is a plain attribute, of which nothing matters but that it is no None."""
         return self.path is not None and self.frozen[-1] is NOT_NONE
-
-    @property
-    def is_weight(self) -> bool:
-        """Whether it is a parameter or a buffer."""
-        return self.path is not None and bool(self.kind) and isinstance(self.frozen[0], torch.Size)
 
     def with_frozen(self, stand_in: tuple[Any, ...]) -> "Cell":
         """The same place, holding something else."""

@@ -118,6 +118,7 @@ class Variant:
             return self._state(module).holds()
 
     def _holds(self, module: nn.Module, inputs: list[Any]) -> bool:
+        """What is asked of a call. Of one that Dynamo traces the state has been asked, see `fxamp.model.compiling`."""
         if self.captured.attributes and not self.captured.has_attributes_of(module, inputs):
             return False
         if not self._is_for(inputs) or not (torch.compiler.is_dynamo_compiling() or self.is_for_state_of(module)):
@@ -140,11 +141,10 @@ class Variant:
     def fits(self, module: nn.Module, inputs: list[Any]) -> bool:
         """Whether it was made for such inputs and these modes, whatever other Python state the model has."""
         given = self.captured.inputs_for(module, inputs)
-        return given is not None and self._fits(module, given)
-
-    def _fits(self, module: nn.Module, inputs: list[Any]) -> bool:
-        return self._is_for(inputs) and all(
-            bool(ir.module_at(module, path).training) is flag for path, flag in self.captured.training
+        return (
+            given is not None
+            and self._is_for(given)
+            and all(bool(ir.module_at(module, path).training) is flag for path, flag in self.captured.training)
         )
 
     def _is_for(self, inputs: list[Any]) -> bool:
