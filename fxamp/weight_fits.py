@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -108,7 +109,8 @@ class _Seen:
     def is_written(self, module: nn.Module) -> bool:
         """Whether to look at the numbers. Writes that go on and on are looked at ever more rarely.
 
-        While a CUDA graph is recorded nobody can wait for numbers: what was loaded is looked at in a later call.
+        While a CUDA graph is recorded nobody can wait for numbers, and torch.export shows none: what was loaded is
+        looked at in a later call.
         """
         steps, loads = steps_taken(), _loads_of(module)
         is_loaded, is_stepped = loads != self._loads, steps != self._steps
@@ -126,7 +128,8 @@ class _Seen:
         return self._writes & (self._writes - 1) == 0
 
     def _is_recorded(self) -> bool:
-        return any(recorded.is_capturing(tensor.device) for tensor in self.tensors() if tensor is not None)
+        found = [tensor for tensor in self.tensors() if tensor is not None]
+        return any(isinstance(tensor, FakeTensor) or recorded.is_capturing(tensor.device) for tensor in found)
 
     def _now(self) -> tuple[list[Any], list[Any]]:
         tensors = [tensor for tensor in self.tensors() if tensor is not None]

@@ -87,6 +87,63 @@ def test_numbers_that_come_later_are_looked_at(make, name, value, write, is_call
     assert error(model, plain) < 2e-3
 
 
+class Registered(Plain):
+    """The same in a buffer: numbers below what float16 holds would be lost in it."""
+
+    def __init__(self):
+        super().__init__()
+        del self.gamma
+        self.register_buffer("gamma", torch.ones(8))
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_none_of_them_is_lost_compiled_or_not(write, compiles):
+    torch._dynamo.reset()
+    model = fxamp.convert(Registered(), torch.float16, X)
+    run, plain = torch.compile(model, backend="eager") if compiles else model, Registered()
+    plain.load_state_dict(model.state_dict())
+    assert error(run, plain) < 2e-3
+    for value in (1e-7, 1.0):
+        WRITES[write](model, "gamma", torch.full((8,), value))
+        plain.load_state_dict(model.state_dict())
+        assert error(run, plain) < 2e-3
+
+
+RECORDED = {
+    "compile": lambda model: torch.compile(model, backend="eager", fullgraph=True),
+    "export, strict": lambda model: torch.export.export(model, (X,), strict=True).module(),
+    "trace": lambda model: torch.jit.trace(model, (X,)),
+}
+
+
+@pytest.mark.parametrize("record", RECORDED)
+@pytest.mark.parametrize("has_graph", [False, True])
+def test_nor_are_those_that_came_before_the_model_is_recorded(record, has_graph):
+    torch._dynamo.reset()
+    model, plain = fxamp.convert(Registered(), torch.float16, X if has_graph else None), Registered()
+    model.load_state_dict({"gamma": torch.full((8,), 1e-7)}, strict=False)
+    plain.load_state_dict(model.state_dict())
+    assert error(RECORDED[record](model), plain) < 2e-3
+
+
+def test_what_an_export_cannot_look_at_a_call_has():
+    """torch.export shows tensors without numbers."""
+    model, plain = fxamp.convert(Registered(), torch.float16, X), Registered()
+    model.load_state_dict({"gamma": torch.full((8,), 1e-7)}, strict=False)
+    plain.load_state_dict(model.state_dict())
+    model(X)
+    assert error(torch.export.export(model, (X,)).module(), plain) < 2e-3
+
+
+def test_an_export_leaves_what_was_loaded_to_be_looked_at():
+    model, plain = fxamp.convert(Registered(), torch.float16, X), Registered()
+    model.load_state_dict({"gamma": torch.full((8,), 1e-7)}, strict=False)
+    plain.load_state_dict(model.state_dict())
+    torch.export.export(model, (X,))
+    assert error(model, plain) < 2e-3
+
+
 @pytest.mark.parametrize("write", ["a new tensor", "copy_"])
 def test_numbers_of_a_plain_attribute_are_looked_at(write):
     model = fxamp.convert(Plain(), torch.float16, X)

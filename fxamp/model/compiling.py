@@ -67,7 +67,7 @@ def make_ready(context: Any) -> None:
         context.graph_break(f"fxamp has no graph for this call of {name}: {error}")
     except NotImplementedError as error:  # an argument that has no place in Dynamo's graph
         log.debug("no graph was made for torch.compile: %s", error)
-        variants = [variant for variant in engine.own_variants() if variant.is_for_state_of(module)]
+        variants = [variant for variant in engine.own_variants() if variant.is_for_model(module)]
     is_as_compiled = _question(module, engine, variants)
     if tracked.source is None or not is_as_compiled(module):
         context.graph_break(f"{name} is another at each call")
@@ -97,7 +97,7 @@ def _question(model: Any, engine: Engine, variants: Sequence[Variant]) -> Callab
         try:
             is_current = module.__dict__[ENGINE] is known() and known().is_current(module)
             is_current = is_current and _hooks_of_blocks(known(), module) == counts
-            return is_current and all(graph().is_for_state_of(module) for graph in graphs)
+            return is_current and all(graph().is_for_model(module) for graph in graphs)
         except Exception:
             return False
 

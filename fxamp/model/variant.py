@@ -105,26 +105,27 @@ class Variant:
 
         Dynamo and torch.jit.trace come through here.
         """
-        if self.captured.further is not None and (_is_recorded() or not self.is_for_state_of(module)):
+        if self.captured.further is not None and (_is_recorded() or not self._state(module).holds()):
             return None  # functions of the model need not run for it
         given = self.captured.inputs_for(module, inputs)
         return given if given is not None and self._holds(module, given) else None
 
-    def is_for_state_of(self, module: nn.Module) -> bool:
-        """Whether a model's Python state is as it was when the graph was made."""
-        if not _is_recorded():
-            return self._state(module).holds()
+    def is_for_model(self, module: nn.Module) -> bool:
+        """Whether a model's Python state is as it was when the graph was made, and its weights fit as they did."""
         with outside_of_the_call():  # torch.jit.trace would record the question
-            return self._state(module).holds()
+            return self._state(module).holds() and (self.weights is None or self.weights(module))
 
     def _holds(self, module: nn.Module, inputs: list[Any]) -> bool:
-        """What is asked of a call. Of one that Dynamo traces the state has been asked, see `fxamp.model.compiling`."""
+        """What is asked of a call. Of one that Dynamo traces the model has been asked, see `fxamp.model.compiling`."""
         if self.captured.attributes and not self.captured.has_attributes_of(module, inputs):
             return False
-        if not self._is_for(inputs) or not (torch.compiler.is_dynamo_compiling() or self.is_for_state_of(module)):
+        if not self._is_for(inputs):
             return False
         if _is_recorded():
-            return self.numbers is None or self.numbers.holds(module, inputs)
+            is_for_numbers = self.numbers is None or self.numbers.holds(module, inputs)
+            return is_for_numbers and (torch.compiler.is_dynamo_compiling() or self.is_for_model(module))
+        if not self._state(module).holds():
+            return False
         if self.memory is not None and not self.memory.holds(module, inputs):
             return False
         if self.is_for_transforms is not None and self.is_for_transforms is not takes_apart():
@@ -183,7 +184,7 @@ class Variant:
 
 
 def _is_recorded() -> bool:
-    """Whether Dynamo or torch.jit.trace comes through here."""
+    """Whether Dynamo, torch.export or torch.jit.trace comes through here."""
     return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
