@@ -88,18 +88,15 @@ def _fxamp_graphs_made_ready() -> str:  # Dynamo keeps what it returns under thi
 
 
 def _question(model: Any, engine: Engine, variants: Sequence[Variant]) -> Callable[[Any], bool]:
-    """Whether a model still is what graphs were made for. It never fails, as Dynamo would, and keeps none alive."""
+    """Whether a model still is what graphs were made for. It keeps no model alive, and fails where one is gone."""
     known: Callable[[], Any] = weakref.ref(engine)
     graphs: list[Callable[[], Any]] = [weakref.ref(variant) for variant in variants]
     counts = _hooks_of_blocks(engine, model)
 
     def is_as_compiled(module: Any) -> bool:
-        try:
-            is_current = module.__dict__[ENGINE] is known() and known().is_current(module)
-            is_current = is_current and _hooks_of_blocks(known(), module) == counts
-            return is_current and all(graph().is_for_model(module) for graph in graphs)
-        except Exception:
-            return False
+        is_known = module.__dict__[ENGINE] is known() and known().is_current(module)
+        is_known = is_known and _hooks_of_blocks(known(), module) == counts
+        return is_known and all(graph().is_for_model(module) for graph in graphs)
 
     return is_as_compiled
 
@@ -113,8 +110,8 @@ def _hooks_of_blocks(engine: Engine, model: nn.Module) -> list[int]:
 def _guard(source: Any, question: Callable[[Any], bool], text: str) -> None:
     """Have Dynamo ask a question about the object from a source before what it compiles now runs.
 
-    At the root of the guards, where it is asked at each call: those of a module are left out while no dictionary of
-    modules changes.
+    At the root of the guards, as Dynamo's own about global state: those of a module it may leave out as long as the
+    dictionaries of its modules stay as they are (`torch._dynamo.config.use_recursive_dict_tags_for_guards`).
     """
     from torch._dynamo.guards import install_guard
 
@@ -124,7 +121,7 @@ def _guard(source: Any, question: Callable[[Any], bool], text: str) -> None:
         def holds(frame: Any) -> bool:
             try:
                 return question(eval(found, {"G": space, "L": frame}))
-            except Exception:
+            except Exception:  # another object stands there, or what was asked about is gone; Dynamo would fail, too
                 return False
 
         builder.guard_manager.root.add_lambda_guard(holds, [text], guard.user_stack)

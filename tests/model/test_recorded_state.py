@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import fxamp
 
@@ -192,19 +193,13 @@ def test_what_is_recorded_after_a_change_is_of_the_model_as_it_is(case, record):
 
 
 def test_what_is_compiled_stays_where_equal_values_are_written():
-    count = 0
-
-    def compiler(module, inputs):
-        nonlocal count
-        count += 1
-        return module.forward
-
+    counter = CompileCounter()
     converted = fxamp.convert(Net(CASES["a field"][0]), torch.bfloat16)
-    compiled = torch.compile(converted, backend=compiler)
+    compiled = torch.compile(converted, backend=counter)
     for _ in range(3):
         compiled(X)
         converted.config = Config()
-    assert count == 1
+    assert counter.frame_count == 1
 
 
 def test_a_function_compiled_around_several_models_asks_each():
