@@ -815,3 +815,14 @@ def test_a_number_of_a_part_that_forward_sets_before_the_part_runs():
     for p in (0.0, 0.5, 0.9):
         converted.drop.p = p
         assert torch.equal(converted(inputs(0)), plain(inputs(0)))
+
+
+def test_what_forward_sets_to_something_else_has_one_graph_whatever_it_held():
+    net = Net(sets("way", "there"))
+    net.way = "nowhere"
+    converted = fxamp.convert(net, LOW)
+    for other in ("back", "up", "down", None, 7):
+        converted(inputs(0))
+        assert converted.way == "there"
+        converted.way = other
+    assert len(engine_of(converted).all_variants()) == 1
