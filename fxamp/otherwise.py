@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
-from fxamp.capture.modes import are_modes_active
+from fxamp.capture.modes import are_modes_active, follow_modules
 from fxamp.dynamo.backend import DynamoForward
 from fxamp.model.engine import engine_of
 from fxamp.model.hooked import matrices, multiplied
@@ -215,7 +215,7 @@ class Otherwise(Way):
 
 def _tells(given: Any) -> bool:
     """Whether a call tells how the next ones are to run: one on real tensors, that nothing looks at."""
-    is_plain = not torch.compiler.is_compiling() and not are_modes_active()
+    is_plain = not torch.compiler.is_compiling() and not are_modes_active() and not follow_modules()
     is_transformed = torch._C._functorch.maybe_current_level() is not None
     are_fake = any(isinstance(value, FakeTensor) for value in pytree.tree_leaves(given))
     return is_plain and not is_transformed and not are_fake

@@ -16,6 +16,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+FOLLOWED = (
+    "somebody follows all modules there are by global hooks (torch.nn.modules.module.register_module_forward_hook), "
+    "which do not fire in a graph"
+)
+
 
 class _Waiting(threading.local):
     """The stack of modes as it was outside, in this thread; None where none wait."""

@@ -22,9 +22,11 @@ from fxamp.capture.inputs import refused_low_inputs
 from fxamp.capture.modes import are_modes_active, follow_modules, modes_return, modes_wait
 from fxamp.capture.recompute import compiler_call, fold_checkpoints
 from fxamp.capture.unseen import no_saved_tensor_hooks
+from fxamp.dtypes import autocast_kind, device_of
 from fxamp.dynamo.preview import protected_lines
 from fxamp.dynamo.variant import Rewrite, rewrite_dynamo_graph, run_checkpoints
 from fxamp.errors import OptionError, nearest
+from fxamp.model.results import Results
 from fxamp.model.variant import Variant
 from fxamp.model.views import nested, plain_inside
 from fxamp.model.ways import Way
@@ -148,6 +150,8 @@ class DynamoForward(Way):
         if self._stays_away(module):
             with plain_inside(module, nested(module)):
                 return base.forward(module, *args, **kwargs)
+        if follow_modules():  # for which Dynamo would capture it again
+            return self._under_autocast(base, module, args, kwargs)
         self.calls += 1
         self.trains = self.trains or (module.training and torch.is_grad_enabled())
         self._seen = weakref.ref(module)
@@ -182,6 +186,12 @@ class DynamoForward(Way):
             raise refusal
         self.runs_as_written = not self.variants and not are_modes_active()
         return result
+
+    def _under_autocast(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kind, wanted = autocast_kind(device_of(module)), self.options.output_dtype
+        with plain_inside(module, nested(module)), torch.autocast(kind, self.options.low):
+            result = base.forward(module, *args, **kwargs)
+        return result if wanted is None else Results(wanted).of(result)
 
     def _stays_away(self, module: nn.Module) -> bool:
         """Whether Dynamo must not see a call: it would give up, and not come back for others; or has given up."""

@@ -19,6 +19,7 @@ from torch.fx.proxy import TraceError
 
 from fxamp.capture.data import NOTHING_LEFT_OUT
 from fxamp.capture.inputs import CallSpec, call_key, flatten_call, has_only_defaults
+from fxamp.capture.modes import FOLLOWED, are_modes_active, follow_modules
 from fxamp.capture.refusals import Refusals, is_for_python
 from fxamp.capture.selves import OtherSelves
 from fxamp.capture.symbolic import one_at_a_time
@@ -139,8 +140,11 @@ class Engine:
         Raises:
             CaptureError: no graph holds it.
         """
-        if not torch.compiler.is_compiling() and is_collected_from(module):
-            raise CaptureError(COLLECTED)
+        if not torch.compiler.is_compiling():
+            if is_collected_from(module):
+                raise CaptureError(COLLECTED)
+            if follow_modules() and not are_modes_active():  # which count the graphs' operations
+                raise CaptureError(FOLLOWED)
         key, inputs = call_key(args, kwargs)
         known = self.variants.get(key, []) if numbers is None else map(self.numbered.__getitem__, numbers)
         for variant in known:
