@@ -1,5 +1,6 @@
 """Containers that forward may write into: what they held, whether they hold it still, and putting it back."""
 
+import builtins
 import collections
 import operator
 from typing import Any
@@ -10,7 +11,6 @@ from fxamp.capture.objects import (
     SCALARS,
     attributes_of,
     base_of,
-    is_looked_into,
     length_of,
     plain_copy,
     slots_of,
@@ -23,7 +23,13 @@ _CONTAINERS = (dict, list, set, collections.deque)
 def containers_in(value: Any) -> list[tuple[Any, Any]]:
     """The containers in a value that can change without an assignment, each with a shallow copy."""
     parts = (part if isinstance(part, _CONTAINERS) else attributes_of(part) for part in walk(value))
-    return [(part, plain_copy(part)) for part in parts if part is not None and is_looked_into(part)]
+    return [(part, plain_copy(part)) for part in parts if part is not None and part is not vars(builtins)]
+
+
+def items_of(container: Any) -> list[tuple[Any, Any]]:
+    """What can be put elsewhere in a container by its key or its place."""
+    held = plain_copy(container)
+    return list(held.items()) if isinstance(held, dict) else [] if isinstance(held, set) else list(enumerate(held))
 
 
 def holds_still(container: Any, saved: Any) -> bool:

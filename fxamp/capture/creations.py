@@ -14,7 +14,7 @@ from torch.autograd import grad_mode
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
 from fxamp.capture.identity import may_be_compared_by_identity
-from fxamp.capture.locations import user_line
+from fxamp.capture.locations import asker, user_line
 from fxamp.errors import CaptureError
 
 
@@ -64,7 +64,7 @@ class Creations(TorchFunctionMode):
                 raise CaptureError(f"{user_line()}: forward reads .{field} of a tensor, which no graph holds")
             if field == "requires_grad":
                 self.tracer.note_attribute(args[0], field)
-            if field == "dtype" and not may_be_compared_by_identity(sys._getframe(2)):
+            if field == "dtype" and not may_be_compared_by_identity(asker(2)):
                 return self.tracer.create_proxy("call_function", getattr, (args[0], field), {})
             if field in _OF_DTYPES:
                 return self._of_what_they_stand_for(func, args, kwargs)

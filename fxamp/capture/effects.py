@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.capture.containers import containers_in, forget_traced_types, has_equals_for, holds_still, restore
+from fxamp.capture.containers import containers_in, forget_traced_types, has_equals_for, holds_still, items_of, restore
 from fxamp.capture.iterators import Drawn, is_iterator
 from fxamp.capture.numbers import is_numpys
 from fxamp.capture.objects import (
@@ -99,7 +99,16 @@ class Effects:
         for container, saved in containers_in(value):
             if isinstance(saved, dict):
                 forget_traced_types(saved)  # an earlier trace's: forgetting them is no write of this forward's
-            self._containers.setdefault(id(container), (container, saved, title))  # as it was when it was first read
+            if id(container) not in self._containers:  # as it was when it was first read
+                self._containers[id(container)] = container, saved, title
+                self._stop_iterators(container, title)
+
+    def _stop_iterators(self, container: Any, title: str) -> None:
+        """Put something in the place of each iterator in a container that refuses to give an element."""
+        for key, value in items_of(container):
+            if is_iterator(value):
+                self._opened[id(container), key] = container, key, value
+                _put(container, key, Drawn(value, f"an iterator in {title}"))
 
     def held_before(self, container: Any) -> Any:
         """A copy of what a container held when it was first read; None where it was not."""

@@ -82,42 +82,4 @@ def strings_in(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(each for each in (*code.co_consts, *inside) if isinstance(each, str)))
 
 
-@functools.lru_cache(maxsize=512)
-def beginnings_in(code: types.CodeType) -> frozenset[str]:
-    """The texts with which a function may begin the names that it makes: "output_" of `f"output_{key}"`.
-
-    Underscores alone join what has no name ("_".join(parts), f"{part}_{key}") more often than they begin one.
-    """
-    texts = {text for text in strings_in(code) if text.endswith("_") and text.isidentifier()}
-    bare = {text for text in texts if not text.strip("_")}
-    if not bare:
-        return frozenset(texts)
-    instructions = list(dis.get_instructions(code))
-    begin = {
-        each.argval
-        for place, each in enumerate(instructions)
-        if each.argval in bare and each.opname.endswith("_CONST") and _begins(instructions[place:])
-    }
-    return frozenset(texts - bare | begin)
-
-
-def _begins(instructions: list[dis.Instruction]) -> bool:
-    """Whether the text that the first of these puts on the stack comes first in a longer one, or goes where nobody sees
-    whether it does."""
-    depth, is_first = 0, False  # of the stack, from the text on, or from the longer one that begins with it
-    for each in instructions:
-        if "JUMP" in each.opname or each.opname.startswith(("RETURN_", "STORE_", "YIELD_")):
-            return True
-        joins = each.opname == "BUILD_STRING" or each.opname == "BINARY_OP"
-        many = each.arg if each.opname == "BUILD_STRING" else 2
-        if joins and many is not None and many > depth:
-            return False  # behind what lies below it
-        is_first |= joins and many == depth and (each.opname == "BUILD_STRING" or each.argrepr == "+")
-        depth += dis.stack_effect(each.opcode, each.arg)
-        if depth < 2 and not joins and each.opname not in _LEAVES_ALONE:
-            return is_first
-    return True
-
-
-_LEAVES_ALONE = frozenset("EXTENDED_ARG LOAD_CONST PUSH_NULL".split())
 _GLOBALS = frozenset("LOAD_GLOBAL LOAD_NAME STORE_GLOBAL DELETE_GLOBAL LOAD_FROM_DICT_OR_GLOBALS".split())

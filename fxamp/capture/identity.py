@@ -40,7 +40,8 @@ def is_compared_by_identity(frame: types.FrameType) -> bool:
     What is handed on to another function, or kept in an object, is not followed.
     """
     instructions = _instructions(frame.f_code)
-    place = next((number for number, each in enumerate(instructions) if each.offset == frame.f_lasti), None)
+    # A function of Python's is called from the end of the caches behind the instruction that calls it.
+    place = max((number for number, each in enumerate(instructions) if each.offset <= frame.f_lasti), default=None)
     taker = None if place is None else _taker(instructions, place + 1)
     if taker is None:
         return False

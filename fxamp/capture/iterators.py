@@ -12,7 +12,7 @@ from fxamp.errors import CaptureError
 
 def is_iterator(value: Any) -> bool:
     """Whether a value is an iterator of Python's own or a package's, whose `__next__` is not traced; files are none."""
-    return isinstance(value, Iterator) and is_library(type(value)) and not isinstance(value, io.IOBase)
+    return isinstance(value, Iterator) and is_library(type(value)) and not isinstance(value, (io.IOBase, Drawn))
 
 
 class Drawn:

@@ -18,6 +18,7 @@ _OURS = os.path.join(_PACKAGE, "")
 _TORCHS = os.path.join(Path(torch.__file__).parent, "")
 # Models that ship with the package are user code like any other.
 _MODELS = (os.path.join(_PACKAGE, "demo", ""), os.path.join(_PACKAGE, "counting", ""))
+_ASKED = os.path.join(_PACKAGE, "capture", "asked.py")
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -58,6 +59,16 @@ def is_installed(filename: str) -> bool:
 def is_torchs_file(filename: str) -> bool:
     """Whether a file is torch's."""
     return filename.startswith(_TORCHS)
+
+
+def asker(depth: int) -> types.FrameType:
+    """The frame that many above the caller's: who reads an attribute, past the `getattr` that stands in the files of a
+    forward (asked.py).
+    """
+    frame = sys._getframe(depth + 1)
+    while frame.f_code.co_filename == _ASKED and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def user_lines_in(text: str) -> list[str]:

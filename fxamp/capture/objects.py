@@ -9,6 +9,7 @@ import array
 import builtins
 import collections
 import contextvars
+import ctypes
 import dataclasses
 import enum
 import functools
@@ -25,12 +26,16 @@ import torch
 from torch import nn
 
 MISSING = object()  # nothing has the name
+EVERYTHING = "**"  # among names: all attributes of objects matter
 SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 METHODS = (types.MethodType, types.BuiltinMethodType)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
 CONTAINERS = (collections.OrderedDict, dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
+_OF_C = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)  # of which multiprocessing.Value has one
 POINTERS = (contextvars.ContextVar, weakref.ref)  # of which another object may be reached without a write into them
-DEPTH, MOST = 6, 512  # containers in containers, and elements of one, that are compared
+DEPTH = 6  # containers in containers that are compared
+MOST, _MOST_COMPARED = 512, 2**14  # elements of one that are looked into, and that are compared
+_MOST_BYTES = 2**20  # of an array
 _WALKED = 4  # containers in containers that are looked through for whatever may matter
 
 
@@ -86,8 +91,14 @@ def frozen(value: Any, scope: Scope, depth: int = DEPTH) -> tuple[Any, ...]:
     if parts is None:
         return (type(value), _Same(value))
     # A library's object may hold more than its attributes tell.
-    itself = (_Same(value),) if attributes_of(value) is None and namespace_of(value) is not None else ()
-    return (type(value), *itself, *((name, frozen(part, scope, depth - 1)) for name, part in parts))
+    is_foreign = attributes_of(value) is None and namespace_of(value) is not None
+    itself = (_Same(value),) if is_foreign or is_too_long(value) else ()
+    return (type(value), *itself, *((name, frozen(part, scope, depth_inside(value, depth))) for name, part in parts))
+
+
+def depth_inside(value: Any, depth: int) -> int:
+    """How deep parts of a value are compared: not at all where it is long, but for which they are."""
+    return depth - 1 if not isinstance(value, CONTAINERS) or is_looked_into(value) else 0
 
 
 def _plain_scalar(value: Any) -> Any:
@@ -127,7 +138,7 @@ def _parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
     if isinstance(value, types.MappingProxyType):
         return list(dict(value).items())
     if isinstance(value, CONTAINERS):
-        return _elements(value) if is_looked_into(value) else None
+        return _elements(value) if not is_too_long(value) else [("length", length_of(value))]
     if is_array(value):
         return [("numbers", numbers_of(value))] if memoryview(value).nbytes <= _MOST_BYTES else None
     is_foreign = is_library(class_of(value))
@@ -135,8 +146,12 @@ def _parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
     own = namespace_of(value)
     if not slots and own is None:
         return None
-    named = sorted({*slots, *(scope.names & own.keys() if own is not None else ())})
-    return [(name, getattr(value, name, MISSING)) for name in named]
+    held = own or {}
+    if EVERYTHING in scope.names and not is_foreign:
+        held_names = {name for name in held if isinstance(name, str) and name.isidentifier()}
+    else:
+        held_names = set(scope.names & held.keys())
+    return [(name, getattr(value, name, MISSING)) for name in sorted({*slots, *held_names})]
 
 
 def pointed_at(value: Any) -> Any:
@@ -150,7 +165,6 @@ def class_of(value: Any) -> type:
     return kind
 
 
-_MOST_BYTES = 8 * MOST
 _shared: dict[int, weakref.ref[Any]] = {}
 
 
@@ -170,14 +184,14 @@ def _is_numpys(value: Any) -> bool:
 
 def is_array(value: Any) -> bool:
     """Whether it is an array of numbers that can be written in place, and that a graph holds as they were."""
-    if isinstance(value, (bytearray, array.array)):
+    if isinstance(value, (bytearray, array.array, *_OF_C)):
         return True
     return _is_numpys(value) and not value.dtype.hasobject and id(value) not in _shared
 
 
 def numbers_of(value: Any) -> bytes:
     """The numbers of an array."""
-    return bytes(value) if isinstance(value, bytearray) else value.tobytes()
+    return bytes(value) if isinstance(value, (bytearray, *_OF_C)) else value.tobytes()
 
 
 def _elements(value: Any) -> list[tuple[Any, Any]]:
@@ -207,6 +221,11 @@ def length_of(value: Any) -> int:
 def is_looked_into(container: Any) -> bool:
     """Whether a container is; not a long one, nor Python's builtins, which eval puts into the globals it is given."""
     return length_of(container) <= MOST and container is not vars(builtins)
+
+
+def is_too_long(value: Any) -> bool:
+    """Whether it is a container of which the length alone is compared, for time's sake."""
+    return isinstance(value, CONTAINERS) and (length_of(value) > _MOST_COMPARED or value is vars(builtins))
 
 
 def plain_copy(value: Any) -> Any:

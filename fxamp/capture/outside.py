@@ -1,20 +1,22 @@
 """What the functions of a forward can read from outside: globals, closures, defaults, classes and their methods."""
 
 import builtins
+import contextlib
+import dataclasses
 import importlib.util
 import operator
 import sys
 import types
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxamp.capture.asked import ASKED_BY, Asked
 from fxamp.capture.effects import DEFAULT, Effects
 from fxamp.capture.functions_of import (
     attributes_in,
-    beginnings_in,
     codes_of,
     functions_in,
     globals_of,
@@ -24,8 +26,10 @@ from fxamp.capture.functions_of import (
 )
 from fxamp.capture.locations import is_installed, is_library_function
 from fxamp.capture.objects import (
+    EVERYTHING,
     MISSING,
     SCALARS,
+    attributes_of,
     class_of,
     is_descriptor,
     is_library,
@@ -37,9 +41,9 @@ from fxamp.capture.objects import (
 )
 from fxamp.capture.state import read
 from fxamp.capture.torch_settings import SETTINGS
+from fxamp.capture.unnamed import MAKERS, OTHERS, Unnamed
 
-# Methods that are called without being named. Not those that write or compare: a forward seldom does either with an
-# object of the user's, and what they name of it (a counter) is then watched.
+# Methods that are called without being named; those that make, write or compare are looked at when they run.
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split()
 _UNNAMED = (
     frozenset(f"__{side}{name}__" for name in _ARITHMETIC for side in ("", "r"))
@@ -49,6 +53,7 @@ _UNNAMED = (
 )
 
 
+_OF_FUNCTIONS = frozenset(dir(types.FunctionType))
 _BY_TEXT = frozenset({"globals", "eval"})  # what names globals in a text
 
 
@@ -58,23 +63,25 @@ class Outside:
     Args:
         keep: takes note of an owner, a name and what it holds.
         effects: what forward may do to it.
+        is_paused: whether what happens now is no part of the model's forward.
 
     Attributes:
         names: what the functions name.
         classes: of the user's objects: where they have defaults and methods from.
     """
 
-    def __init__(self, keep: Callable[[Any, str, Any], None], effects: Effects) -> None:
+    def __init__(self, keep: Callable[[Any, str, Any], None], effects: Effects, is_paused: Callable[[], bool]) -> None:
         self.names: set[str] = set()
         self.classes: dict[type, None] = {}
         self._keep = keep
         self._effects = effects
         self._functions: dict[int, types.FunctionType] = {}
-        self._beginnings: set[str] = set()  # of names that they make: getattr(config, f"output_{key}")
-        self._objects: dict[int, Any] = {}  # of the user's classes
         self._foreign: dict[type, None] = {}  # classes of libraries of which there are objects
         self._modules: set[int] = set()
         self._followed: set[tuple[type, bool]] = set()  # classes of modules, and whether one was made
+        self._unnamed = Unnamed(self._run)
+        self._asked = Asked(self._ask, is_paused)
+        self._held: dict[int, types.ModuleType] = {}  # Python modules that are values
 
     def follow(self, value: Any) -> None:
         """Look at what a value of the user's is made of; a text may be a name: getattr(self.config, self.key)."""
@@ -83,8 +90,33 @@ class Outside:
         for part in walk(value, into_libraries=True):
             self.function(part)
             self._class(part)
+            if isinstance(part, types.ModuleType) and id(part) not in self._held:
+                self._held[id(part)] = part
+                self._module(part, tuple(self.names))
             if isinstance(part, operator.attrgetter):
                 self._named({name for path in part.__reduce__()[1] for name in str(path).split(".")})
+
+    def _ask(self, value: Any, name: str) -> None:
+        """Look at an attribute that forward asks for by a name made at run time, of an object of the user's, a class, a
+        function or a Python module. It may be one that there is not yet.
+        """
+        if isinstance(value, types.FunctionType):
+            if not is_library_function(value) and name not in _OF_FUNCTIONS:
+                self._keep(value, "__dict__", vars(value))
+            return
+        if isinstance(value, types.ModuleType):
+            return self._module(value, (name,))
+        if not isinstance(value, type):
+            self._named({name})
+            if name in (attributes_of(value) or {}):
+                return
+        for kind in (value if isinstance(value, type) else class_of(value)).__mro__:
+            if name in vars(kind):
+                if isinstance(value, type) and not is_library(kind):
+                    self._keep(kind, name, self._unnamed.behind(kind, name))
+                return
+            if not is_library(kind):
+                self._keep(kind, name, MISSING)
 
     def function(self, value: Any) -> None:
         """Look at what a function of the user's, and those that it can call by name, can read from outside."""
@@ -97,14 +129,19 @@ class Outside:
             texts = {text for code in codes for text in (*strings_in(code), *code.co_names)}
             self._named({name for text in texts for name in (text, *text.split("."))})
             for code in codes:
-                self._beginnings |= beginnings_in(code)
                 names = globals_of(code)
                 if not _BY_TEXT.isdisjoint(names):
                     names = *names, *(text for text in strings_in(code) if text in function.__globals__)
+                if not ASKED_BY.isdisjoint(names):
+                    self._asked.listen(function.__globals__)
                 for name in names:
                     self._global(function.__globals__, name, code.co_names)
                 for name in supers_in(code):
                     self._above(function, name)
+                if "sys" in names and "modules" in attributes_in(code):
+                    self._modules_named((*strings_in(code), function.__module__))
+                if "__dict__" in attributes_in(code) and not is_installed(code.co_filename):
+                    self._named({EVERYTHING})
                 for level, name in imports_in(code):
                     self._import(_absolute(name, level, function.__globals__), code.co_names)
             self._defaults(function)
@@ -117,7 +154,7 @@ class Outside:
 
     def methods_of(self, module: nn.Module, is_made: bool) -> None:
         """Follow the methods of a module that are called unnamed; those that make it only where forward does."""
-        names = _UNNAMED | {"__setattr__"} | ({"__new__", "__init__", "__post_init__"} if is_made else set())
+        names = _UNNAMED | {"__setattr__"} | (MAKERS if is_made else frozenset())
         if (type(module), is_made) not in self._followed:
             self._followed.add((type(module), is_made))
             for kind in type(module).__mro__:
@@ -125,16 +162,28 @@ class Outside:
                     self._methods(kind, names)
 
     def finish(self) -> None:
-        """Take for named what has a name that a function makes of a text such as "output_" and something else.
-
-        Keep the attributes of functions, where any is named.
-        """
-        beginnings = tuple(self._beginnings)
-        held = [*map(vars, self.classes), *(getattr(value, "__dict__", {}) for value in self._objects.values())]
-        self._named({name for names in held for name in names if isinstance(name, str) and name.startswith(beginnings)})
+        """Keep the attributes of functions, where any is named."""
         for function in list(self._functions.values()):
             if not self.names.isdisjoint(vars(function)):
                 self._keep(function, "__dict__", vars(function))
+
+    def noted(self) -> contextlib.AbstractContextManager[None]:
+        """Around a trace: Python modules that are asked for by their names."""
+        return self._asked.modules_noted(self.follow)
+
+    def restore(self) -> None:
+        """Leave the files and classes that were looked at as they were."""
+        self._asked.restore()
+        self._unnamed.restore()
+
+    def _run(self, kind: type, name: str, held: Any, function: types.FunctionType) -> None:
+        """Look at a method that nobody has named, before it runs; of one that a dataclass has, at what it reads."""
+        self._keep(kind, name, held)
+        if is_library_function(function):
+            self._named(set(attributes_in(function.__code__)))
+            for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+                self.follow(field.default_factory)
+        self.function(function)
 
     def _above(self, method: types.FunctionType, name: str) -> None:
         """What a method calls by `super()`: what the classes above the one that it is written in have by that name."""
@@ -142,13 +191,14 @@ class Outside:
         kind = read(cells["__class__"], "") if "__class__" in cells else None
         for each in kind.__mro__[1:] if isinstance(kind, type) else ():
             if name in vars(each) and not is_library(each):
-                self._keep(each, name, vars(each)[name])
+                self._keep(each, name, self._unnamed.behind(each, name))
 
     def _methods(self, kind: type, names: Set[str]) -> None:
         for name in sorted(names & vars(kind).keys()):
-            self.function(vars(kind)[name])
-            if is_descriptor(vars(kind)[name]):
-                self._class(vars(kind)[name])
+            held = self._unnamed.behind(kind, name)
+            self.function(held)
+            if is_descriptor(held):
+                self._class(held)
 
     def _defaults(self, function: types.FunctionType) -> None:
         """What an argument is where it is not given: state that stays from call to call."""
@@ -167,15 +217,19 @@ class Outside:
             self._methods(kind, new)
         for kind in list(self._foreign):
             self._read_by(kind, new)
+        for module in list(self._held.values()) if new else ():
+            self._module(module, tuple(new))
 
     def _class(self, value: Any) -> None:
         """Note an object's class, or a class that is a namespace, and follow its methods of names that are known."""
         kind = value if isinstance(value, type) else class_of(value)
-        if issubclass(kind, (nn.Module, torch.Tensor, *SCALARS)):
+        if issubclass(kind, (nn.Module, torch.Tensor)):
             return
-        if kind is not value and not is_library(kind):
-            self._objects[id(value)] = value
+        if kind is value and not is_library(type(kind)):
+            self._class(type(kind))
         for each in kind.__mro__:
+            if not is_library(each) and not _is_installed(each):
+                self._unnamed.watch(each, OTHERS | MAKERS if kind is value else OTHERS)
             if not is_library(each) and each not in self.classes:
                 self.classes[each] = None
                 self._methods(each, self.names | _UNNAMED)
@@ -191,7 +245,7 @@ class Outside:
 
     def _global(self, space: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
         value = space.get(name, MISSING)
-        if value is MISSING:
+        if value is MISSING or self._asked.is_own(value):
             if not hasattr(builtins, name):
                 self._keep(space, name, MISSING)
         elif not isinstance(value, types.ModuleType):
@@ -206,7 +260,7 @@ class Outside:
         for each in kind.__mro__:
             for name in sorted(vars(each).keys() & set(names)) if not is_library(each) else ():
                 if is_descriptor(vars(each)[name]):
-                    self._keep(each, name, vars(each)[name])
+                    self._keep(each, name, self._unnamed.behind(each, name))
 
     def _module(self, module: types.ModuleType, names: tuple[str, ...]) -> None:
         """Look at those names in a Python module."""
@@ -222,6 +276,13 @@ class Outside:
         if isinstance(module, types.ModuleType):
             self._module(module, names)
 
+    def _modules_named(self, texts: Iterable[Any]) -> None:
+        """What may be read of `sys.modules["package.module"]`."""
+        for text in texts:
+            module = sys.modules.get(text)
+            if isinstance(module, types.ModuleType) and not is_library_module(module):
+                self.follow(module)
+
     def _outer(self, space: Any, name: str, value: Any) -> None:
         is_foreign_function = isinstance(value, types.FunctionType) and is_library_function(value)
         is_foreign_class = isinstance(value, type) and is_library(value)
@@ -230,6 +291,11 @@ class Outside:
             self._keep(space, name, value)
         elif setting := SETTINGS.name_of(value):
             self._keep(SETTINGS, setting, SETTINGS[setting])
+
+
+def _is_installed(kind: type) -> bool:
+    """Whether a class is one of a package's: what its objects are made with names most of the package."""
+    return is_installed(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
 def _absolute(name: str, level: int, space: dict[str, Any]) -> str:

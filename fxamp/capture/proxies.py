@@ -2,7 +2,6 @@
 
 import collections.abc
 import operator
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.identity import is_asked_for_its_class, is_compared_by_identity
-from fxamp.capture.locations import user_line
+from fxamp.capture.locations import asker, user_line
 from fxamp.capture.numbers import operator_of, plain_number
 from fxamp.capture.ranks import LOOSE_RANK
 from fxamp.errors import CaptureError
@@ -119,7 +118,7 @@ class ValueProxy(fx.Proxy):
             if found is not UNKNOWN and is_plain:
                 if found is None:  # .name: so it is at every call
                     return None
-                if is_compared_by_identity(sys._getframe(1)):
+                if is_compared_by_identity(asker(1)):
                     return questions_of(self).decide(attribute, "is")
             if isinstance(found, torch.Size):
                 return self.tracer.proxy(attribute.node)
@@ -128,7 +127,7 @@ class ValueProxy(fx.Proxy):
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """A tensor's or a number's where Python code asks for it; its own where C code does, which would believe it."""
-        if not is_asked_for_its_class(sys._getframe(1)) or not is_value(self):
+        if not is_asked_for_its_class(asker(1)) or not is_value(self):
             return type(self)
         value = known_or_guessed(self.node)
         if value is UNKNOWN and self.tracer.example is not None:  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from fxamp.capture.functions_of import strings_in
 from fxamp.capture.hooks import check_hook_writes
 from fxamp.capture.identity import is_asked_whether_none, is_compared_with_others
 from fxamp.capture.kept_items import Item, is_inside, items_set, without
-from fxamp.capture.locations import is_library_frame, is_library_function, user_line
+from fxamp.capture.locations import asker, is_library_frame, is_library_function, user_line
 from fxamp.capture.objects import (
     MISSING,
     SCALARS,
@@ -77,7 +77,7 @@ class Reads:
         self._lifted: set[Place] = set()
         self._read_raw: set[Place] = set()  # from a module's `__dict__`: numbers, where others may be lifted
         self._effects = Effects()
-        self._outside = Outside(self._keep, self._effects)
+        self._outside = Outside(self._keep, self._effects, is_paused)
         self._items: dict[int, list[Item]] = {}  # id of a list or a dictionary -> those that the graph sets
         self.settings: Settings | None = None  # what forward put into dictionaries, perhaps only this once
 
@@ -92,7 +92,7 @@ class Reads:
         """
 
         def getattribute(module: nn.Module, name: str) -> Any:
-            return self._read(module, name, sys._getframe(1))
+            return self._read(module, name, asker(1))
 
         def reduce_ex(module: nn.Module, protocol: Any) -> Any:
             if not self._is_paused() and not self._assignments.is_made(module):
@@ -101,17 +101,18 @@ class Reads:
 
         if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self._root.modules())):
             raise CaptureError("the call is made inside parametrize.cached(), and a graph computes its weights itself")
-        self._outside.function(type(self._root).forward)
-        for module in self._root.modules():
-            self._effects.remember_class(module)
-            self._outside.methods_of(module, is_made=False)
-            self._code_of(type(module))
         space: Any = nn.Module
         space.__getattribute__, space.__reduce_ex__ = getattribute, reduce_ex
         try:
+            self._outside.function(type(self._root).forward)
+            for module in self._root.modules():
+                self._effects.remember_class(module)
+                self._outside.methods_of(module, is_made=False)
+                self._code_of(type(module))
             with (
                 process_noted(self._keep, self._is_paused),
                 torch_settings_reads(self._keep, self._is_paused),
+                self._outside.noted(),
             ):
                 yield
             self._outside.finish()
@@ -119,12 +120,13 @@ class Reads:
             check_hook_writes(self._root, found, self._title)
         finally:
             del space.__getattribute__, space.__reduce_ex__
+            self._outside.restore()
             done = self._effects.undo()
         if isinstance(done, FxampError):
             raise done
         self.settings = done
 
-    def _read(self, module: nn.Module, name: str, asker: types.FrameType) -> Any:
+    def _read(self, module: nn.Module, name: str, frame: types.FrameType) -> Any:
         """An attribute of a module, for whoever asks."""
         if issubclass(type(module), torch.jit.ScriptModule):  # torch.jit's own; what it does is compiled
             return object.__getattribute__(module, name)
@@ -140,19 +142,19 @@ class Reads:
             self._keep(self._own(module, name), name, value)  # a module outside of the model's tree
         if name in _TABLES and not self._is_paused() and not self._assignments.is_made(module):
             self._listed.setdefault((id(module), name), (self._own(module, name), without(value, tuple(value))))
-        if name == "__dict__" and not self._is_paused() and _is_code_of_a_model(asker):
-            self._read_past(module, value, asker.f_code)
+        if name == "__dict__" and not self._is_paused() and _is_code_of_a_model(frame):
+            self._read_past(module, value, frame.f_code)
         if name in _OWN or self._is_paused() or (name in _INHERITED and name not in module.__dict__):
             return value
         if name in module.__dict__ and self._assignments.has(module, name):
             return self._assignments.value(module, name)
         owner = self._own(module, name)
-        if isinstance(value, torch.Tensor) and is_compared_with_others(asker):
+        if isinstance(value, torch.Tensor) and is_compared_with_others(frame):
             raise CaptureError(
                 f"{user_line()}: forward may ask whether {self._title(owner, name)} is the same tensor as another "
                 "(`is`), which a graph cannot hold"
             )
-        if isinstance(value, torch.Tensor) and not is_asked_whether_none(asker, name):
+        if isinstance(value, torch.Tensor) and not is_asked_whether_none(frame, name):
             self._looked_at.add((id(owner), name))
         return self._note(owner, name, value)
 

@@ -18,14 +18,18 @@ from torch import nn
 from fxamp.capture.kept_items import without
 from fxamp.capture.objects import (
     DEPTH,
+    EVERYTHING,
     METHODS,
     MISSING,
     POINTERS,
     SCALARS,
     Scope,
+    depth_inside,
     elements_of,
     holds_the_same,
     is_array,
+    is_too_long,
+    length_of,
     namespace_of,
     numbers_of,
     parts_of,
@@ -112,6 +116,7 @@ class _Identities:
         self._space: dict[str, Any] = {
             "type_of_weight": type_of_weight, "type_of_kept": type_of_kept, "holds_the_same": holds_the_same,
             "without": without, "pointed_at": pointed_at, "numbers_of": numbers_of,
+            "length_of": length_of,
         }  # fmt: skip
         self._terms: list[str] = []
         self._numbers: dict[int, str] = {}
@@ -180,7 +185,9 @@ class _Identities:
         parts = parts_of(value, Scope(self._names, {}))
         if parts is None:
             return
-        if isinstance(value, set):
+        if is_too_long(value):
+            self._terms.append(f"length_of({self._named(value)}) == {parts[0][1]}")
+        elif isinstance(value, set):
             self._terms.append(f"{self._named(set.__eq__)}({self._named(value)}, {self._named(plain_copy(value))})")
         elif isinstance(value, (dict, list, collections.deque, types.MappingProxyType)):
             self._terms.append(f"holds_the_same({self._named(value)}, {self._named(elements_of(value))})")
@@ -191,7 +198,7 @@ class _Identities:
         elif not isinstance(value, (tuple, frozenset, functools.partial, *METHODS)):
             self._watch_object(value, parts)
         for _, part in parts:
-            self._watch(part, depth - 1)
+            self._watch(part, depth_inside(value, depth))
 
     def _watch_pointer(self, value: Any, target: Any) -> None:
         now = f"pointed_at({self._named(value)})"
@@ -205,7 +212,9 @@ class _Identities:
             is_absent = f"not hasattr({self._named(value)}, {name!r})"
             self._terms.append(is_absent if part is MISSING else f"{self._named(value)}.{name} is {self._named(part)}")
         own = namespace_of(value)
-        if own is not None:
+        if own is not None and EVERYTHING in self._names:
+            self._terms.append(f"len({self._named(value)}.__dict__) == {len(own)}")
+        elif own is not None:
             absent = self._names - own.keys()
             self._terms.append(f"{self._named(value)}.__dict__.keys().isdisjoint({self._named(absent)})")
 

@@ -19,7 +19,7 @@ from torch.nn.utils import rnn
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.guesses import known_or_guessed
-from fxamp.capture.locations import is_library_frame, user_line
+from fxamp.capture.locations import asker, is_library_frame, user_line
 from fxamp.capture.objects import is_other_self
 from fxamp.capture.proxies import is_value, questions_of
 from fxamp.capture.raises import check_of_torch, is_asked_for_nothing
@@ -87,7 +87,7 @@ def grad_mode_reads(tracer: Any) -> Iterator[None]:
     original_inference = torch.is_inference_mode_enabled
 
     def is_asked_by_the_model() -> bool:
-        return tracer.is_recording and not is_library_frame(sys._getframe(2))
+        return tracer.is_recording and not is_library_frame(asker(2))
 
     def is_grad_enabled() -> bool:
         if not is_asked_by_the_model():

@@ -5,7 +5,6 @@ if torch.backends.cudnn.benchmark: ...
 """
 
 import contextlib
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from fxamp.capture.locations import is_library_frame, user_line
+from fxamp.capture.locations import asker, is_library_frame, user_line
 from fxamp.errors import CaptureError
 
 _OF_TORCH = (
@@ -95,7 +94,7 @@ class _Asker:
         return threading.get_ident() == self._thread and not self._is_paused()
 
     def _is_asked_by_the_model(self) -> bool:
-        return self._is_recorded() and not is_library_frame(sys._getframe(2))
+        return self._is_recorded() and not is_library_frame(asker(2))
 
     def noting(self, teller: Callable[[], Any]) -> Callable[[], Any]:
         """The function, of which a note is taken, with what it told before forward: that may have set it."""
