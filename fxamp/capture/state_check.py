@@ -72,6 +72,12 @@ class StateCheck:
         self._is_as_before = self._comparison()
         return True
 
+    def numbers(self) -> list[Any]:
+        """What is read anew at each call, as it is now."""
+        root = self._root()
+        assert root is not None
+        return [read(cell.holder(root), cell.name) for cell in self._cells if cell.frozen[-1] is LIFTED]
+
     def changed(self) -> list[Cell]:
         """The cells that hold something else now."""
         root = self._root()

@@ -12,22 +12,19 @@ again, and comes through here again.
 
 import logging
 import threading
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.size_guards import VARYING
 from fxamp.capture.sizes import varying_sizes
 from fxamp.errors import CaptureError
-from fxamp.ir import ENGINE
-from fxamp.model.engine import Engine, engine_of
-from fxamp.model.variant import Variant
-from fxamp.module_hooks import hook_dictionaries
+from fxamp.model.as_made import question
+from fxamp.model.engine import engine_of
 from fxamp.recorded import as_if_recorded
 
 log = logging.getLogger("fxamp")
@@ -68,7 +65,7 @@ def make_ready(context: Any) -> None:
     except NotImplementedError as error:  # an argument that has no place in Dynamo's graph
         log.debug("no graph was made for torch.compile: %s", error)
         variants = [variant for variant in engine.own_variants() if variant.is_for_model(module)]
-    is_as_compiled = _question(module, engine, variants)
+    is_as_compiled = question(module, engine, variants)
     if tracked.source is None or not is_as_compiled(module):
         context.graph_break(f"{name} is another at each call")
     _guard(tracked.source, is_as_compiled, f"fxamp: {name} is as it was when its graph was made")
@@ -85,26 +82,6 @@ def _fxamp_graphs_made_ready() -> str:  # Dynamo keeps what it returns under thi
     numbers: str = getattr(_made, "numbers", "")
     _made.numbers = ""
     return numbers
-
-
-def _question(model: Any, engine: Engine, variants: Sequence[Variant]) -> Callable[[Any], bool]:
-    """Whether a model still is what graphs were made for. It keeps no model alive, and fails where one is gone."""
-    known: Callable[[], Any] = weakref.ref(engine)
-    graphs: list[Callable[[], Any]] = [weakref.ref(variant) for variant in variants]
-    counts = _hooks_of_blocks(engine, model)
-
-    def is_as_compiled(module: Any) -> bool:
-        is_known = module.__dict__[ENGINE] is known() and known().is_current(module)
-        is_known = is_known and _hooks_of_blocks(known(), module) == counts
-        return is_known and all(graph().is_for_model(module) for graph in graphs)
-
-    return is_as_compiled
-
-
-def _hooks_of_blocks(engine: Engine, model: nn.Module) -> list[int]:
-    """How many hooks the blocks have that are converted by themselves, which Dynamo does not guard."""
-    blocks = map(model.get_submodule, engine.boundaries)
-    return [len(hooks) for block in blocks for hooks in hook_dictionaries(block)]
 
 
 def _guard(source: Any, question: Callable[[Any], bool], text: str) -> None:

@@ -115,6 +115,10 @@ class Variant:
         with outside_of_the_call():  # torch.jit.trace would record the question
             return self._state(module).holds() and (self.weights is None or self.weights(module))
 
+    def numbers_read(self, module: nn.Module) -> list[Any]:
+        """The numbers of a model's that the graph reads anew at each call, as they are now."""
+        return self._state(module).numbers()
+
     def _holds(self, module: nn.Module, inputs: list[Any]) -> bool:
         """What is asked of a call. Of one that Dynamo traces the model has been asked, see `fxamp.model.compiling`."""
         if self.captured.attributes and not self.captured.has_attributes_of(module, inputs):

@@ -1,5 +1,6 @@
 """The entries of an optimizer's state and groups around a step that is recorded."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,6 +41,35 @@ class Entries:
                 if not _is_held(place.get(key), value, kept):
                     place[key] = kept
         vars(self._optimizer).update(self._own)
+
+
+class Numbers:
+    """The numbers, flags and texts that modules hold on the host, before a step that is recorded, and not run."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._held = [
+            (module, {name: each for name, each in vars(module).items() if _is_number(each)}) for module in modules
+        ]
+
+    def changed(self) -> list[str]:
+        """The attributes that hold another one now, or a first one: a replay would leave them as they were."""
+        return [
+            f"{type(module).__qualname__}.{name}"
+            for module, held in self._held
+            for name, now in vars(module).items()
+            if _is_number(now) and (name not in held or type(held[name]) is not type(now) or held[name] != now)
+        ]
+
+    def put_back(self) -> None:
+        """What stood there stands there again."""
+        for module, held in self._held:
+            for name in [name for name, now in vars(module).items() if _is_number(now) and name not in held]:
+                del vars(module)[name]
+            vars(module).update(held)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | complex | str)
 
 
 def _kept(value: Any) -> Any:

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -15,13 +15,14 @@ from fxamp.runtime.cuda_graph import Recorder
 from fxamp.runtime.device_rates import DeviceRates, reads_rate_from_device
 from fxamp.runtime.device_skip import settle
 from fxamp.runtime.distributed import local
-from fxamp.runtime.entries import Entries
+from fxamp.runtime.entries import Entries, Numbers
 from fxamp.runtime.fixed_scalers import NoOpLossScaler
 from fxamp.runtime.graphed_checks import check_arguments, check_loss
 from fxamp.runtime.optimizer_steps import note_step
 from fxamp.runtime.scaler import LossScaler
 from fxamp.runtime.step_result import StepResult
 from fxamp.runtime.unseen_writes import take_writes
+from fxamp.words import listed
 
 log = logging.getLogger("fxamp")
 
@@ -42,13 +43,14 @@ class GraphedStep:
     Every call is exactly one step, warm-up included. Inputs are copied into buffers of the graph, so that
     each call may bring new tensors. Overflowing steps are skipped inside the graph; the scaler's numbers
     arrive on the host afterwards. A change of a learning rate or of the scale takes effect at the next call,
-    a change of another hyper-parameter, of the scaler's constants or of a module's `training` recaptures; so does a
-    rate that the optimizer reads on the host (SGD without fused=True). Where a graph's memory is replaced (an
-    optimizer's state loaded, a model moved), or other parameters are trained (frozen ones, another group), it is
-    warmed up and captured again. Whatever else Python decides in a step is decided while capturing. Without CUDA,
-    or where capture is impossible (an optimizer that keeps state on the host, a step that waits for the device), the
-    same steps run eagerly, and one line of the log says why. What is written into parameters with masters between two
-    calls, their masters take before the second. The gradients of inputs stay in the graph.
+    a change of another hyper-parameter, of the scaler's constants, of a module's `training` or of what a converted
+    model reads of Python recaptures; so does a rate that the optimizer reads on the host (SGD without fused=True).
+    Where a graph's memory is replaced (an optimizer's state loaded, a model moved), or other parameters are trained
+    (frozen ones, another group), it is warmed up and captured again. Whatever else Python decides in a step is decided
+    while capturing: what a model reads that is not converted, say. Without CUDA, or where capture is impossible (an
+    optimizer that keeps state on the host, a step that waits for the device, a module that counts: `self.steps += 1`),
+    the same steps run eagerly, and one line of the log says why. What is written into parameters with masters between
+    two calls, their masters take before the second. The gradients of inputs stay in the graph.
 
     DistributedDataParallel keeps nodes of autograd from when it was made: make it under `torch.cuda.stream(s)` with a
     stream of your own, as torch's notes on CUDA graphs say.
@@ -85,7 +87,7 @@ class GraphedStep:
         self.max_grad_norm = clipping.checked_max_norm(max_grad_norm)
         self.max_graphs = max_graphs
         self.last_result: StepResult | None = None
-        self._graphs: dict[Any, _Graph] = {}
+        self._graphs: dict[Any, list[_Graph]] = {}
         self._modules = list(model.modules())
         self._are_trained: list[bool] = []
         self._rates: DeviceRates | None = None
@@ -123,12 +125,13 @@ class GraphedStep:
             self._rates = DeviceRates(self.optimizer)
         self._rates.follow()
         key = self._key(leaves, structure)
-        if key not in self._graphs and not self._capture(key, leaves, structure):
-            return self._eager(inputs, targets)
-        if self._graphs[key].is_moved():
+        known = self._graphs.get(key, [])
+        if any(graph.is_moved() for graph in known):
             self._start_again("the model's memory was replaced")
             return self._warm_up(inputs, targets)
-        return self._replay(self._graphs[key], leaves)
+        graph = next((graph for graph in known if graph.recorded.holds()), None)
+        graph = graph or self._capture(key, leaves, structure)
+        return self._eager(inputs, targets) if graph is None else self._replay(graph, leaves)
 
     def _notice(self, leaves: list[Any]) -> None:
         """Say once why steps run eagerly."""
@@ -213,10 +216,12 @@ class GraphedStep:
         modes = tuple([module.training for module in self._modules])
         return shapes, str(structure), settings, rule, modes, self.max_grad_norm, looks_after
 
-    def _capture(self, key: Any, leaves: list[Any], structure: Any) -> bool:
-        if len(self._graphs) >= self.max_graphs:
+    def _capture(self, key: Any, leaves: list[Any], structure: Any) -> "_Graph | None":
+        from fxamp.model.as_made import Recorded  # what is converted is above this
+
+        if sum(map(len, self._graphs.values())) >= self.max_graphs:
             self._say_full(key)
-            return False
+            return None
         static = [_buffer(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         inputs, targets = pytree.tree_unflatten(static, structure)
         self.optimizer.zero_grad(set_to_none=True)
@@ -225,6 +230,7 @@ class GraphedStep:
         settle(self._inner)
         self.scaler.watch.drain()
         entries = Entries(self._inner, [module._buffers for module in self._modules])
+        numbers = Numbers(self._modules)
         memory = [(weight, weight.data) for weight in self.model.parameters()]
         assert self._recorder is not None and self._rates is not None
         try:
@@ -235,18 +241,23 @@ class GraphedStep:
                     "a step changes numbers on the host, or puts new tensors in the place of weights, buffers or "
                     "optimizer state, which a replay cannot"
                 )
+            if changed := numbers.changed():
+                raise RuntimeError(f"a step sets {listed(changed, 3)}, and a replay runs no Python")
         except Exception as error:  # whatever a model or optimizer raises when it cannot be captured
             entries.put_back()
+            numbers.put_back()
             for weight, data in memory:
                 if _is_elsewhere(weight, data):
                     weight.data = data
             self.scaler.forget_iteration()
             self.optimizer.zero_grad(set_to_none=True)
             self._run_eagerly(f"capture failed: {error}")
-            return False
+            return None
         weights = [*self.model.parameters(), *self.model.buffers()]
-        self._graphs[key] = _Graph(replay, static, loss, result, weights)
-        return True
+        recorded = Recorded(each for each in (self.model, self.loss_fn) if isinstance(each, torch.nn.Module))
+        graph = _Graph(replay, static, loss, result, weights, recorded)
+        self._graphs.setdefault(key, []).append(graph)
+        return graph
 
     def _say_full(self, key: Any) -> None:
         """Say once that there are no more graphs, and which hyper-parameters have changed from graph to graph."""
@@ -255,6 +266,8 @@ class GraphedStep:
         self._has_said_full = True
         every = [dict.fromkeys(seen[2]) for seen in (*self._graphs, key)]
         changed = sorted({name for one in every for name, value in one if (name, value) not in every[0]})
+        if any(len(graphs) > 1 for graphs in self._graphs.values()):
+            changed.append("what the model reads of Python")
         log.warning(
             "GraphedStep has its %d graphs; what needs another one runs eagerly.%s%s",
             self.max_graphs,
@@ -275,6 +288,10 @@ class GraphedStep:
         return graph.loss.clone()
 
 
+class _Asked(Protocol):
+    def holds(self) -> bool: ...
+
+
 class _Graph:
     """One captured step with its input buffers and results, and the weights that it reads and writes."""
 
@@ -285,11 +302,13 @@ class _Graph:
         loss: torch.Tensor,
         result: StepResult,
         weights: list[torch.Tensor],
+        recorded: _Asked,
     ) -> None:
         self.replay = replay
         self.static = static
         self.loss = loss
         self.result = result
+        self.recorded = recorded
         self._weights = [local(weight) for weight in weights]
         self._addresses = list(map(_ADDRESS, self._weights))
 

@@ -258,7 +258,7 @@ def test_training_goes_on_with_what_a_schedule_says():
 
 
 def test_a_model_that_no_question_holds_for_runs_as_it_does_uncompiled(monkeypatch):
-    monkeypatch.setattr("fxamp.model.compiling._question", lambda *_: lambda module: False)
+    monkeypatch.setattr("fxamp.model.compiling.question", lambda *_: lambda module: False)
     converted = fxamp.convert(Net(CASES["a field"][0]), torch.bfloat16)
     compiled = torch.compile(converted, backend="eager")
     for scale in (1.0, 3.0):

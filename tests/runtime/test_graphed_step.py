@@ -792,3 +792,88 @@ def test_a_scale_that_may_be_below_one_has_a_graph_of_its_own(graphs):
     for batch in batches(2):
         step(*batch)
     assert len(step._graphs) == 2
+
+
+class Reads(torch.nn.Module):
+    """A model that reads a number and a flag, and may count."""
+
+    def __init__(self, counts=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.alpha, self.doubles = torch.nn.Linear(4, 2), 1.0, False
+        self.counts, self.steps = counts, 0
+
+    def forward(self, x):
+        if self.counts:
+            self.steps += 1
+        return self.layer(x) * self.alpha * (2.0 if self.doubles else 1.0) * (1 + self.steps)
+
+
+def changed_at(model, number):
+    """What a training loop does to its model before a step."""
+    if number == WARM_UP + 2:
+        model.alpha = 0.5
+    if number == WARM_UP + 4:
+        model.doubles = True
+    if number == WARM_UP + 6:
+        model.alpha, model.doubles = 1.0, False
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_a_converted_model_reads_of_python_is_asked_before_a_replay(graphs, level):
+    results = []
+    for graphed in (False, True):
+        model = fxamp.convert(Reads(), opt_level=level)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+        optimizer = MasterWeightOptimizer(optimizer) if level == "O2" else optimizer
+        scaler = LossScaler(2.0**10)
+        step = graphs.step_for(model, loss_fn, optimizer, scaler)
+        losses = []
+        for number, batch in enumerate(batches(WARM_UP + 8)):
+            changed_at(model, number)
+            losses += [float(step(*batch))] if graphed else eager_loop(model, optimizer, scaler, [batch])
+        results.append(losses)
+    assert results[1] == pytest.approx(results[0], rel=2**-20)
+    assert graphs.captures == 3 and step.is_graphed  # the last change is back to the first graph
+
+
+def test_a_number_that_anneals_at_each_step_ends_in_eager_steps(graphs, caplog):
+    model, others = (fxamp.convert(Reads()) for _ in range(2))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1, fused=True), LossScaler(2.0**10)
+    expected = torch.optim.SGD(others.parameters(), 0.1, fused=True), LossScaler(2.0**10)
+    step = graphs.step_for(model, loss_fn, optimizer, scaler, max_graphs=3)
+    for number, batch in enumerate(batches(WARM_UP + 6)):
+        model.alpha = others.alpha = 1.0 + 0.1 * number
+        loss = float(step(*batch))
+        assert [loss] == pytest.approx(eager_loop(others, *expected, [batch]), rel=2**-20)
+    assert graphs.captures == 3 and "What changes: what the model reads of Python." in caplog.text
+
+
+@pytest.mark.parametrize("convert", [lambda model: model, fxamp.convert])
+def test_a_model_that_counts_on_the_host_is_not_replayed(graphs, convert):
+    results = []
+    for graphed in (False, True):
+        model = convert(Reads(counts=True))
+        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.001, fused=True), LossScaler(2.0**10)
+        step, data = graphs.step_for(model, loss_fn, optimizer, scaler), list(batches(WARM_UP + 4))
+        losses = [float(step(*batch)) for batch in data] if graphed else eager_loop(model, optimizer, scaler, data)
+        results.append([*losses, model.steps])
+    assert results[1] == pytest.approx(results[0], rel=2**-20)
+    assert "a step sets Reads.steps" in step.why_eager
+
+
+def test_what_a_failed_recording_sets_is_put_back(graphs):
+    class Names(Reads):
+        def forward(self, x):
+            self.last = float(x.shape[0])
+            self.steps = self.steps + 1 if hasattr(self, "first") else 0
+            return self.layer(x)
+
+    model = Names()
+    step = graphs.step_for(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1, fused=True))
+    for batch in batches(WARM_UP):
+        step(*batch)
+    model.first = True
+    for batch in batches(2):
+        step(*batch)
+    assert model.steps == 2 and model.last == 6.0 and not step.is_graphed
