@@ -115,7 +115,7 @@ class Outside:
                 if isinstance(value, type) and not is_library(kind):
                     self._keep(kind, name, self._unnamed.behind(kind, name))
                 return
-            if not is_library(kind):
+            if not is_library(kind) and not _is_installed(kind):
                 self._keep(kind, name, MISSING)
 
     def function(self, value: Any) -> None:
