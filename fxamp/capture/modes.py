@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-FOLLOWED = (
+from fxamp.errors import CaptureError
+
+_FOLLOWED = (
     "somebody follows all modules there are by global hooks (torch.nn.modules.module.register_module_forward_hook), "
     "which do not fire in a graph"
 )
@@ -41,6 +43,16 @@ def are_modes_active() -> bool:
 def follow_modules() -> bool:
     """Whether somebody has put hooks on all modules there are."""
     return bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
+def check_not_followed() -> None:
+    """Check that a graph does what the call would do.
+
+    Raises:
+        CaptureError: there are hooks on all modules, and no mode of torch's that brings its own and counts operations.
+    """
+    if follow_modules() and not are_modes_active():
+        raise CaptureError(_FOLLOWED)
 
 
 def modes_wait() -> contextlib.AbstractContextManager[None]:

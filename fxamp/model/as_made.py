@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from fxamp.capture.modes import follow_modules
 from fxamp.ir import ENGINE
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.variant import Variant
@@ -20,7 +21,7 @@ def question(model: Any, engine: Engine, variants: Sequence[Variant]) -> Callabl
     counts = _hooks_of_blocks(engine, model)
 
     def is_as_made(module: Any) -> bool:
-        is_known = module.__dict__[ENGINE] is known() and known().is_current(module)
+        is_known = module.__dict__[ENGINE] is known() and known().is_current(module) and not follow_modules()
         is_known = is_known and _hooks_of_blocks(known(), module) == counts
         return is_known and all(graph().is_for_model(module) for graph in graphs)
 

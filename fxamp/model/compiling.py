@@ -20,6 +20,7 @@ from torch import fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree as pytree
 
+from fxamp.capture.modes import follow_modules
 from fxamp.capture.size_guards import VARYING
 from fxamp.capture.sizes import varying_sizes
 from fxamp.errors import CaptureError
@@ -53,6 +54,10 @@ def make_ready(context: Any) -> None:
     engine.otherwise.stay_outside(name)
     if engine.options.capture == "dynamo":
         return
+    if follow_modules():
+        if tracked.source is not None:  # until they are gone
+            _guard(tracked.source, lambda _: follow_modules(), "fxamp: hooks follow all modules")
+        context.graph_break(f"fxamp has no graph for this call of {name}: hooks follow all modules")
     try:
         call = args.as_proxy(), kwargs.as_proxy()
         with temporarily_clear_interpreter_stack():  # torch.func's transforms allow no requires_grad_

@@ -19,7 +19,7 @@ from torch.fx.proxy import TraceError
 
 from fxamp.capture.data import NOTHING_LEFT_OUT
 from fxamp.capture.inputs import CallSpec, call_key, flatten_call, has_only_defaults
-from fxamp.capture.modes import FOLLOWED, are_modes_active, follow_modules
+from fxamp.capture.modes import check_not_followed
 from fxamp.capture.refusals import Refusals, is_for_python
 from fxamp.capture.selves import OtherSelves
 from fxamp.capture.symbolic import one_at_a_time
@@ -143,8 +143,7 @@ class Engine:
         if not torch.compiler.is_compiling():
             if is_collected_from(module):
                 raise CaptureError(COLLECTED)
-            if follow_modules() and not are_modes_active():  # which count the graphs' operations
-                raise CaptureError(FOLLOWED)
+            check_not_followed()
         key, inputs = call_key(args, kwargs)
         known = self.variants.get(key, []) if numbers is None else map(self.numbered.__getitem__, numbers)
         for variant in known:
@@ -290,6 +289,8 @@ class Engine:
     ) -> Variant:
         if self.fingerprint is None:
             self.fingerprint = Structure(module).fingerprint
+        if not is_example:
+            check_not_followed()
         key, inputs = call_key(args, kwargs)
         known = self.variants.get(key, [])
         for variant in known:

@@ -128,3 +128,21 @@ def test_symbolic_capture_refuses():
     finally:
         handle.remove()
     converted(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_compiled_model_breaks_its_graph_while_they_are_there(level):
+    compiled = torch.compile(fxamp.convert(model(), opt_level=level), backend="eager")
+    plain, x, called = model(), torch.randn(4, 8), []
+    before = compiled(x)
+    handle = every_module.register_module_forward_hook(doubles(called))
+    try:
+        for calls in range(1, 4):
+            hooked = compiled(x)
+            assert len(called) == 4 * calls
+        expected = plain(x)
+    finally:
+        handle.remove()
+    torch.testing.assert_close(hooked, expected, atol=0.05, rtol=0.05)
+    assert torch.equal(compiled(x), before) and len(called) == 16
+    assert torch._dynamo.explain(compiled)(x).graph_break_count == 0
