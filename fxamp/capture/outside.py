@@ -41,7 +41,7 @@ from fxamp.capture.objects import (
 )
 from fxamp.capture.state import read
 from fxamp.capture.torch_settings import SETTINGS
-from fxamp.capture.unnamed import MAKERS, OTHERS, Unnamed
+from fxamp.capture.unnamed import MAKERS, Unnamed
 
 # Methods that are called without being named; those that make, write or compare are looked at when they run.
 _ARITHMETIC = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split()
@@ -229,7 +229,7 @@ class Outside:
             self._class(type(kind))
         for each in kind.__mro__:
             if not is_library(each) and not _is_installed(each):
-                self._unnamed.watch(each, OTHERS | MAKERS if kind is value else OTHERS)
+                self._unnamed.watch(each, is_made=kind is value)
             if not is_library(each) and each not in self.classes:
                 self.classes[each] = None
                 self._methods(each, self.names | _UNNAMED)

@@ -10,14 +10,14 @@ are looked at when they run: while forward is traced another function stands in 
 import functools
 import threading
 import types
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any
 
 MAKERS = frozenset("__new__ __init__ __post_init__".split())
 """Methods of a class that forward may call."""
 
 _INPLACE = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift".split()
-OTHERS = (
+_OTHERS = (
     frozenset(f"__i{name}__" for name in _INPLACE)
     | frozenset("__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __hash__ __instancecheck__ __subclasscheck__".split())
     | frozenset("__setitem__ __delitem__ __missing__ __class_getitem__ __setattr__ __delattr__ __set__".split())
@@ -36,10 +36,19 @@ class Unnamed:
     def __init__(self, note: Callable[[type, str, Any, types.FunctionType], None]) -> None:
         self._note = note
         self._thread = threading.get_ident()
+        self._watched: set[tuple[type, bool]] = set()
         self._replaced: dict[tuple[type, str], tuple[Any, Any]] = {}  # (class, name) -> what was there, and is now
 
-    def watch(self, kind: type, names: Set[str]) -> None:
-        """Look at methods of a class of those names, and at the setters of its properties."""
+    def watch(self, kind: type, is_made: bool) -> None:
+        """Look at such methods of a class, and at the setters of its properties.
+
+        Args:
+            is_made: whether forward may make an object of it.
+        """
+        if (kind, is_made) in self._watched:
+            return
+        self._watched.add((kind, is_made))
+        names = _OTHERS | MAKERS if is_made else _OTHERS
         for name, held in list(vars(kind).items()):
             if (kind, name) not in self._replaced and (name in names or type(held) is property):
                 instead = self._instead_of(kind, name, held)
