@@ -257,10 +257,17 @@ def module_at(root: nn.Module, path: str) -> nn.Module:
 
 
 def attribute(root: nn.Module | None, path: Any) -> Any:
-    """The parameter, buffer or plain attribute at a dotted path, None where there is none."""
+    """The parameter, buffer or plain attribute at a dotted path, None where there is none.
+
+    A module of a class of its own may name weights after no part of it, and refuse to be asked for one.
+    """
     value: Any = root
-    for name in str(path).split("."):
-        value = getattr(value, name, None)
+    try:
+        for name in str(path).split("."):
+            value = getattr(value, name, None)
+    except Exception:
+        named = {} if root is None else dict(root.named_parameters(remove_duplicate=False))
+        value = named.get(str(path))
     return value
 
 

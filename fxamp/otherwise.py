@@ -224,13 +224,16 @@ def _tells(given: Any) -> bool:
 def _share(model: nn.Module, is_inside: Callable[[nn.Module], bool]) -> float:
     """Of the weights those that are in a module, inside of the model, of which that is so."""
     sizes, parts = multiplied(model), dict(model.named_modules(remove_duplicate=False))
-    inside = [size for name, size in sizes.items() if any(is_inside(parts[path]) for path in _owners(name))]
+    inside = [size for name, size in sizes.items() if any(map(is_inside, _owners(name, parts)))]
     return sum(inside) / max(1, sum(sizes.values()))
 
 
-def _owners(weight: str) -> Iterator[str]:
+def _owners(weight: str, parts: dict[str, nn.Module]) -> Iterator[nn.Module]:
+    """The modules that a weight is in, of those inside of a model. (A module may name weights after no part of it, as
+    tensordict's parameters do.)
+    """
     owner = weight.rpartition(".")[0]
-    yield from around(owner) if owner else ()
+    yield from (parts[path] for path in (around(owner) if owner else ()) if path in parts)
 
 
 def _share_in_modules(model: nn.Module) -> float:

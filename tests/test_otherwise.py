@@ -562,3 +562,49 @@ def test_a_forward_that_calls_itself_without_a_graph_is_judged_by_its_parts():
     converted.eval()(given["img"]).sum().backward()
     converted.train()(given).backward()
     assert chosen(converted) is DynamoForward
+
+
+class Listed(nn.Module):
+    """Names its weights after no part of it, and refuses to be asked for one, as tensordict's parameters do."""
+
+    def __init__(self):
+        super().__init__()
+        self._held = [nn.Linear(16, 16), nn.Linear(16, 16)]
+
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        for place, layer in enumerate(self._held):
+            yield from layer.named_parameters(f"{prefix}{'.' if prefix else ''}{place}")
+
+    def parameters(self, recurse=True):
+        return (parameter for _, parameter in self.named_parameters())
+
+    def __getattr__(self, name):
+        if name.isdecimal():
+            raise RuntimeError("cannot be taken apart")
+        return super().__getattr__(name)
+
+
+class HoldsListed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.params, self.head = Listed(), nn.Linear(16, 3)
+
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        yield from self.params.named_parameters(f"{prefix}{'.' if prefix else ''}params")
+        yield from self.head.named_parameters(f"{prefix}{'.' if prefix else ''}head")
+
+    def forward(self, x):
+        for layer in self.params._held:
+            x = layer(x) if x.sum().item() < 1e9 else x
+        return self.head(x)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_weights_that_are_named_after_no_part_of_the_model(level):
+    plain, converted = HoldsListed(), fxamp.convert(HoldsListed(), opt_level=level)
+    for seed in range(3):
+        x = batch(seed)
+        result = converted(x)
+        torch.testing.assert_close(result.float(), plain(x), atol=0.05, rtol=0.05)
+        result.float().sum().backward()

@@ -124,6 +124,21 @@ class ValueProxy(fx.Proxy):
                 return self.tracer.proxy(attribute.node)
         return attribute
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """What `copy.deepcopy` makes of it: of a tensor, one of its own numbers. (A copy of a proxy would be one of all
+        its graph.)
+
+        Raises:
+            CaptureError: it has a gradient, and the copy would be a leaf, or, in the middle of a graph, torch's error.
+        """
+        value = known_or_guessed(self.node)
+        if not isinstance(value, torch.Tensor):
+            return self
+        if (self if isinstance(self, WeightProxy) else value).requires_grad:
+            raise CaptureError(f"{user_line()}: forward copies a tensor that requires grad by copy.deepcopy")
+        memo[id(self)] = made = self.detach().clone()
+        return made
+
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """A tensor's or a number's where Python code asks for it; its own where C code does, which would believe it."""
