@@ -9,6 +9,7 @@ import gc
 import importlib
 import itertools
 import multiprocessing
+import operator
 import sys
 import threading
 import types
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.capture import objects, outside
+from fxamp.capture import asked, objects, unnamed
 from fxamp.model.engine import engine_of
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
@@ -167,6 +168,23 @@ class Kind(enum.Enum):
 class Text(str):
     def value_of(self):
         return TABLE[self]
+
+
+class Later:
+    """What it calls is found when a method runs that nobody has named."""
+
+    def __call__(self, module):
+        self["read"] = module
+        return self.found
+
+    def __setitem__(self, name, module):
+        self.found = operator.methodcaller("of", module)(Reader)
+
+
+class Reader:
+    @staticmethod
+    def of(module):
+        return module.last
 
 
 class Pair(typing.NamedTuple):
@@ -342,6 +360,17 @@ READ = {
         lambda m: len(m.held) / HUGE,
         [lambda m: setattr(m, "held", [1.0] * HUGE), lambda m: m.held.extend([1.0] * HUGE)],
     ),
+    "a longer one in its place": (
+        lambda m: m.held[7],
+        [lambda m, v=v: setattr(m, "held", [v] * HUGE) for v in (1.0, 3.0)],
+    ),
+    "what a function that comes later reads of a Python module": (
+        lambda m: m.held(m.module),
+        [
+            lambda m: (setattr(m, "module", ELSEWHERE), setattr(m, "held", Later()), setattr(ELSEWHERE, "last", 1.0)),
+            *(lambda m, v=v: setattr(ELSEWHERE, "last", v) for v in (3.0, 1.0)),
+        ],
+    ),
     "an array of numpy": (lambda m: float(m.held.mean()), holds(lambda: np.ones(100_000), at(slice(None)))),
     "a number of a process": (lambda m: VALUE.value, [lambda m, v=v: setattr(VALUE, "value", v) for v in (1.0, 3.0)]),
     "one of ctypes": (lambda m: NUMBER.value, [lambda m, v=v: setattr(NUMBER, "value", v) for v in (1.0, 3.0)]),
@@ -492,16 +521,24 @@ def test_what_a_traced_value_and_the_model_answer_is_asked_by_the_model():
 
 
 def test_other_threads_are_not_listened_to():
-    asked = []
-    listening = outside.Asked(lambda value, name: asked.append(name), lambda: False)
+    names = []
+    listening = asked.Asked(lambda value, name: names.append(name), lambda: False)
     space = {}
     listening.listen(space)
     space["getattr"](Settings(), "scale")
-    thread = threading.Thread(target=lambda: space["getattr"](Settings(), "other"))
+    run = []
+    watching = unnamed.Unnamed(lambda kind, name, *_: run.append((kind, name)))
+    watching.watch(Made, is_made=True)
+    before = vars(Made)["__init__"]
+    thread = threading.Thread(target=lambda: (space["getattr"](Settings(), "other"), Made()))
     thread.start()
     thread.join()
+    assert names == ["scale"] and run == [] and vars(Made)["__init__"] is before
+    Made()
+    assert run == [(Made, "__init__")] and vars(Made)["__init__"] is not before
     listening.restore()
-    assert asked == ["scale"] and space == {}
+    watching.restore()
+    assert space == {}
 
 
 def test_a_model_is_let_go():
