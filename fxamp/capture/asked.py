@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxamp.capture.elements import SCALARS
 from fxamp.capture.locations import is_library_frame
-from fxamp.capture.objects import EVERYTHING, SCALARS, is_library
+from fxamp.capture.objects import EVERYTHING, is_library
 
 _KNOWN_OTHERWISE = (nn.Module, torch.Tensor, fx.Proxy, *SCALARS)
 ASKED_BY = frozenset({"getattr", "hasattr", "vars"})

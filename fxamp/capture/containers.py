@@ -7,15 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from fxamp.capture.objects import (
-    SCALARS,
-    attributes_of,
-    base_of,
-    length_of,
-    plain_copy,
-    slots_of,
-    walk,
-)
+from fxamp.capture.elements import SCALARS, base_of, length_of, plain_copy
+from fxamp.capture.objects import attributes_of, slots_of, walk
 
 _CONTAINERS = (dict, list, set, collections.deque)
 

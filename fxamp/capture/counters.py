@@ -3,8 +3,8 @@
 from typing import Any
 
 from fxamp.capture.captured import Captured
+from fxamp.capture.elements import SCALARS
 from fxamp.capture.kept_items import Kept
-from fxamp.capture.objects import SCALARS
 from fxamp.capture.reads import Place
 from fxamp.errors import CaptureError
 

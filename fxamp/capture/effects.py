@@ -18,17 +18,10 @@ import torch
 from torch import nn
 
 from fxamp.capture.containers import containers_in, forget_traced_types, has_equals_for, holds_still, items_of, restore
+from fxamp.capture.elements import SCALARS
 from fxamp.capture.iterators import Drawn, is_iterator
 from fxamp.capture.numbers import is_numpys
-from fxamp.capture.objects import (
-    MISSING,
-    SCALARS,
-    is_descriptor,
-    is_library,
-    numbers_of,
-    pointed_at,
-    walk,
-)
+from fxamp.capture.objects import MISSING, is_descriptor, is_library, numbers_of, pointed_at, walk
 from fxamp.capture.refusals import for_python
 from fxamp.capture.settings import Settings
 from fxamp.capture.state import read

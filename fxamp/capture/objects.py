@@ -1,7 +1,6 @@
 """What Python objects are made of: their parts, and stand-ins that are equal where the parts that matter are.
 
-A class of the user's may forbid what a reader asks of it (e3nn's Irrep is a tuple whose `len` raises), so containers
-are read with the methods of Python's own class below it, and an object that still raises is looked at as a whole.
+An object whose class forbids what a reader asks of it is looked at as a whole.
 """
 
 import argparse
@@ -13,7 +12,6 @@ import ctypes
 import dataclasses
 import enum
 import functools
-import operator
 import queue
 import sys
 import threading
@@ -25,16 +23,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.elements import (
+    CONTAINERS,
+    MOST,
+    SCALARS,
+    is_looked_into,
+    is_too_long,
+    length_of,
+    named_elements,
+    plain_copy,
+)
+
 MISSING = object()  # nothing has the name
 EVERYTHING = "**"  # among names: all attributes of objects matter
-SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 METHODS = (types.MethodType, types.BuiltinMethodType)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
-CONTAINERS = (collections.OrderedDict, dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType)
 _OF_C = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)  # of which multiprocessing.Value has one
 POINTERS = (contextvars.ContextVar, weakref.ref)  # of which another object may be reached without a write into them
 DEPTH = 6  # containers in containers that are compared
-MOST, _MOST_COMPARED = 512, 2**14  # elements of one that are looked into, and that are compared
 _MOST_BYTES = 2**20  # of an array
 _WALKED = 4  # containers in containers that are looked through for whatever may matter
 
@@ -138,7 +144,9 @@ def _parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
     if isinstance(value, types.MappingProxyType):
         return list(dict(value).items())
     if isinstance(value, CONTAINERS):
-        return _elements(value) if not is_too_long(value) else [("length", length_of(value))]
+        if value is vars(builtins):
+            return None
+        return named_elements(value) if not is_too_long(value) else [("length", length_of(value))]
     if is_array(value):
         return [("numbers", numbers_of(value))] if memoryview(value).nbytes <= _MOST_BYTES else None
     is_foreign = is_library(class_of(value))
@@ -192,70 +200,6 @@ def is_array(value: Any) -> bool:
 def numbers_of(value: Any) -> bytes:
     """The numbers of an array."""
     return bytes(value) if isinstance(value, (bytearray, *_OF_C)) else value.tobytes()
-
-
-def _elements(value: Any) -> list[tuple[Any, Any]]:
-    """The elements of a container by their keys or places; those of a set in an order that a copy has too."""
-    held = plain_copy(value)
-    if isinstance(held, dict):
-        return list(held.items())
-    if not isinstance(held, (set, frozenset)):
-        return list(enumerate(held))
-    try:
-        ordered = sorted(held, key=repr)
-    except Exception:  # an element that forbids repr()
-        ordered = list(held)
-    return [("elements", element) for element in ordered]
-
-
-def base_of(value: Any) -> Any:
-    """Python's own class below that of a container."""
-    return next(kind for kind in CONTAINERS if isinstance(value, kind))
-
-
-def length_of(value: Any) -> int:
-    """How many elements a container has, whatever its class says."""
-    return int(base_of(value).__len__(value))
-
-
-def is_looked_into(container: Any) -> bool:
-    """Whether a container is; not a long one, nor Python's builtins, which eval puts into the globals it is given."""
-    return length_of(container) <= MOST and container is not vars(builtins)
-
-
-def is_too_long(value: Any) -> bool:
-    """Whether it is a container of which the length alone is compared, for time's sake."""
-    return isinstance(value, CONTAINERS) and (length_of(value) > _MOST_COMPARED or value is vars(builtins))
-
-
-def plain_copy(value: Any) -> Any:
-    """A container of Python's own class with the elements of this one, past what its class makes of reading them: a
-    table may build a module at each look.
-    """
-    kind = base_of(value)
-    if kind is collections.OrderedDict:  # in its order, which dict's methods do not know
-        return {key: dict.__getitem__(value, key) for key in kind.__iter__(value)}
-    if kind is dict:
-        return dict(dict.items(value))
-    return dict(value) if kind is types.MappingProxyType else kind(kind.__iter__(value))
-
-
-def elements_of(value: Any) -> list[Any]:
-    """What a container holds, in its order, by the methods of Python's own class; of a mapping, keys and values."""
-    plain = plain_copy(value)
-    return [*plain, *plain.values()] if isinstance(plain, dict) else list(plain)
-
-
-def holds_the_same(value: Any, elements: list[Any]) -> bool:
-    """Whether a container holds these objects; numbers, strings and the like may be equal ones of the same type."""
-    now = elements_of(value)
-    return len(now) == len(elements) and (
-        all(map(operator.is_, now, elements))
-        or all(
-            new is old or (type(new) is type(old) and isinstance(new, SCALARS) and new == old)
-            for new, old in zip(now, elements, strict=True)
-        )
-    )
 
 
 def method_parts(value: Any) -> list[tuple[str, Any]] | None:

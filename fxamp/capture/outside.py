@@ -15,6 +15,7 @@ from torch import nn
 
 from fxamp.capture.asked import ASKED_BY, Asked
 from fxamp.capture.effects import DEFAULT, Effects
+from fxamp.capture.elements import SCALARS
 from fxamp.capture.functions_of import (
     attributes_in,
     codes_of,
@@ -28,7 +29,6 @@ from fxamp.capture.locations import is_installed, is_library_function
 from fxamp.capture.objects import (
     EVERYTHING,
     MISSING,
-    SCALARS,
     attributes_of,
     class_of,
     is_descriptor,

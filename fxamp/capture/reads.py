@@ -14,21 +14,13 @@ from torch.nn.utils import parametrize
 
 from fxamp.capture.assignments import Assignments
 from fxamp.capture.effects import Effects
+from fxamp.capture.elements import SCALARS
 from fxamp.capture.functions_of import strings_in
 from fxamp.capture.hooks import check_hook_writes
 from fxamp.capture.identity import is_asked_whether_none, is_compared_with_others
 from fxamp.capture.kept_items import Item, is_inside, items_set, without
 from fxamp.capture.locations import asker, is_library_frame, is_library_function, user_line
-from fxamp.capture.objects import (
-    MISSING,
-    SCALARS,
-    Scope,
-    frozen,
-    is_descriptor,
-    is_library,
-    is_other_self,
-    share_arrays,
-)
+from fxamp.capture.objects import MISSING, Scope, frozen, is_descriptor, is_library, is_other_self, share_arrays
 from fxamp.capture.outside import Outside
 from fxamp.capture.places import paths_of, ties_of
 from fxamp.capture.process import VARIABLES, process_noted, title_of

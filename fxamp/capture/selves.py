@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from fxamp.capture.elements import SCALARS
 from fxamp.capture.leaves import TABLES
-from fxamp.capture.objects import MISSING, SCALARS, is_other_self, walk
+from fxamp.capture.objects import MISSING, is_other_self, walk
 from fxamp.errors import OptionError
 
 log = logging.getLogger("fxamp")

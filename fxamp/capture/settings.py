@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from fxamp.capture.objects import MISSING, base_of
+from fxamp.capture.elements import base_of
+from fxamp.capture.objects import MISSING
 from fxamp.ir import module_at
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.elements import SCALARS, elements_of, holds_the_same, is_too_long, length_of, plain_copy
 from fxamp.capture.kept_items import without
 from fxamp.capture.objects import (
     DEPTH,
@@ -22,18 +23,12 @@ from fxamp.capture.objects import (
     METHODS,
     MISSING,
     POINTERS,
-    SCALARS,
     Scope,
     depth_inside,
-    elements_of,
-    holds_the_same,
     is_array,
-    is_too_long,
-    length_of,
     namespace_of,
     numbers_of,
     parts_of,
-    plain_copy,
     pointed_at,
 )
 from fxamp.capture.places import paths_of

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.capture import asked, objects, unnamed
+from fxamp.capture import asked, elements, objects, unnamed
 from fxamp.model.engine import engine_of
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
@@ -551,7 +551,7 @@ def test_a_model_is_let_go():
 
 
 def test_a_long_container_is_compared_and_not_looked_into():
-    held = [[1.0] for _ in range(objects.MOST + 1)]
+    held = [[1.0] for _ in range(elements.MOST + 1)]
     scope = objects.Scope(frozenset(), {})
     before = objects.frozen(held, scope)
     held[0][0] = 2.0
