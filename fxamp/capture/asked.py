@@ -38,12 +38,15 @@ class Asked:
         self._note = note
         self._is_paused = is_paused
         self._thread = threading.get_ident()
+        self._is_over = False
         self._kinds: dict[type, bool] = {}
         self._instead = {"getattr": self._getattr, "hasattr": self._hasattr, "vars": self._vars}
         self._places: list[tuple[dict[str, Any], str, Any]] = []  # the globals of a file, a name, and what stands there
 
     def listen(self, space: dict[str, Any]) -> None:
-        """Take note of what code with these globals asks for."""
+        """Take note of what code with these globals asks for, until `restore`."""
+        if self._is_over:
+            return
         for name, instead in self._instead.items():
             if name not in space:
                 space[name] = instead
@@ -54,7 +57,8 @@ class Asked:
         return isinstance(value, types.MethodType) and isinstance(value.__self__, Asked)
 
     def restore(self) -> None:
-        """Leave everybody alone again."""
+        """Leave everybody alone again, for good."""
+        self._is_over = True
         for space, name, instead in self._places:
             if space.get(name) is instead:
                 del space[name]

@@ -105,6 +105,8 @@ class Outside:
                 self._keep(value, "__dict__", vars(value))
             return
         if isinstance(value, types.ModuleType):
+            if name not in vars(value) and not is_library_module(value):
+                self._keep(vars(value), name, MISSING)
             return self._module(value, (name,))
         if not isinstance(value, type):
             self._named({name})

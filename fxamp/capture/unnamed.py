@@ -36,6 +36,7 @@ class Unnamed:
     def __init__(self, note: Callable[[type, str, Any, types.FunctionType], None]) -> None:
         self._note = note
         self._thread = threading.get_ident()
+        self._is_over = False
         self._watched: set[tuple[type, bool]] = set()
         self._replaced: dict[tuple[type, str], tuple[Any, Any]] = {}  # (class, name) -> what was there, and is now
 
@@ -45,7 +46,7 @@ class Unnamed:
         Args:
             is_made: whether forward may make an object of it.
         """
-        if (kind, is_made) in self._watched:
+        if self._is_over or (kind, is_made) in self._watched:
             return
         self._watched.add((kind, is_made))
         names = _OTHERS | MAKERS if is_made else _OTHERS
@@ -63,7 +64,8 @@ class Unnamed:
         return held if found is instead else found
 
     def restore(self) -> None:
-        """Put all as it was, but for what forward itself has put there."""
+        """Put all as it was, but for what forward itself has put there, for good."""
+        self._is_over = True
         for (kind, name), (held, instead) in self._replaced.items():
             if vars(kind).get(name) is instead:
                 type.__setattr__(kind, name, held)

@@ -310,6 +310,10 @@ READ = {
         lambda m: getattr(ELSEWHERE, m.prefix + "_gain"),
         [lambda m, v=v: setattr(ELSEWHERE, "a_gain", v) for v in (1.0, 3.0)],
     ),
+    "of a Python module that gets it later": (
+        lambda m: getattr(ELSEWHERE, m.prefix + "_late", 1.0),
+        [lambda m: None, lambda m: setattr(ELSEWHERE, "a_late", 3.0), drops(ELSEWHERE, "a_late")],
+    ),
     "hasattr": (
         lambda m: 2.0 if hasattr(m.settings, m.prefix + "_flag") else 1.0,
         [lambda m: None, on("a_flag", True), lambda m: delattr(m.settings, "a_flag")],
@@ -468,6 +472,27 @@ def test_they_are_after_a_forward_that_raises():
     with pytest.raises(AttributeError, match="a_scale"):
         converted(X)
     assert dict(vars(Made)) == before and "getattr" not in globals()
+
+
+class Sets(Net):
+    """Sets an attribute to what is there already, which the capture looks at when forward is over."""
+
+    def forward(self, x):
+        self.held = OfFile
+        return self.layer(x) * getattr(self.settings, self.prefix + "_scale", 1.0)
+
+
+class OfFile:
+    def __init__(self):
+        self.gain = getattr(TABLE, "gain", 1.0)
+
+
+def test_they_are_after_a_forward_that_sets_what_is_there():
+    model = Sets(None)
+    model.held = OfFile
+    converted, before = fxamp.convert(model), dict(vars(OfFile))
+    converted(X)
+    assert dict(vars(OfFile)) == before and "getattr" not in globals()
 
 
 def test_a_constructor_that_counts_is_no_constant():
