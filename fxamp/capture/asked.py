@@ -89,7 +89,8 @@ class Asked:
         kind = type(value)
         if kind not in self._kinds:
             self._kinds[kind] = _matters(kind)
-        if self._kinds[kind] and type(name) is str and self._is_asked():
+        is_own = type(name) is str and not name.startswith("__")  # what Python and dataclasses keep stays as it is
+        if self._kinds[kind] and is_own and self._is_asked():
             self._note(value, name)
 
     def _getattr(self, value: Any, name: Any, *default: Any) -> Any:
