@@ -265,7 +265,7 @@ def attribute(root: nn.Module | None, path: Any) -> Any:
     try:
         for name in str(path).split("."):
             value = getattr(value, name, None)
-    except Exception:
+    except Exception:  # by that class's own __getattr__
         named = {} if root is None else dict(root.named_parameters(remove_duplicate=False))
         value = named.get(str(path))
     return value

@@ -57,7 +57,7 @@ class Numbers:
             f"{type(module).__qualname__}.{name}"
             for module, held in self._held
             for name, now in vars(module).items()
-            if _is_number(now) and (name not in held or type(held[name]) is not type(now) or held[name] != now)
+            if _is_number(now) and not (name in held and _is_the_same(now, held[name]))
         ]
 
     def put_back(self) -> None:
@@ -66,6 +66,10 @@ class Numbers:
             for name in [name for name, now in vars(module).items() if _is_number(now) and name not in held]:
                 del vars(module)[name]
             vars(module).update(held)
+
+
+def _is_the_same(now: Any, before: Any) -> bool:
+    return now is before or (type(now) is type(before) and bool(now == before))
 
 
 def _is_number(value: Any) -> bool:

@@ -323,6 +323,7 @@ READ = {
         lambda m: sum(vars(m.settings).values()),
         [lambda m: None, on("third", 3.0), lambda m: delattr(m.settings, "third")],
     ),
+    "vars() of the function itself": (lambda m: (lambda scale: scaled(**vars()))(m.settings.scale), SCALE),
     "__dict__": (lambda m: scaled(**m.settings.__dict__), SCALE),
     "asdict": (lambda m: scaled(**dataclasses.asdict(m.settings)), SCALE),
     "astuple": (lambda m: dataclasses.astuple(m.settings)[0], SCALE),

@@ -1,5 +1,7 @@
 """Hooks on all modules there are (`torch.nn.modules.module.register_module_forward_hook`): a graph would hold them."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -24,14 +26,22 @@ def model():
     return nn.Sequential(Block(), Block())
 
 
-def doubles(called):
+@contextlib.contextmanager
+def doubled():
+    """While it is entered every linear layer gives twice as much; those that were called, in their order."""
+    called = []
+
     def hook(module, given, result):
         if isinstance(module, nn.Linear):
             called.append(module)
             return result * 2
         return None
 
-    return hook
+    handle = every_module.register_module_forward_hook(hook)
+    try:
+        yield called
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -41,15 +51,11 @@ def test_a_global_hook_fires_at_each_call_and_not_after_it_is_removed(level, gra
     plain, x = model(), torch.randn(4, 8)
     if graphs_before:
         converted(x)
-    called = []
-    handle = every_module.register_module_forward_hook(doubles(called))
-    try:
+    with doubled() as called:
         for calls in range(1, 4):
             result = converted(x)
             assert len(called) == 4 * calls
         expected = plain(x)
-    finally:
-        handle.remove()
     torch.testing.assert_close(result, expected, atol=0.05, rtol=0.05)
     torch.testing.assert_close(converted(x), plain(x), atol=0.02, rtol=0.05)
     assert len(called) == 16
@@ -84,14 +90,11 @@ def test_the_call_runs_low_as_under_autocast():
 
 
 def test_blocks_that_are_converted_by_themselves():
-    converted, called = fxamp.convert(model(), boundaries=["0"]), []
+    converted = fxamp.convert(model(), boundaries=["0"])
     x = torch.randn(4, 8)
     before = converted(x)
-    handle = every_module.register_module_forward_hook(doubles(called))
-    try:
+    with doubled() as called:
         converted(x)
-    finally:
-        handle.remove()
     assert len(called) == 4
     assert torch.equal(converted(x), before)
 
@@ -106,14 +109,11 @@ def test_where_dynamo_captures_the_model_it_does_so_again_afterwards():
             torch._dynamo.graph_break()
             return self.layer(x)
 
-    converted, called, x = fxamp.convert(Odd()), [], torch.randn(4, 8)
+    converted, x = fxamp.convert(Odd()), torch.randn(4, 8)
     before = converted(x)
     way = engine_of(converted).way
-    handle = every_module.register_module_forward_hook(doubles(called))
-    try:
+    with doubled() as called:
         hooked = converted(x)
-    finally:
-        handle.remove()
     assert len(called) == 1
     torch.testing.assert_close(hooked, before * 2, atol=0.02, rtol=0.05)
     assert torch.equal(converted(x), before) and engine_of(converted).way is way
@@ -121,28 +121,28 @@ def test_where_dynamo_captures_the_model_it_does_so_again_afterwards():
 
 def test_symbolic_capture_refuses():
     converted = fxamp.convert(model(), capture="symbolic")
-    handle = every_module.register_module_forward_hook(doubles([]))
-    try:
-        with pytest.raises(CaptureError, match="global hooks"):
-            converted(torch.randn(4, 8))
-    finally:
-        handle.remove()
+    with doubled(), pytest.raises(CaptureError, match="global hooks"):
+        converted(torch.randn(4, 8))
     converted(torch.randn(4, 8))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_compiled_model_breaks_its_graph_while_they_are_there(level):
     compiled = torch.compile(fxamp.convert(model(), opt_level=level), backend="eager")
-    plain, x, called = model(), torch.randn(4, 8), []
+    plain, x = model(), torch.randn(4, 8)
     before = compiled(x)
-    handle = every_module.register_module_forward_hook(doubles(called))
-    try:
+    with doubled() as called:
         for calls in range(1, 4):
             hooked = compiled(x)
             assert len(called) == 4 * calls
         expected = plain(x)
-    finally:
-        handle.remove()
     torch.testing.assert_close(hooked, expected, atol=0.05, rtol=0.05)
     assert torch.equal(compiled(x), before) and len(called) == 16
     assert torch._dynamo.explain(compiled)(x).graph_break_count == 0
+
+
+def test_an_example_makes_no_graph_that_holds_them():
+    plain, x = model(), torch.randn(4, 8)
+    with doubled():
+        converted = fxamp.convert(model(), example_inputs=(x,))
+    torch.testing.assert_close(converted(x), plain(x), atol=0.02, rtol=0.05)

@@ -877,3 +877,12 @@ def test_what_a_failed_recording_sets_is_put_back(graphs):
     for batch in batches(2):
         step(*batch)
     assert model.steps == 2 and model.last == 6.0 and not step.is_graphed
+
+
+def test_a_number_that_is_none_does_not_change(graphs):
+    model, optimizer, scaler = pieces()
+    model.last, model.best = math.nan, -math.inf
+    step = graphs.step_for(model, loss_fn, optimizer, scaler)
+    for batch in batches(WARM_UP + 2):
+        step(*batch)
+    assert graphs.captures == 1 and step.is_graphed
