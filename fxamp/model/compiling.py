@@ -55,8 +55,6 @@ def make_ready(context: Any) -> None:
     if engine.options.capture == "dynamo":
         return
     if follow_modules():
-        if tracked.source is not None:  # until they are gone
-            _guard(tracked.source, lambda _: follow_modules(), "fxamp: hooks follow all modules")
         context.graph_break(f"fxamp has no graph for this call of {name}: hooks follow all modules")
     try:
         call = args.as_proxy(), kwargs.as_proxy()

@@ -146,3 +146,22 @@ def test_an_example_makes_no_graph_that_holds_them():
     with doubled():
         converted = fxamp.convert(model(), example_inputs=(x,))
     torch.testing.assert_close(converted(x), plain(x), atol=0.02, rtol=0.05)
+
+
+def test_a_model_that_was_compiled_among_them_reads_its_state_afterwards():
+    class Scaled(Block):
+        doubles = False
+
+        def forward(self, x):
+            return super().forward(x) * (2.0 if self.doubles else 1.0)
+
+    torch.manual_seed(0)
+    converted, x = fxamp.convert(Scaled()), torch.randn(4, 8)
+    compiled = torch.compile(converted, backend="eager")
+    with doubled():
+        compiled(x)
+    before = compiled(x)
+    converted.doubles = True
+    assert torch.equal(compiled(x), before * 2)
+    converted.doubles = False
+    assert torch.equal(compiled(x), before)
