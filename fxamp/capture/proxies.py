@@ -136,8 +136,7 @@ class ValueProxy(fx.Proxy):
             return self
         if (self if isinstance(self, WeightProxy) else value).requires_grad:
             raise CaptureError(f"{user_line()}: forward copies a tensor that requires grad by copy.deepcopy")
-        memo[id(self)] = made = self.detach().clone()
-        return made
+        return self.detach().clone()
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

@@ -69,6 +69,17 @@ def test_they_are_part_of_a_graph(name):
     assert len(engine_of(converted).own_variants()) == 1
 
 
+def test_no_gradient_comes_back_through_a_copy_of_an_input():
+    plain, converted = (make(Copies(lambda m, x: copy.deepcopy(x))) for make in (lambda m: m, fxamp.convert))
+    grads = []
+    for model in (plain, converted):
+        model(torch.ones(2, 8))
+        x = torch.ones(2, 8, requires_grad=True)
+        model(x).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads, atol=0.05, rtol=0.02)
+
+
 def test_what_torch_refuses_is_refused():
     converted = fxamp.convert(Copies(lambda m, x: copy.deepcopy(m.layer(x))))
     with pytest.raises(RuntimeError, match="deepcopy protocol"):
