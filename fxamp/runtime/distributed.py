@@ -33,7 +33,7 @@ def several_ranks() -> bool:
 def groups_of(tensors: list[torch.Tensor]) -> list[Any]:
     """The process groups over which these tensors are DTensors, each once."""
     found: list[Any] = []
-    for tensor in tensors:
+    for tensor in () if set(map(type, tensors)) <= PLAIN else tensors:
         if type(tensor) is torch.Tensor:
             continue
         mesh = getattr(tensor, "device_mesh", None)

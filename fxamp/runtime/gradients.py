@@ -104,20 +104,30 @@ def local_numbers(gradient: torch.Tensor) -> torch.Tensor:
 
 def dense(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """`values_of` every parameter that has a gradient."""
-    every = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    found = list(map(_GRAD, every))
+    found = every(optimizer)
     if are_plain(found):
         return found
-    return [values_of(parameter) for parameter in every]  # type: ignore[misc]
+    return [values_of(parameter) for parameter in parameters(optimizer) if parameter.grad is not None]  # type: ignore[misc]
+
+
+def every(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The gradients, as they are, of the parameters that have one."""
+    return [found for group in optimizer.param_groups for p in group["params"] if (found := p.grad) is not None]
 
 
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all are dense real tensors of torch's own class: asked of all at once, it costs little."""
-    is_dense = set(map(type, tensors)) <= {torch.Tensor} and set(map(_LAYOUT, tensors)) <= {torch.strided}
-    return is_dense and not any(dtype.is_complex for dtype in set(map(_DTYPE, tensors)))
+    """Whether all are dense real tensors of torch's own class."""
+    dtypes = plain_dtypes(tensors)
+    return dtypes is not None and not any(dtype.is_complex for dtype in dtypes)
 
 
-_GRAD, _LAYOUT, _DTYPE = map(operator.attrgetter, ("grad", "layout", "dtype"))
+def plain_dtypes(tensors: Sequence[torch.Tensor | None]) -> set[torch.dtype] | None:
+    """The dtypes of dense tensors of torch's own class; None where any is another. Asked of all at once."""
+    is_plain = set(map(type, tensors)) <= {torch.Tensor} and set(map(_LAYOUT, tensors)) <= {torch.strided}
+    return set(map(_DTYPE, tensors)) if is_plain else None
+
+
+_LAYOUT, _DTYPE = map(operator.attrgetter, ("layout", "dtype"))
 
 
 def groups(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -125,7 +135,8 @@ def groups(optimizer: torch.optim.Optimizer) -> list[Any]:
 
     A rank that has no gradient for a parameter is one of them all the same.
     """
-    return distributed.groups_of([p if p.grad is None else p.grad for p in parameters(optimizer)])
+    found = [p if p.grad is None else p.grad for group in optimizer.param_groups for p in group["params"]]
+    return distributed.groups_of(found)
 
 
 def unscale_and_check(
@@ -146,12 +157,12 @@ def unscale_and_check(
     Returns:
         device -> 0-d float32 tensor, 1 where something was not finite.
     """
-    every = list(gradients)
+    given = list(gradients)
     flags: dict[torch.device, torch.Tensor] = {}
     inverses: dict[torch.device, torch.Tensor] = {}
     with torch.no_grad():
-        for device, places in by_kind(every):
-            same = [every[place] for place in places]
+        for device, places in by_kind(given):
+            same = [given[place] for place in places]
             if device not in flags:
                 flags[device] = copy_on(device, found_inf)
                 inverses[device] = copy_on(device, inverse_scale)
@@ -220,12 +231,12 @@ def nonfinite_counts(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, int
     """Parameter -> how many numbers of its gradient are inf or NaN. Reads each device once."""
     found = {parameter: values_of(parameter) for parameter in parameters(optimizer)}
     values = {parameter: each for parameter, each in found.items() if each is not None}
-    every, counts = list(values), [0] * len(values)
+    owners, counts = list(values), [0] * len(values)
     for _, places in by_kind(list(values.values())):
-        bad = torch.stack([torch.isfinite(values[every[place]]).logical_not().sum() for place in places])
+        bad = torch.stack([torch.isfinite(values[owners[place]]).logical_not().sum() for place in places])
         for place, count in zip(places, bad.tolist(), strict=True):
             counts[place] = count
-    return dict(zip(every, counts, strict=True))
+    return dict(zip(owners, counts, strict=True))
 
 
 def nonfinite_names(optimizer: torch.optim.Optimizer, known: Mapping[torch.Tensor, str]) -> list[str]:
@@ -258,7 +269,7 @@ class Stamp:
 
 def stamp(optimizer: torch.optim.Optimizer) -> Stamp:
     """The gradients as they are now."""
-    found = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
+    found = every(optimizer)
     return Stamp(list(map(weakref.ref, found)), versions_of(found))
 
 

@@ -14,7 +14,7 @@ from fxamp.runtime.copies import is_plain, wide_copies
 from fxamp.runtime.flat_copies import WideCopies
 from fxamp.runtime.layouts import Layouts
 from fxamp.runtime.masters import MASTER, is_low, stored_master
-from fxamp.runtime.stand_ins import buckets, give_gradients
+from fxamp.runtime.stand_ins import apart, buckets, give_gradients
 from fxamp.runtime.writes import versions_of
 
 _TOGETHER_BYTES = 64 * 2**20  # of float32 gradients made by one copy, while the 16-bit ones are still there
@@ -92,13 +92,14 @@ def mirror_gradient(parameter: torch.Tensor) -> None:
 
 
 def take_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """`take_gradient` of many: in the usual case no master has a gradient, and no parameter one of another dtype."""
-    for parameter in parameters:
-        master = getattr(parameter, MASTER, None)
-        if master is not None:
-            gradient = parameter.grad
-            if master.grad is not None or (gradient is not None and gradient.dtype != parameter.dtype):
-                take_gradient(parameter)
+    """`take_gradient` of many: in the usual case no master has a gradient, or was given one."""
+    mastered = [parameter for parameter in parameters if MASTER in parameter.__dict__]
+    if not _given and not any([parameter.__dict__[MASTER].grad is not None for parameter in mastered]):
+        return
+    for parameter in mastered:
+        gradient = parameter.grad
+        if parameter.__dict__[MASTER].grad is not None or (gradient is not None and gradient.dtype != parameter.dtype):
+            take_gradient(parameter)
 
 
 def take_gradient(parameter: torch.Tensor) -> None:
@@ -141,7 +142,7 @@ def lent_gradients(
         give_gradients(narrow, wide, inverse_scale, copies.of)
         yield
     finally:
-        take_back_gradients(w for p, w in zip(narrow, wide, strict=True) if w is not p)
+        take_back_gradients(apart(narrow, wide)[1])
         copies.drop()
 
 

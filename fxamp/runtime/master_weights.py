@@ -3,6 +3,7 @@
 import collections
 import copy
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from fxamp.runtime.master_checks import (
 )
 from fxamp.runtime.masters import (
     MASTER,
+    are_low,
     attach_master,
     detach_master,
     ensure_master,
@@ -41,7 +43,7 @@ from fxamp.runtime.masters import (
     round_into,
 )
 from fxamp.runtime.rounding import Compensation, StochasticRounding
-from fxamp.runtime.stand_ins import StandIns, buckets, step_of_each
+from fxamp.runtime.stand_ins import StandIns, apart, buckets, step_of_each
 from fxamp.runtime.step_hooks import hooks_around
 from fxamp.runtime.unseen_writes import UnseenWrites
 from fxamp.runtime.whole_calls import call_on_stand_ins, give_back_gradients, has_own_method, is_trained, written
@@ -289,11 +291,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def _wide(self, bucket: list[torch.Tensor]) -> list[torch.Tensor]:
         """What stands in for each parameter: its master, or itself."""
+        if self._rounding is None and are_low(bucket):
+            return ensure_masters(bucket)
         for parameter in bucket:
             if not is_low(parameter) and MASTER in parameter.__dict__:
                 detach_master(parameter)  # one from before `model.float()` may not see what this step writes
-        if self._rounding is None and all(map(is_low, bucket)):
-            return ensure_masters(bucket)
         widen = ensure_master if self._rounding is None else self._rounding.widened
         return [widen(parameter) if is_low(parameter) else parameter for parameter in bucket]
 
@@ -305,10 +307,11 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         versions: list[Any] | None = None,
     ) -> None:
         """Let parameters take what their stand-ins are now; those without gradients by `written`, given `versions`."""
-        pairs = [(p, w) for p, w in zip(bucket, wide, strict=True) if w is not p]
+        low, high = bucket, wide
         if versions is not None:
-            pairs = written(bucket, wide, versions, is_kept=self._rounding is None)
-        low, high = [parameter for parameter, _ in pairs], [stand_in for _, stand_in in pairs]
+            low, high = written(bucket, wide, versions, is_kept=self._rounding is None)
+        elif any(map(operator.is_, bucket, wide)):
+            low, high = apart(bucket, wide)
         if self._rounding is not None:
             self._rounding.take_back(low, high, found_inf)
             return

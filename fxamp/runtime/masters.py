@@ -11,26 +11,23 @@ a fused optimizer, leave the counter as it is, so both are compared by value at 
 `fxamp.runtime.unseen_writes` looks for.)
 """
 
+import operator
 import threading
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import OptionError
+from fxamp.runtime.agreements import AGREED, Agreement, agreed_of, agreement_of
 from fxamp.runtime.copies import by_kind, is_plain
-from fxamp.runtime.distributed import local, several_ranks
-from fxamp.runtime.writes import Memory
+from fxamp.runtime.distributed import local, locals_of, several_ranks
+from fxamp.runtime.writes import Memory, versions_of
 
 MASTER = "_fxamp_master"
-VERSION = "_fxamp_master_version"
-LOOSE = "_fxamp_master_loose"  # the version at which parameter and master last agreed
-WRITTEN = "_fxamp_master_written"  # the master's version then
-MEMORY = "_fxamp_master_memory"  # of the parameter then
 LOGICAL = "_fxamp_logical_dtype"  # on parameters that fxamp.model.storage lowered: their dtype in the state dict
-LOADING = -1  # in the place of a version: what is written is being loaded, or was pickled
-NO_VERSION = -2  # no tensor has it: parameter and master do not agree
+LOADING = -1  # in the place of a parameter's count of writes: what is written is being loaded
+WRITTEN = -2  # in the place of a master's, which no tensor has: it was written
 
 one_at_a_time = threading.RLock()
 """Held where parameters and masters are made to agree; not while an optimizer steps, which may wait for other ranks,
@@ -38,13 +35,6 @@ and these may be threads of this process."""
 in_a_step: set[int] = set()
 """Ids of parameters whose masters are being written by a step, and they not yet: `state_dict()` in another thread would
 take that for a write of the user's, and undo the update."""
-
-
-class _Version(int):
-    """A tensor's version, which another tensor may have by chance: it is not pickled."""
-
-    def __reduce__(self) -> tuple[type[complex], tuple[int]]:
-        return complex, (LOADING,)  # equal to it, and read by torch.load(weights_only=True)
 
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -66,17 +56,8 @@ def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def is_unwritten(parameter: torch.Tensor) -> bool:
     """Whether nobody has written a parameter or its master since they agreed, as far as counters and memory tell."""
-    notes = parameter.__dict__  # read once: each step asks this of each parameter
-    return (
-        notes.get(VERSION) == parameter._version
-        and _is_where_it_was(parameter, notes)
-        and notes.get(WRITTEN, LOADING) in (LOADING, notes[MASTER]._version)
-    )
-
-
-def _is_where_it_was(parameter: torch.Tensor, notes: dict[str, Any]) -> bool:
-    memory = notes.get(MEMORY)
-    return isinstance(memory, Memory) and memory.is_of(local(parameter))
+    mark = agreed_of(parameter)
+    return mark is not None and mark.holds(parameter, parameter.__dict__[MASTER])
 
 
 def stored_master(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -91,14 +72,16 @@ def stored_master(parameter: torch.Tensor) -> torch.Tensor | None:
         with torch.inference_mode(False):  # whose tensors count no writes
             master = _laid_out_as(parameter, master.to(parameter.device)) if is_elsewhere else laid
         setattr(parameter, MASTER, master)
-        setattr(parameter, WRITTEN, _Version(NO_VERSION if is_written else master._version))
+        if (mark := agreed_of(parameter)) is not None:
+            exact = WRITTEN if is_written else master._version
+            Agreement([mark.low], [exact], [mark.memory], mark.of.is_loose).note([parameter])
     return master
 
 
 def is_master_written(parameter: torch.Tensor) -> bool:
     """Whether somebody has written into a master (as `state_dict()` gives it) since it agreed with its parameter."""
-    master: torch.Tensor = getattr(parameter, MASTER)
-    return getattr(parameter, WRITTEN, LOADING) not in (LOADING, master._version)
+    mark = agreed_of(parameter)
+    return mark is not None and mark.exact != parameter.__dict__[MASTER]._version
 
 
 def exact_values(parameter: torch.Tensor) -> torch.Tensor:
@@ -141,15 +124,18 @@ def ensure_master(parameter: torch.Tensor) -> torch.Tensor:
     return master
 
 
-def ensure_masters(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """`ensure_master` of each: where nobody wrote since the last step, a few comparisons."""
-    found = []
-    for parameter in parameters:
-        master: torch.Tensor | None = parameter.__dict__.get(MASTER)
-        if master is None or not is_unwritten(parameter):  # which is where it was: on the master's device
-            master = ensure_master(parameter)
-        found.append(master)
-    return found
+def ensure_masters(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`ensure_master` of each: where nobody wrote since they were stepped together, a few comparisons."""
+    together = agreement_of(parameters)
+    if together is not None:
+        masters = _stored(parameters)
+        if together.holds(parameters, masters):  # so they are where they were: on their masters' device
+            return masters
+    return list(map(ensure_master, parameters))
+
+
+def _stored(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameter.__dict__[MASTER] for parameter in parameters]
 
 
 def attach_master(parameter: torch.Tensor, master: torch.Tensor) -> None:
@@ -177,37 +163,41 @@ def _laid_out_as(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
 
 def detach_master(parameter: torch.Tensor) -> None:
     """Forget a parameter's master."""
-    for name in (MASTER, VERSION, LOOSE, WRITTEN, MEMORY):
+    for name in (MASTER, AGREED):
         if hasattr(parameter, name):
             delattr(parameter, name)
 
 
-def remember_version(parameter: torch.Tensor) -> None:
-    """Note that parameter and master agree now."""
-    setattr(parameter, LOOSE if hasattr(parameter, LOOSE) else VERSION, _Version(parameter._version))
-    if hasattr(parameter, MASTER):
-        setattr(parameter, WRITTEN, _Version(getattr(parameter, MASTER)._version))
-    if hasattr(parameter, MASTER) and not _is_where_it_was(parameter, parameter.__dict__):
-        setattr(parameter, MEMORY, Memory(local(parameter)))
+def remember_version(parameter: torch.Tensor, low: int | None = None) -> None:
+    """Note that a parameter and its master agree now; `low` in the place of the parameter's count."""
+    low, exact = parameter._version if low is None else low, parameter.__dict__[MASTER]._version
+    Agreement([low], [exact], [Memory(local(parameter))], is_loose(parameter)).note([parameter])
+
+
+def is_loose(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is compared with its master by value; so is one that came from another process."""
+    mark = agreed_of(parameter)
+    return hasattr(parameter, AGREED) if mark is None else mark.of.is_loose
 
 
 def loosen(parameter: torch.Tensor) -> None:
     """Compare a parameter with its master by value, until an optimizer with masters has stepped it."""
-    if hasattr(parameter, MASTER) and not hasattr(parameter, LOOSE):
-        setattr(parameter, LOOSE, _Version(parameter._version))
-        setattr(parameter, VERSION, None)
+    if hasattr(parameter, MASTER) and not is_loose(parameter):
+        exact = WRITTEN if is_master_written(parameter) else parameter.__dict__[MASTER]._version
+        Agreement([parameter._version], [exact], [Memory(local(parameter))], is_loose=True).note([parameter])
 
 
 def begin_load(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """`set_master`, where the parameter's module may copy the same value once more."""
     set_master(parameter, value)
-    if hasattr(parameter, LOOSE):
-        setattr(parameter, LOOSE, LOADING)
+    if hasattr(parameter, MASTER) and is_loose(parameter):
+        remember_version(parameter, LOADING)
 
 
 def end_load(parameter: torch.Tensor) -> None:
     """What was written since `begin_load` is the loaded value."""
-    if getattr(parameter, LOOSE, None) == LOADING:
+    mark = agreed_of(parameter)
+    if mark is not None and mark.low == LOADING:
         reconcile_(parameter)
 
 
@@ -217,15 +207,20 @@ def round_into(parameters: list[torch.Tensor], masters: list[torch.Tensor]) -> N
 
     (A CUDA kernel of torch's took the dtype of the first for all: pytorch issue 173383.)
     """
-    targets, sources = list(map(local, parameters)), list(map(local, masters))
+    targets, sources = locals_of(parameters), locals_of(masters)
     for _, places in by_kind(targets):
         torch._foreach_copy_([targets[place] for place in places], [sources[place] for place in places])
-    for parameter in parameters:  # as `remember_version`; counters are believed from now on
-        notes = parameter.__dict__
-        notes.pop(LOOSE, None)
-        notes[VERSION] = _Version(parameter._version)
-        if MASTER in notes:
-            notes[WRITTEN] = _Version(notes[MASTER]._version)
+    _agree([parameter for parameter in parameters if MASTER in parameter.__dict__])
+
+
+def _agree(parameters: list[torch.Tensor]) -> None:
+    """As `remember_version`, of all at once; counts are believed from now on."""
+    together = agreement_of(parameters)
+    low, exact = versions_of(parameters), versions_of(_stored(parameters))
+    if together is None or together.is_loose:
+        Agreement(low, exact, [Memory(local(parameter)) for parameter in parameters]).note(parameters)
+    else:
+        together.low, together.exact = low, exact
 
 
 def reconcile_(parameter: torch.Tensor) -> None:
@@ -248,10 +243,11 @@ def reconcile_(parameter: torch.Tensor) -> None:
         assert master is not None
         if id(parameter) in in_a_step:
             return
-        agreed = getattr(parameter, LOOSE, None)
-        if is_master_written(parameter) and parameter._version in (agreed, getattr(parameter, VERSION, None)):
+        mark = agreed_of(parameter)
+        low = LOADING if mark is None else mark.low
+        if is_master_written(parameter) and parameter._version == low:
             parameter.copy_(master)
-        elif agreed not in (None, LOADING, parameter._version) and several_ranks():
+        elif is_loose(parameter) and low not in (LOADING, parameter._version) and several_ranks():
             master.copy_(parameter)
         else:
             exact, values = local(master.detach()), local(parameter.detach())
@@ -272,6 +268,15 @@ def resync(parameter: torch.Tensor) -> None:
 def is_low(parameter: torch.Tensor) -> bool:
     """Whether a parameter is float16 or bfloat16."""
     return parameter.dtype in LOW_DTYPES
+
+
+def are_low(parameters: Sequence[torch.Tensor]) -> bool:
+    """`is_low` of all, asked at once."""
+    return set(map(_DTYPE, parameters)) <= _LOW
+
+
+_DTYPE = operator.attrgetter("dtype")
+_LOW = frozenset(LOW_DTYPES)
 
 
 def is_stored_low(tensor: object) -> bool:

@@ -132,12 +132,15 @@ class LossScaler(ScalerBase):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        found = gradients.dense(optimizer)
+        found = gradients.every(optimizer)
+        if has_others := not gradients.are_plain(found):
+            found = gradients.dense(optimizer)
         if not allow_fp16:
             gradients.refuse_half(optimizer, found)
         looks_after = self.may_be_below_one()
         flags = gradients.unscale_and_check(found, inv_scale, found_inf, looks_after=looks_after)
-        gradients.check_sums_(optimizer, flags)
+        if has_others:
+            gradients.check_sums_(optimizer, flags)
         groups = self._groups(optimizer)
         if groups and not flags:
             flags = {found_inf.device: found_inf}  # a rank without gradients takes part all the same

@@ -1,11 +1,14 @@
 """Lets an optimizer see float32 tensors in the place of 16-bit parameters, for the length of a call."""
 
+import itertools
+import operator
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from fxamp.dtypes import LOW_DTYPES
 from fxamp.runtime import gradients
 from fxamp.runtime.copies import by_kind, copy_on, is_plain, wide_copies
 
@@ -64,6 +67,12 @@ class StandIns:
         for group, parameters in zip(self._groups, self._whole, strict=True):
             group["params"][:] = parameters
         _rekey(self._optimizer.state, [(stand_in, parameter) for parameter, stand_in in self._pairs])
+
+
+def apart(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parameters that do not stand for themselves, and their stand-ins."""
+    are = list(map(operator.is_not, narrow, wide))
+    return list(itertools.compress(narrow, are)), list(itertools.compress(wide, are))
 
 
 def buckets(parameters: list[torch.Tensor], nbytes: int) -> Iterator[list[torch.Tensor]]:
@@ -135,6 +144,12 @@ def _widened(
     Returns:
         What the gradients of `wide` are now, as `gradients.values_of` has them.
     """
+    found = list(map(_GRAD, narrow))
+    dtypes = gradients.plain_dtypes(found)
+    if dtypes is not None and dtypes <= _LOW and not any(map(operator.is_, narrow, wide)):  # in a few passes of C
+        for stand_in, copy in zip(wide, copies := copies_of(found), strict=True):
+            stand_in.grad = copy
+        return copies
     stand_ins: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     others: list[torch.Tensor | None] = []
@@ -163,3 +178,5 @@ def _rekey(state: dict[Any, Any], pairs: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 _NOTHING = object()
+_GRAD = operator.attrgetter("grad")
+_LOW = frozenset(LOW_DTYPES)

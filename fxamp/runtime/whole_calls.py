@@ -12,7 +12,7 @@ import torch
 
 from fxamp.runtime.master_gradients import take_back_gradients, take_gradient
 from fxamp.runtime.masters import MASTER, round_into
-from fxamp.runtime.stand_ins import StandIns
+from fxamp.runtime.stand_ins import StandIns, apart
 from fxamp.runtime.writes import versions_of
 
 
@@ -40,22 +40,20 @@ def call_on_stand_ins(
     has by then (SAM has cleared them); the gradients that it leaves are those of `wide`.
     """
     standing_in = StandIns(optimizer, optimizer.param_groups, narrow, wide)
-    pairs = [
-        (parameter, stand_in) for parameter, stand_in in zip(narrow, wide, strict=True) if stand_in is not parameter
-    ]
+    low, high = apart(narrow, wide)
 
     def with_parameters(closure: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             standing_in.__exit__(None, None, None)
             try:
-                round_into([parameter for parameter, _ in pairs], [stand_in for _, stand_in in pairs])
+                round_into(low, high)
                 give_back_gradients(narrow, wide)
-                take_back_gradients(stand_in for _, stand_in in pairs)
+                take_back_gradients(high)
                 with torch.enable_grad():
                     loss = closure(*args, **kwargs)
             finally:
                 standing_in.__enter__()
-            for parameter, stand_in in pairs:
+            for parameter, stand_in in zip(low, high, strict=True):
                 take_gradient(parameter)
                 stand_in.grad = None if parameter.grad is None else parameter.grad.float()
             return loss
@@ -75,23 +73,24 @@ def _is_closure(value: Any) -> bool:
 
 def written(
     narrow: list[torch.Tensor], wide: list[torch.Tensor], versions: list[Any], *, is_kept: bool
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(parameter, stand-in) of those that a step has written, or that have gradients.
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parameters that a step has written, or that have gradients, and their stand-ins.
 
     Args:
         versions: of the stand-ins before the step.
         is_kept: the stand-ins outlive the step. What was written past autograd's count the parameters then take so,
             too: one that the optimizer leaves alone is not written, as somebody may go back through it.
     """
-    pairs = []
+    low, high = [], []
     for parameter, stand_in, before, after in zip(narrow, wide, versions, versions_of(wide), strict=True):
         if stand_in is parameter:
             continue
         if parameter.grad is not None or before != after:
-            pairs.append((parameter, stand_in))
+            low.append(parameter)
+            high.append(stand_in)
         elif is_kept:
             parameter.data.copy_(stand_in)
-    return pairs
+    return low, high
 
 
 def give_back_gradients(narrow: list[torch.Tensor], wide: list[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _VERSION = operator.attrgetter("_version")
-_EXPIRED = torch.UntypedStorage._expired
+EXPIRED = torch.UntypedStorage._expired  # of a `StorageWeakRef.cdata`
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
@@ -32,11 +32,8 @@ class Memory:
     """The memory of a tensor. What is freed may come back at the same address: then it is another."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._address = address_of(tensor)
-        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-    def __reduce__(self) -> Any:
-        return complex, (0,)  # nobody's in another process, and read by torch.load(weights_only=True)
+        self.address = address_of(tensor)
+        self.storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        return address_of(tensor) == self._address and not _EXPIRED(self._storage.cdata)
+        return address_of(tensor) == self.address and not EXPIRED(self.storage.cdata)
