@@ -39,15 +39,21 @@ class Recorded:
 
     Args:
         models: those that the step calls, or that hold those. Each part of theirs that is converted is asked.
+
+    Attributes:
+        modules: of the converted ones that have graphs, which know what they read.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
+        self.modules: set[nn.Module] = set()
         self._asked: list[tuple[Callable[[], Any], Callable[[Any], bool], list[Variant], list[Any]]] = []
         for module in dict.fromkeys(part for model in models for part in model.modules()):
             engine = engine_of(module)
             if engine is not None:
                 variants = [each for each in engine.own_variants() if each.is_for_model(module)]
                 numbers = [each.numbers_read(module) for each in variants]
+                if variants:
+                    self.modules.update(module.modules())
                 self._asked.append((weakref.ref(module), question(module, engine, variants), variants, numbers))
 
     def holds(self) -> bool:

@@ -15,9 +15,10 @@ from fxamp.runtime.cuda_graph import Recorder
 from fxamp.runtime.device_rates import DeviceRates, reads_rate_from_device
 from fxamp.runtime.device_skip import settle
 from fxamp.runtime.distributed import local
-from fxamp.runtime.entries import Entries, Numbers
+from fxamp.runtime.entries import Entries
 from fxamp.runtime.fixed_scalers import NoOpLossScaler
 from fxamp.runtime.graphed_checks import check_arguments, check_loss
+from fxamp.runtime.module_state import CarriedOver, Change, ModuleState
 from fxamp.runtime.optimizer_steps import note_step
 from fxamp.runtime.scaler import LossScaler
 from fxamp.runtime.step_result import StepResult
@@ -43,14 +44,17 @@ class GraphedStep:
     Every call is exactly one step, warm-up included. Inputs are copied into buffers of the graph, so that
     each call may bring new tensors. Overflowing steps are skipped inside the graph; the scaler's numbers
     arrive on the host afterwards. A change of a learning rate or of the scale takes effect at the next call,
-    a change of another hyper-parameter, of the scaler's constants, of a module's `training` or of what a converted
-    model reads of Python recaptures; so does a rate that the optimizer reads on the host (SGD without fused=True).
-    Where a graph's memory is replaced (an optimizer's state loaded, a model moved), or other parameters are trained
-    (frozen ones, another group), it is warmed up and captured again. Whatever else Python decides in a step is decided
-    while capturing: what a model reads that is not converted, say. Without CUDA, or where capture is impossible (an
-    optimizer that keeps state on the host, a step that waits for the device, a module that counts: `self.steps += 1`),
-    the same steps run eagerly, and one line of the log says why. What is written into parameters with masters between
-    two calls, their masters take before the second. The gradients of inputs stay in the graph.
+    a change of another hyper-parameter, of the scaler's constants, of a module's `training`, of what a converted model
+    reads of Python or of what any other module holds (numbers, texts, tensors, containers) recaptures; so does a rate
+    that the optimizer reads on the host (SGD without fused=True). Where a graph's memory is replaced (an optimizer's
+    state loaded, a model moved), or other parameters are trained (frozen ones, another group), it is warmed up and
+    captured again. Tensors that modules keep from step to step (`self.hidden = hidden.detach()`) are carried over, also
+    from what the loop sets in their place; one copy each. Modules are those of the model and of a loss that is a
+    module, or a method of one. Whatever else Python decides in a step is decided while capturing: by a global, say.
+    Without CUDA, or where capture is impossible (an optimizer that keeps state on the host, a step that waits for the
+    device, a module that counts or whose list grows), the same steps run eagerly, and one line of the log says why.
+    What is written into parameters with masters between two calls, their masters take before the second. The gradients
+    of inputs stay in the graph.
 
     DistributedDataParallel keeps nodes of autograd from when it was made: make it under `torch.cuda.stream(s)` with a
     stream of your own, as torch's notes on CUDA graphs say.
@@ -88,7 +92,10 @@ class GraphedStep:
         self.max_graphs = max_graphs
         self.last_result: StepResult | None = None
         self._graphs: dict[Any, list[_Graph]] = {}
-        self._modules = list(model.modules())
+        self._modules = self._all_modules()
+        self._carried = CarriedOver()
+        self._held: ModuleState | None = None  # of the graph that was made last
+        self._changing: set[str] = set()
         self._are_trained: list[bool] = []
         self._rates: DeviceRates | None = None
         self._recorder: Recorder | None = None
@@ -129,9 +136,28 @@ class GraphedStep:
         if any(graph.is_moved() for graph in known):
             self._start_again("the model's memory was replaced")
             return self._warm_up(inputs, targets)
-        graph = next((graph for graph in known if graph.recorded.holds()), None)
+        others = [] if self._held is None else self._carried.take(self._held.changes())
+        if any(map(self._carried.is_lost, others)):
+            self._start_again(
+                f"{listed([each.name for each in others], 3)}, which steps replace, was set to something else"
+            )
+            return self._warm_up(inputs, targets)
+        graph = next((graph for graph in known if self._holds(graph, others)), None)
         graph = graph or self._capture(key, leaves, structure)
         return self._eager(inputs, targets) if graph is None else self._replay(graph, leaves)
+
+    def _all_modules(self) -> list[torch.nn.Module]:
+        """Of the model, and of a loss that is a module, or a method of one."""
+        loss = getattr(self.loss_fn, "__self__", self.loss_fn)
+        owners = [each for each in (self.model, loss) if isinstance(each, torch.nn.Module)]
+        return list(dict.fromkeys(module for owner in owners for module in owner.modules()))
+
+    def _holds(self, graph: "_Graph", others: list[Change]) -> bool:
+        """Whether the next step would do what a graph does; `others` are what has changed since the last was made."""
+        if graph.state is not self._held:
+            others = self._carried.take(graph.state.changes())
+        self._changing.update(each.name for each in others)
+        return not others and graph.recorded.holds()
 
     def _notice(self, leaves: list[Any]) -> None:
         """Say once why steps run eagerly."""
@@ -168,7 +194,9 @@ class GraphedStep:
         if self._graphs:
             log.info("GraphedStep captures anew: %s", why)
         self._graphs.clear()
-        self._modules = list(self.model.modules())
+        self._modules = self._all_modules()
+        self._held = None
+        self._carried = CarriedOver()
         self._rates = None
         self._warm_steps = 0
 
@@ -176,8 +204,10 @@ class GraphedStep:
         """An eager step, which counts if a graph could have made it and it left optimizer state behind."""
         if self._recorder is None:
             self._recorder = Recorder(next(iter(gradients.parameters(self.optimizer))).device)
+        before = ModuleState(self._modules)
         with self._recorder.warm_up() as waits, as_if_recorded():
             loss = self._eager(inputs, targets)
+        self._carried.note(before.changes())
         self._waits = self._waits + 1 if waits else 0
         if not waits:
             assert self.last_result is not None
@@ -229,23 +259,23 @@ class GraphedStep:
         settle(self.optimizer)
         settle(self._inner)
         self.scaler.watch.drain()
-        entries = Entries(self._inner, [module._buffers for module in self._modules])
-        numbers = Numbers(self._modules)
-        memory = [(weight, weight.data) for weight in self.model.parameters()]
+        entries = Entries(self._inner)
+        self._carried.begin()
+        held = ModuleState(self._modules)
+        weights = list(dict.fromkeys(weight for module in self._modules for weight in module.parameters(recurse=False)))
+        memory = [(weight, weight.data) for weight in weights]
         assert self._recorder is not None and self._rates is not None
         try:
             with self._rates.in_place(), as_if_recorded():
-                replay, (loss, result) = self._recorder.record(lambda: self._step(inputs, targets))
+                replay, (loss, result) = self._recorder.record(lambda: self._step_and_keep(inputs, targets, held))
             if entries.are_changed() or any(_is_elsewhere(*each) for each in memory):
                 raise RuntimeError(
-                    "a step changes numbers on the host, or puts new tensors in the place of weights, buffers or "
-                    "optimizer state, which a replay cannot"
+                    "a step changes numbers on the host, or puts new tensors in the place of weights or optimizer "
+                    "state, which a replay cannot"
                 )
-            if changed := numbers.changed():
-                raise RuntimeError(f"a step sets {listed(changed, 3)}, and a replay runs no Python")
         except Exception as error:  # whatever a model or optimizer raises when it cannot be captured
             entries.put_back()
-            numbers.put_back()
+            held.put_back()
             for weight, data in memory:
                 if _is_elsewhere(weight, data):
                     weight.data = data
@@ -253,11 +283,19 @@ class GraphedStep:
             self.optimizer.zero_grad(set_to_none=True)
             self._run_eagerly(f"capture failed: {error}")
             return None
-        weights = [*self.model.parameters(), *self.model.buffers()]
-        recorded = Recorded(each for each in (self.model, self.loss_fn) if isinstance(each, torch.nn.Module))
-        graph = _Graph(replay, static, loss, result, weights, recorded)
+        recorded = Recorded(self._modules)
+        self._held = ModuleState(self._modules, read=recorded.modules)
+        buffers = dict.fromkeys(each for module in self._modules for each in module.buffers(recurse=False))
+        graph = _Graph(replay, static, loss, result, [*weights, *buffers], recorded, self._held)
         self._graphs.setdefault(key, []).append(graph)
         return graph
+
+    def _step_and_keep(self, inputs: Any, targets: Any, held: ModuleState) -> tuple[torch.Tensor, StepResult]:
+        """A step to be recorded, at whose end the tensors that it has replaced are where it found them."""
+        made = self._step(inputs, targets)
+        if others := self._carried.take(held.changes()):
+            raise RuntimeError(f"a step sets {listed([each.name for each in others], 3)}, and a replay runs no Python")
+        return made
 
     def _say_full(self, key: Any) -> None:
         """Say once that there are no more graphs, and which hyper-parameters have changed from graph to graph."""
@@ -266,7 +304,8 @@ class GraphedStep:
         self._has_said_full = True
         every = [dict.fromkeys(seen[2]) for seen in (*self._graphs, key)]
         changed = sorted({name for one in every for name, value in one if (name, value) not in every[0]})
-        if any(len(graphs) > 1 for graphs in self._graphs.values()):
+        changed += sorted(self._changing)
+        if any(len(graphs) > 1 for graphs in self._graphs.values()) and not self._changing:
             changed.append("what the model reads of Python")
         log.warning(
             "GraphedStep has its %d graphs; what needs another one runs eagerly.%s%s",
@@ -289,6 +328,8 @@ class GraphedStep:
 
 
 class _Asked(Protocol):
+    modules: set[torch.nn.Module]
+
     def holds(self) -> bool: ...
 
 
@@ -303,12 +344,14 @@ class _Graph:
         result: StepResult,
         weights: list[torch.Tensor],
         recorded: _Asked,
+        state: ModuleState,
     ) -> None:
         self.replay = replay
         self.static = static
         self.loss = loss
         self.result = result
         self.recorded = recorded
+        self.state = state
         self._weights = [local(weight) for weight in weights]
         self._addresses = list(map(_ADDRESS, self._weights))
 

@@ -93,12 +93,12 @@ def mirror_gradient(parameter: torch.Tensor) -> None:
 
 def take_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """`take_gradient` of many: in the usual case no master has a gradient, or was given one."""
-    mastered = [parameter for parameter in parameters if MASTER in parameter.__dict__]
-    if not _given and not any([parameter.__dict__[MASTER].grad is not None for parameter in mastered]):
+    pairs = [(each, master) for each in parameters if (master := getattr(each, MASTER, None)) is not None]
+    if not _given and not any([master.grad is not None for _, master in pairs]):
         return
-    for parameter in mastered:
+    for parameter, master in pairs:
         gradient = parameter.grad
-        if parameter.__dict__[MASTER].grad is not None or (gradient is not None and gradient.dtype != parameter.dtype):
+        if master.grad is not None or (gradient is not None and gradient.dtype != parameter.dtype):
             take_gradient(parameter)
 
 

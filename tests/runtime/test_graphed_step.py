@@ -608,25 +608,14 @@ class Replaces(torch.optim.Optimizer):
                     parameter.sub_(update)
 
 
-class ReplacesBuffer(torch.nn.Linear):
-    def __init__(self):
-        super().__init__(4, 2)
-        self.register_buffer("mean", torch.zeros(2))
-
-    def forward(self, inputs):
-        outputs = super().forward(inputs)
-        self.mean = 0.5 * self.mean + outputs.detach().mean(0)
-        return outputs - self.mean
-
-
 @pytest.mark.parametrize("scales", [False, True])
-@pytest.mark.parametrize("what", ["state", "nested", "count", "data", "buffer"])
+@pytest.mark.parametrize("what", ["state", "nested", "count", "data"])
 def test_what_a_step_replaces_cannot_be_recorded(graphs, what, scales):
     """A replay reads, and writes, the memory that there was while recording."""
     results = []
     for graphed in (False, True):
         torch.manual_seed(0)
-        model = ReplacesBuffer() if what == "buffer" else pieces()[0]
+        model = pieces()[0]
         made, scaler = Replaces(model.parameters(), what), LossScaler(2.0**10, enabled=scales)
         step, data = graphs.step_for(model, loss_fn, made, scaler), list(batches(WARM_UP + 4))
         losses = [float(step(*batch)) for batch in data] if graphed else eager_loop(model, made, scaler, data)
