@@ -192,19 +192,15 @@ class CarriedOver:
             copy = value.detach().clone().requires_grad_(value.requires_grad and value.is_leaf)
             self._copies[id(copy)] = copy
             return copy
-        if isinstance(value, dict):
-            filled = value.copy()  # of its own class
-            filled.update({key: self._copied(each) for key, each in value.items()})
+        if type(value) in (dict, list, collections.OrderedDict, collections.defaultdict, collections.deque):
+            filled = value.copy()
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                filled[key] = self._copied(each)
             return filled
-        if isinstance(value, tuple):
-            each = map(self._copied, value)
-            return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
-        if isinstance(value, list | collections.deque):
-            items = value.copy()
-            for place, each in enumerate(value):
-                items[place] = self._copied(each)
-            return items
-        return value
+        if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+            each = list(map(self._copied, value))
+            return type(value)(*each) if hasattr(value, "_fields") else tuple(each)
+        return value  # of a class of its own: nobody knows how to make one
 
 
 def _is_plain_object(value: Any, module: nn.Module) -> bool:

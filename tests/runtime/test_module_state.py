@@ -4,11 +4,13 @@ import collections
 import logging
 import math
 import types
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import fxamp
 from fxamp.runtime.graphed_step import WARM_UP
@@ -177,6 +179,66 @@ class Masked(Keeps):
         return self.layer(x) * self.h
 
 
+class Named(NamedTuple):
+    last: torch.Tensor
+    before: list[torch.Tensor]
+
+
+class NamedPair(Keeps):
+    def set_up(self):
+        self.h = Named(torch.zeros(6, 2), [torch.zeros(6, 2)])
+
+    def forward(self, x):
+        y = self.layer(x) + 0.5 * self.h.last - 0.25 * self.h.before[0]
+        self.h = Named(y.detach(), [self.h.last])
+        return y
+
+
+class ByName(Keeps):
+    def set_up(self):
+        self.h = collections.defaultdict(list, {"last": [torch.zeros(6, 2)]})
+
+    def forward(self, x):
+        y = self.layer(x) + 0.5 * self.h["last"][0]
+        self.h = collections.defaultdict(list, {"last": [y.detach()]})
+        return y
+
+
+class WeightNormed(Keeps):
+    def set_up(self):
+        nn.utils.weight_norm(self.layer)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Normed(WeightNormed):
+    def set_up(self):
+        nn.utils.spectral_norm(self.layer)
+
+
+class Pruned(WeightNormed):
+    def set_up(self):
+        prune.l1_unstructured(self.layer, "weight", amount=0.25)
+
+
+class Output(collections.OrderedDict):
+    """Of a class that cannot be made from its entries alone."""
+
+    def __init__(self, *, last):
+        super().__init__(last=last)
+
+
+class KeepsOutput(Keeps):
+    def set_up(self):
+        self.h = Output(last=torch.zeros(6, 2))
+
+    def forward(self, x):
+        y = self.layer(x) + 0.5 * self.h["last"]
+        self.h = Output(last=y.detach())
+        return y
+
+
 class Grows(Keeps):
     def set_up(self):
         self.h = []
@@ -326,7 +388,12 @@ GRAPHED = {
     "reset to none": (NoneAtFirst, set_none),
     "buffer": (Buffer,),
     "buffer, reset": (Buffer, set_zeros),
+    "named pair": (NamedPair,),
+    "by name": (ByName,),
     "shown": (Shown,),
+    "weight norm": (WeightNormed,),
+    "spectral norm": (Normed,),
+    "pruned": (Pruned,),
     "of a part": (Child,),
     "mask, another": (Masked, mask),
     "loss with a buffer": (Shown, None, Centred()),
@@ -334,6 +401,7 @@ GRAPHED = {
 }
 EAGER = {
     "grows": (Grows,),
+    "in a class of its own": (KeepsOutput,),
     "alternates": (Alternates,),
     "counts in an object": (CountsInObject,),
     "counts in a dict": (CountsInDict,),
