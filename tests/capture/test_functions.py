@@ -96,8 +96,8 @@ def built(way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("options", [{}, {"capture": "dynamo"}, {"opt_level": "O2"}], ids=["auto", "dynamo", "O2"])
 def test_gradients_are_those_of_its_own_backward(way, options):
-    if "capture" in options and way == "in no_grad" and torch.__version__ < "2.12":
-        pytest.skip("Dynamo of torch 2.11 ends in an AssertionError")
+    if "capture" in options and way == "in no_grad" and torch.__version__ < "2.13":
+        pytest.skip("Dynamo of torch 2.11 and 2.12 ends in an AssertionError")
     plain, x = built(way)
     (expected,) = torch.autograd.grad(plain(x).sum(), plain.first.weight)
     converted = fxamp.convert(plain, dtype=torch.bfloat16, **options)
