@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import fxamp
 from fxamp.dynamo.backend import DynamoForward
+from fxamp.dynamo.preview import _speaks_of_autocast
 from fxamp.model.engine import engine_of
 from fxamp.model.written import Written
 from tests.choosing import Block, Choosing, batch
@@ -484,6 +485,64 @@ def test_what_stands_where_autocast_is_switched_off_is_float32(is_given):
     assert chosen(converted) is Written
     with torch.no_grad():
         assert torch.equal(o1(model)(x), exact), "nor where the first call has no gradients"
+
+
+class AsksTwice(nn.Module):
+    """Says in its documentation that it is not for autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.matrix = nn.Linear(6, 8), nn.Parameter(torch.eye(8))
+
+    def forward(self, x):
+        if bool(x.isnan().any()):
+            x = x * 0
+        h = self.net(x) @ self.matrix.exp()
+        if bool(h.isnan().any()):
+            h = h * 0
+        return h  # also under autocast
+
+
+class AsksTwiceAndSwitches(AsksTwice):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+def test_only_code_that_speaks_of_autocast_keeps_a_model_out_of_graphs():
+    ways = []
+    for kind in (AsksTwice, AsksTwiceAndSwitches):
+        torch.manual_seed(0)
+        converted = o1(kind())
+        for rows in (2, 3, 4):
+            converted(torch.randn(rows, 6))
+        ways.append((chosen(converted), len(engine_of(converted).otherwise.by_dynamo.variants)))
+    (not_written, graphs), written = ways
+    assert not_written is not Written and graphs and written == (Written, 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "speaks"),
+    [
+        ("x = 1  # autocast", False),
+        ('"""autocast"""\nx = 1', False),
+        ('class A:\n    """autocast"""\n    def f(self):\n        """autocast"""\n        return 1', False),
+        ("    def f(self):\n        return self.x", False),
+        ("with torch.autocast('cpu', enabled=False):\n    pass", True),
+        ("from torch import autocast as off", True),
+        ("from torch.cuda.amp.autocast_mode import x", True),
+        ("import torch.amp.autocast_mode", True),
+        ("x = getattr(torch, 'autocast')", True),
+        ("with maybe_autocast(False):\n    pass", True),
+        ("    def f(self, use_autocast):\n        pass", True),
+        ("f(use_autocast=1)", True),
+        ("torch.set_autocast_enabled(False)", True),
+        ("@off_autocast\ndef f(self):\n    pass", True),
+        ("def f(:  # autocast", True),
+    ],
+)
+def test_comments_and_documentation_speak_of_nothing(source, speaks):
+    assert _speaks_of_autocast(source) == speaks
 
 
 def test_what_compares_before_the_first_call_goes_the_way_of_the_calls():

@@ -1,9 +1,12 @@
 """What Dynamo would make of one call: its graphs, from a copy of the model on fake tensors. No data is run."""
 
+import ast
 import copy
+import functools
 import inspect
 import logging
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -141,7 +144,7 @@ def _mentions_autocast(model: nn.Module) -> bool:
         if name.startswith("torch."):
             continue
         try:
-            if "autocast" in inspect.getsource(sys.modules[name]):
+            if _speaks_of_autocast(inspect.getsource(sys.modules[name])):
                 return True
         except (KeyError, OSError, TypeError):
             continue
@@ -154,11 +157,25 @@ def _a_class_mentions_autocast(model: nn.Module) -> bool:
         if kind.__module__.startswith(("torch.", "builtins")):
             continue
         try:
-            if "autocast" in inspect.getsource(kind):
+            if _speaks_of_autocast(inspect.getsource(kind)):
                 return True
         except (OSError, TypeError):
             continue
     return False
+
+
+@functools.lru_cache(maxsize=256)
+def _speaks_of_autocast(source: str) -> bool:
+    """In names or in texts; comments and documentation do nothing."""
+    if "autocast" not in source:
+        return False
+    try:
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(source))))
+    except SyntaxError:  # of a class inside of others, say
+        return True
+    documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    fields = (value for node in nodes if id(node) not in documentation for _, value in ast.iter_fields(node))
+    return any("autocast" in value for value in fields if isinstance(value, str))
 
 
 def _first_line(error: Exception) -> str:

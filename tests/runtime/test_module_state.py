@@ -602,3 +602,17 @@ def test_what_differs_in_shape_is_left():
         (left,) = carried.take(state.changes())
         assert left.name == "Tensor.h" and carried.is_lost(left) and copy.eq(2).all()
         module.h = copy
+
+
+def test_what_differs_in_names_is_left():
+    module = Tensor()
+    module.h = {"a": torch.zeros(2)}
+    before, carried = ModuleState([module]), CarriedOver()
+    module.h = {"a": torch.ones(2)}
+    carried.note(before.changes())
+    carried.begin()
+    state = ModuleState([module])
+    for other in ({"b": torch.ones(2)}, {"a": torch.ones(2), "b": 1}, {}, [torch.ones(2)]):
+        module.h = other
+        (left,) = carried.take(state.changes())
+        assert left.name == "Tensor.h" and carried.is_lost(left) and module.h is other
