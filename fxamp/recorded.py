@@ -9,7 +9,13 @@ from collections.abc import Iterator
 
 import torch
 
+from fxamp.errors import OptionError
+
 _here = threading.local()
+
+
+class RecordedTooSoonError(OptionError):
+    """A call that is recorded would have to be captured first."""
 
 
 def is_capturing(device: torch.device) -> bool:

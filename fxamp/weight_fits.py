@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxamp import recorded
-from fxamp.errors import OptionError
 from fxamp.ir import ENGINE, kept_in
 from fxamp.passes.literals import Fit, fit_in
 from fxamp.runtime.optimizer_steps import steps_taken
@@ -33,7 +32,7 @@ def fit_of_weight(path: str, weight: Any, low: torch.dtype) -> Fit:
     While a CUDA graph is recorded nobody can wait for its numbers: it fits as it did when a graph last asked.
 
     Raises:
-        OptionError: none has.
+        RecordedTooSoonError: none has.
     """
     if not isinstance(weight, torch.Tensor):
         return fit_in(weight, low)
@@ -41,7 +40,7 @@ def fit_of_weight(path: str, weight: Any, low: torch.dtype) -> Fit:
     if not recorded.is_capturing(weight.device):
         known[low] = fit_in(weight, low)
     elif low not in known:
-        raise OptionError(
+        raise recorded.RecordedTooSoonError(
             f"a CUDA graph is recorded around a model that was not called before, and what {path!r} holds cannot be "
             "looked at meanwhile. Call the model once before you record it."
         )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from fxamp.recorded import as_if_recorded
+from fxamp.recorded import RecordedTooSoonError, as_if_recorded
 from fxamp.runtime import clipping, gradients
 from fxamp.runtime.cuda_graph import Recorder
 from fxamp.runtime.device_rates import DeviceRates, reads_rate_from_device
@@ -28,6 +28,7 @@ from fxamp.words import listed
 log = logging.getLogger("fxamp")
 
 WARM_UP = 3  # eager steps, skipped ones not counted, before the first capture: they create optimizer state
+IN_VAIN = 3  # captures in a row that find a step to set something: for good, as a table that grew, or at each step
 MAX_GRAPHS = 8  # each keeps its own activations
 NOT_IN_KEY = ("params", "param_names", "lr", "initial_lr")
 PLAIN = (bool, int, float, str, tuple, type(None))
@@ -96,6 +97,7 @@ class GraphedStep:
         self._carried = CarriedOver()
         self._held: ModuleState | None = None  # of the graph that was made last
         self._changing: set[str] = set()
+        self._in_vain = 0  # captures in a row of steps that may be recorded next time
         self._are_trained: list[bool] = []
         self._rates: DeviceRates | None = None
         self._recorder: Recorder | None = None
@@ -144,7 +146,9 @@ class GraphedStep:
             return self._warm_up(inputs, targets)
         graph = next((graph for graph in known if self._holds(graph, others)), None)
         graph = graph or self._capture(key, leaves, structure)
-        return self._eager(inputs, targets) if graph is None else self._replay(graph, leaves)
+        if graph is not None:
+            return self._replay(graph, leaves)
+        return self._warm_up(inputs, targets) if self._in_vain else self._eager(inputs, targets)
 
     def _all_modules(self) -> list[torch.nn.Module]:
         """Of the model, and of a loss that is a module, or a method of one."""
@@ -199,6 +203,7 @@ class GraphedStep:
         self._carried = CarriedOver()
         self._rates = None
         self._warm_steps = 0
+        self._in_vain = 0
 
     def _warm_up(self, inputs: Any, targets: Any) -> torch.Tensor:
         """An eager step, which counts if a graph could have made it and it left optimizer state behind."""
@@ -274,6 +279,7 @@ class GraphedStep:
                     "state, which a replay cannot"
                 )
         except Exception as error:  # whatever a model or optimizer raises when it cannot be captured
+            self._in_vain = self._in_vain + 1 if isinstance(error, _SetsError | RecordedTooSoonError) else 0
             entries.put_back()
             held.put_back()
             for weight, data in memory:
@@ -281,7 +287,9 @@ class GraphedStep:
                     weight.data = data
             self.scaler.forget_iteration()
             self.optimizer.zero_grad(set_to_none=True)
-            self._run_eagerly(f"capture failed: {error}")
+            if not 0 < self._in_vain < IN_VAIN:
+                self._in_vain = 0
+                self._run_eagerly(f"capture failed: {error}")
             return None
         recorded = Recorded(self._modules)
         self._held = ModuleState(self._modules, read=recorded.modules)
@@ -294,7 +302,7 @@ class GraphedStep:
         """A step to be recorded, at whose end the tensors that it has replaced are where it found them."""
         made = self._step(inputs, targets)
         if others := self._carried.take(held.changes()):
-            raise RuntimeError(f"a step sets {listed([each.name for each in others], 3)}, and a replay runs no Python")
+            raise _SetsError(f"a step sets {listed([each.name for each in others], 3)}, and a replay runs no Python")
         return made
 
     def _say_full(self, key: Any) -> None:
@@ -315,6 +323,7 @@ class GraphedStep:
         )
 
     def _replay(self, graph: "_Graph", leaves: list[Any]) -> torch.Tensor:
+        self._in_vain = 0
         take_writes(self.optimizer)
         for buffer, leaf in zip(graph.static, leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
@@ -325,6 +334,10 @@ class GraphedStep:
         if self.scaler.is_enabled():
             self.scaler.observe_replay(self.last_result, self.optimizer)
         return graph.loss.clone()
+
+
+class _SetsError(RuntimeError):
+    """A step sets what a replay would leave as it was."""
 
 
 class _Asked(Protocol):

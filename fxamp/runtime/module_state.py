@@ -146,13 +146,14 @@ class CarriedOver:
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], tuple[Any, Any]] = {}  # by the holder's id: (holder, key)
+        self._replaced = self._places  # by the last step that was run
         self._copies: dict[int, torch.Tensor] = {}
 
     def note(self, changes: Iterable[Change]) -> None:
-        """Remember what a step that was run has replaced."""
-        for change in changes:
-            if change.key is not None and _has_tensor(change.now):
-                self._places[id(change.holder), change.key] = change.holder, change.key
+        """What a step that was run has replaced, and the one before it, too, each will; once is no habit."""
+        kept = [each for each in changes if each.key is not None and _has_tensor(each.now)]
+        before, self._replaced = self._replaced, {(id(each.holder), each.key): (each.holder, each.key) for each in kept}
+        self._places = {place: self._replaced[place] for place in self._replaced if place in before}
 
     def begin(self) -> None:
         """Put copies into the places of what steps replace."""

@@ -485,16 +485,35 @@ def test_a_change_before_the_second_graph(graphs):
     assert graphs.captures == 2 and step.is_graphed
 
 
-def test_a_state_whose_shape_follows_the_batch_ends_in_eager_steps(graphs):
+def test_a_state_whose_shape_follows_the_batch_is_recorded_for_each_in_turn(graphs):
     class Follows(Tensor):
         def forward(self, x):
             if len(self.h) != len(x):
                 self.h = torch.zeros(len(x), 2)
             return super().forward(x)
 
-    data = [*batches(WARM_UP + 2), *batches(3, rows=3), *batches(3)]
+    data = [*batches(WARM_UP + 2), *batches(4, rows=3), *batches(WARM_UP + 2)]
     step = check(graphs, CONVERTED["as it is"], (Follows,), data=data)
-    assert "sets" in step.why_eager and "Follows.h" in step.why_eager
+    assert step.is_graphed and graphs.captures == 4, "of rows of 3 the first sets the state, and cannot be recorded"
+
+
+class GrowsTable(Keeps):
+    """Rotary embeddings and their like make a longer table when a longer sequence comes."""
+
+    def set_up(self):
+        self.table, self.length = torch.ones(6, 1), 6
+
+    def forward(self, x):
+        if len(x) > self.length:
+            self.length, self.table = len(x), torch.linspace(0, 1, len(x))[:, None]
+        return self.layer(x) * self.table[: len(x)]
+
+
+@pytest.mark.parametrize("convert", CONVERTED.values(), ids=CONVERTED)
+def test_what_is_set_once_is_recorded_at_the_next_step(graphs, convert):
+    data = [*batches(WARM_UP + 2), *batches(3, rows=8), *batches(3), *batches(2, rows=10), *batches(2, rows=8)]
+    step = check(graphs, convert, (GrowsTable,), data=data)
+    assert step.is_graphed
 
 
 def test_an_attribute_that_the_loop_sets_at_each_step_is_named(graphs, caplog):
@@ -590,9 +609,10 @@ def test_of_modules_whose_reads_are_known_tensors_count():
 
 def test_what_differs_in_shape_is_left():
     module = Tensor()
-    before, carried = ModuleState([module]), CarriedOver()
-    module.h = torch.ones(6, 2)
-    carried.note(before.changes())
+    carried = CarriedOver()
+    for number in range(2):
+        before, module.h = ModuleState([module]), torch.full((6, 2), float(number))
+        carried.note(before.changes())
     carried.begin()
     copy, state = module.h, ModuleState([module])
     module.h = torch.full((6, 2), 2.0)
@@ -607,9 +627,10 @@ def test_what_differs_in_shape_is_left():
 def test_what_differs_in_names_is_left():
     module = Tensor()
     module.h = {"a": torch.zeros(2)}
-    before, carried = ModuleState([module]), CarriedOver()
-    module.h = {"a": torch.ones(2)}
-    carried.note(before.changes())
+    carried = CarriedOver()
+    for _ in range(2):
+        before, module.h = ModuleState([module]), {"a": torch.ones(2)}
+        carried.note(before.changes())
     carried.begin()
     state = ModuleState([module])
     for other in ({"b": torch.ones(2)}, {"a": torch.ones(2), "b": 1}, {}, [torch.ones(2)]):
