@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -14,12 +14,12 @@ from fxamp.runtime import clipping, gradients
 from fxamp.runtime.cuda_graph import Recorder
 from fxamp.runtime.device_rates import DeviceRates, reads_rate_from_device
 from fxamp.runtime.device_skip import settle
-from fxamp.runtime.distributed import local
 from fxamp.runtime.entries import Entries
 from fxamp.runtime.fixed_scalers import NoOpLossScaler
 from fxamp.runtime.graphed_checks import check_arguments, check_loss
 from fxamp.runtime.module_state import CarriedOver, Change, ModuleState
 from fxamp.runtime.optimizer_steps import note_step
+from fxamp.runtime.recorded_step import Graph, is_elsewhere, static_buffer
 from fxamp.runtime.scaler import LossScaler
 from fxamp.runtime.step_result import StepResult
 from fxamp.runtime.unseen_writes import take_writes
@@ -92,7 +92,7 @@ class GraphedStep:
         self.max_grad_norm = clipping.checked_max_norm(max_grad_norm)
         self.max_graphs = max_graphs
         self.last_result: StepResult | None = None
-        self._graphs: dict[Any, list[_Graph]] = {}
+        self._graphs: dict[Any, list[Graph]] = {}
         self._modules = self._all_modules()
         self._carried = CarriedOver()
         self._held: ModuleState | None = None  # of the graph that was made last
@@ -156,7 +156,7 @@ class GraphedStep:
         owners = [each for each in (self.model, loss) if isinstance(each, torch.nn.Module)]
         return list(dict.fromkeys(module for owner in owners for module in owner.modules()))
 
-    def _holds(self, graph: "_Graph", others: list[Change]) -> bool:
+    def _holds(self, graph: Graph, others: list[Change]) -> bool:
         """Whether the next step would do what a graph does; `others` are what has changed since the last was made."""
         if graph.state is not self._held:
             others = self._carried.take(graph.state.changes())
@@ -251,13 +251,13 @@ class GraphedStep:
         modes = tuple([module.training for module in self._modules])
         return shapes, str(structure), settings, rule, modes, self.max_grad_norm, looks_after
 
-    def _capture(self, key: Any, leaves: list[Any], structure: Any) -> "_Graph | None":
+    def _capture(self, key: Any, leaves: list[Any], structure: Any) -> Graph | None:
         from fxamp.model.as_made import Recorded  # what is converted is above this
 
         if sum(map(len, self._graphs.values())) >= self.max_graphs:
             self._say_full(key)
             return None
-        static = [_buffer(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        static = [static_buffer(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         inputs, targets = pytree.tree_unflatten(static, structure)
         self.optimizer.zero_grad(set_to_none=True)
         # Whatever still waits for an event must be read before: waiting is forbidden while capturing.
@@ -273,7 +273,7 @@ class GraphedStep:
         try:
             with self._rates.in_place(), as_if_recorded():
                 replay, (loss, result) = self._recorder.record(lambda: self._step_and_keep(inputs, targets, held))
-            if entries.are_changed() or any(_is_elsewhere(*each) for each in memory):
+            if entries.are_changed() or any(is_elsewhere(*each) for each in memory):
                 raise RuntimeError(
                     "a step changes numbers on the host, or puts new tensors in the place of weights or optimizer "
                     "state, which a replay cannot"
@@ -283,7 +283,7 @@ class GraphedStep:
             entries.put_back()
             held.put_back()
             for weight, data in memory:
-                if _is_elsewhere(weight, data):
+                if is_elsewhere(weight, data):
                     weight.data = data
             self.scaler.forget_iteration()
             self.optimizer.zero_grad(set_to_none=True)
@@ -294,7 +294,7 @@ class GraphedStep:
         recorded = Recorded(self._modules)
         self._held = ModuleState(self._modules, read=recorded.modules)
         buffers = dict.fromkeys(each for module in self._modules for each in module.buffers(recurse=False))
-        graph = _Graph(replay, static, loss, result, [*weights, *buffers], recorded, self._held)
+        graph = Graph(replay, static, loss, result, [*weights, *buffers], recorded, self._held)
         self._graphs.setdefault(key, []).append(graph)
         return graph
 
@@ -322,7 +322,7 @@ class GraphedStep:
             " The optimizer reads its learning rate on the host: use fused=True." if "lr" in changed else "",
         )
 
-    def _replay(self, graph: "_Graph", leaves: list[Any]) -> torch.Tensor:
+    def _replay(self, graph: Graph, leaves: list[Any]) -> torch.Tensor:
         self._in_vain = 0
         take_writes(self.optimizer)
         for buffer, leaf in zip(graph.static, leaves, strict=True):
@@ -338,51 +338,6 @@ class GraphedStep:
 
 class _SetsError(RuntimeError):
     """A step sets what a replay would leave as it was."""
-
-
-class _Asked(Protocol):
-    modules: set[torch.nn.Module]
-
-    def holds(self) -> bool: ...
-
-
-class _Graph:
-    """One captured step with its input buffers and results, and the weights that it reads and writes."""
-
-    def __init__(
-        self,
-        replay: Callable[[], None],
-        static: list[Any],
-        loss: torch.Tensor,
-        result: StepResult,
-        weights: list[torch.Tensor],
-        recorded: _Asked,
-        state: ModuleState,
-    ) -> None:
-        self.replay = replay
-        self.static = static
-        self.loss = loss
-        self.result = result
-        self.recorded = recorded
-        self.state = state
-        self._weights = [local(weight) for weight in weights]
-        self._addresses = list(map(_ADDRESS, self._weights))
-
-    def is_moved(self) -> bool:
-        """Whether a weight is elsewhere than it was: `.to()`, `.data =`."""
-        return list(map(_ADDRESS, self._weights)) != self._addresses
-
-
-_ADDRESS = torch.Tensor.data_ptr
-
-
-def _is_elsewhere(weight: torch.Tensor, data: torch.Tensor) -> bool:
-    return _ADDRESS(local(weight)) != _ADDRESS(local(data))
-
-
-def _buffer(given: torch.Tensor) -> torch.Tensor:
-    """A tensor for the numbers of an input, and of its successors: its gradients end there."""
-    return given.detach().clone().requires_grad_(given.requires_grad)
 
 
 def _as_read(value: Any) -> Any:
