@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "authors": set(),
     "value_types": set(),
     "sparse": set(),
-    "recorded": set(),
+    "recorded": {"errors"},
     "ir": NAMES | {"value_types"},
     "override_keys": {"ir"},
     "inplace": NAMES | {"ir"},
