@@ -138,7 +138,7 @@ class GraphedStep:
         if any(graph.is_moved() for graph in known):
             self._start_again("the model's memory was replaced")
             return self._warm_up(inputs, targets)
-        others = [] if self._held is None else self._carried.take(self._held.changes())
+        others = [] if self._held is None else self._carried.take(self._held)
         if any(map(self._carried.is_lost, others)):
             self._start_again(
                 f"{listed([each.name for each in others], 3)}, which steps replace, was set to something else"
@@ -159,7 +159,7 @@ class GraphedStep:
     def _holds(self, graph: Graph, others: list[Change]) -> bool:
         """Whether the next step would do what a graph does; `others` are what has changed since the last was made."""
         if graph.state is not self._held:
-            others = self._carried.take(graph.state.changes())
+            others = self._carried.take(graph.state)
         self._changing.update(each.name for each in others)
         return not others and graph.recorded.holds()
 
@@ -265,7 +265,7 @@ class GraphedStep:
         settle(self._inner)
         self.scaler.watch.drain()
         entries = Entries(self._inner)
-        self._carried.begin()
+        self._carried.begin(ModuleState(self._modules))
         held = ModuleState(self._modules)
         weights = list(dict.fromkeys(weight for module in self._modules for weight in module.parameters(recurse=False)))
         memory = [(weight, weight.data) for weight in weights]
@@ -301,7 +301,7 @@ class GraphedStep:
     def _step_and_keep(self, inputs: Any, targets: Any, held: ModuleState) -> tuple[torch.Tensor, StepResult]:
         """A step to be recorded, at whose end the tensors that it has replaced are where it found them."""
         made = self._step(inputs, targets)
-        if others := self._carried.take(held.changes()):
+        if others := self._carried.take(held):
             raise _SetsError(f"a step sets {listed([each.name for each in others], 3)}, and a replay runs no Python")
         return made
 

@@ -60,12 +60,20 @@ class ModuleState:
         self._places: list[_Place] = []
         self._seen: dict[int, Any] = {}
         self._read = set(read)
-        for module in modules:
+        self._modules = list(modules)
+        for module in self._modules:
             self._note_module(module)
 
     def changes(self) -> list[Change]:
         """What is another now: tensors by identity, numbers and texts by value."""
         return [change for place in self._places if not place.is_unchanged() for change in place.changes()]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those that were held, weights among them."""
+        for place in self._places:
+            yield from (value for value in place.values if isinstance(value, torch.Tensor))
+        for module in self._modules:
+            yield from module.parameters(recurse=False)
 
     def put_back(self) -> None:
         """What stood there stands there again."""
@@ -155,32 +163,42 @@ class CarriedOver:
         before, self._replaced = self._replaced, {(id(each.holder), each.key): (each.holder, each.key) for each in kept}
         self._places = {place: self._replaced[place] for place in self._replaced if place in before}
 
-    def begin(self) -> None:
-        """Put copies into the places of what steps replace."""
+    def begin(self, state: ModuleState) -> None:
+        """Put copies into the places of what steps replace, but of what shares its memory with other things."""
+        times = collections.Counter(map(_memory, state.tensors()))
         for holder, key in self._places.values():
             value = _get(holder, key)
-            if _has_tensor(value):
+            if _has_tensor(value) and all(times[_memory(tensor)] == 1 for tensor in _tensors(value)):
                 _put(holder, key, self._copied(value))
 
-    def take(self, changes: Iterable[Change]) -> list[Change]:
+    def take(self, state: ModuleState) -> list[Change]:
         """Write into the copies what stands in their places now, and put them there again; the changes that are left,
-        which no copy can take."""
-        left, pairs, taken = [], [], []
-        for change in changes:
-            found = _pairs(change.before, change.now)
-            if found is None or not all(id(copy) in self._copies for copy, _ in found):
-                left.append(change)
-                continue
-            pairs += found
-            taken.append(change)
+        which no copy can take.
+
+        What shares its memory with another thing that is kept is left, too: writes into one would be the other's.
+        """
+        changes = state.changes()
+        if not changes:
+            return []
+        found = [(change, _pairs(change.before, change.now)) for change in changes]
+        taken = [(change, pairs) for change, pairs in found if pairs is not None and self._are_copies(pairs)]
+        written = {_memory(copy) for _, pairs in taken for copy, _ in pairs}
+        kept = {_memory(tensor) for tensor in state.tensors()} - written
+        times = collections.Counter(_memory(now) for _, pairs in taken for _, now in pairs)
+        taken = [each for each in taken if all(times[at := _memory(now)] == 1 and at not in kept for _, now in each[1])]
+        pairs = [pair for _, pairs in taken for pair in pairs]
         with torch.no_grad():
-            # One may stand in the place of another: `self.last_but_one = self.last`.
-            values = [now.clone() if id(now) in self._copies else now.detach() for _, now in pairs]
+            # One may be of another's memory: `self.last_but_one = self.last`.
+            values = [now.clone() if _memory(now) in written else now.detach() for _, now in pairs]
             for (copy, _), value in zip(pairs, values, strict=True):
                 copy.detach().copy_(value)
-        for change in taken:
+        for change, _ in taken:
             _put(change.holder, change.key, change.before)
-        return left
+        done = {id(change) for change, _ in taken}
+        return [change for change in changes if id(change) not in done]
+
+    def _are_copies(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        return all(id(copy) in self._copies for copy, _ in pairs)
 
     def is_lost(self, change: Change) -> bool:
         """Whether a copy was to stand there."""
@@ -214,6 +232,12 @@ def _is_plain_object(value: Any, module: nn.Module) -> bool:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN and tensor.layout is torch.strided
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where it is; of one that is not dense, or is empty, nothing is known, and nobody has the same."""
+    address = tensor.untyped_storage().data_ptr() if _is_dense(tensor) else 0
+    return address or -id(tensor)
 
 
 def _has_tensor(value: Any) -> bool:
