@@ -676,6 +676,31 @@ def test_what_differs_in_shape_is_left():
         module.h = copy
 
 
+def test_what_comes_to_share_its_memory_is_left():
+    module = Shift()
+    module.table = torch.zeros(3, 6, 2)
+    carried = CarriedOver()
+    for _ in range(2):
+        before, module.last, module.before = ModuleState([module]), torch.ones(6, 2), torch.ones(6, 2)
+        carried.note(before.changes())
+    carried.begin(ModuleState([module]))
+    state, copies = ModuleState([module]), (module.last, module.before)
+
+    def left_of(last, before):
+        module.last, module.before = last, before
+        names = [change.name for change in carried.take(state)]
+        module.last, module.before = copies
+        return names
+
+    one = torch.zeros(6, 2)
+    assert left_of(torch.zeros(6, 2), torch.zeros(6, 2)) == left_of(copies[1], copies[0]) == []
+    assert left_of(one, one) == left_of(one, one.view(6, 2)) == ["Shift.last", "Shift.before"]
+    assert left_of(module.table[1], torch.zeros(6, 2)) == ["Shift.last"]
+    module.layer.weight.data = torch.zeros(6, 2)
+    state = ModuleState(module.modules())
+    assert left_of(module.layer.weight.detach(), torch.zeros(6, 2)) == ["Shift.last"]
+
+
 def test_what_differs_in_names_is_left():
     module = Tensor()
     module.h = {"a": torch.zeros(2)}
