@@ -439,14 +439,50 @@ def test_torch_export_gives_plain_casts():
     assert set(program.state_dict) == set(converted.state_dict())
 
 
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("is_child", [False, True])
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_an_export_holds_no_switch_of_gradients_that_a_capture_made(is_child, is_called, opt_level, mode):
+    """Such switches became empty regions, which run_decompositions, and ONNX, cannot read."""
+    torch.manual_seed(0)
+    converted = fxamp.convert(Net().eval(), dtype=LOW, opt_level=opt_level)
+    model = Around(converted) if is_child else converted
+    if is_called:
+        model(X)
+    with mode():
+        program = torch.export.export(model, (X,), strict=False)
+        assert not any("grad" in str(node.target) for node in program.graph.nodes)
+        assert torch.equal(program.run_decompositions({}).module()(X), model(X))
+
+
+def test_a_device_that_a_call_is_made_under_is_that_of_its_capture():
+    """The function modes of an export are left aside while a graph is made, and no others."""
+    model = Body(lambda self, x: self.fc(x) * {"meta": 2, "cpu": 3}[torch.ones(1).device.type]).eval()
+    with torch.device("meta"):
+        program = torch.export.export(bf16(model).to("meta"), (X.to("meta"),), strict=False)
+    assert [node.args[1] for node in program.graph.nodes if "mul" in str(node.target)] == [2]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("dynamo", [True, False])
-def test_onnx_export_gives_cast_nodes(tmp_path, dynamo):
+def test_onnx_export_gives_cast_nodes(tmp_path, dynamo, mode):
     import onnx
     from onnx.reference import ReferenceEvaluator
 
-    converted = fxamp.convert(Net().eval(), dtype=torch.float16, capture="symbolic", example_inputs=(X,))
+    converted = fxamp.convert(Net().eval(), dtype=torch.float16, capture="symbolic")
     path = tmp_path / "net.onnx"
-    torch.onnx.export(converted, (X,), path, dynamo=dynamo)
+    with mode():
+        torch.onnx.export(converted, (X,), path, dynamo=dynamo)
     exported = onnx.load(path)
     kinds = {node.op_type for node in exported.graph.node}
     assert "Cast" in kinds and kinds <= {"Cast", "Gemm", "Relu", "BatchNormalization", "MatMul", "Add", "Identity"}

@@ -11,6 +11,7 @@ from torch import nn
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fxamp.function_modes import no_export
 from fxamp.randomness import generators_kept
 
 CONTAINERS = (
@@ -87,7 +88,7 @@ def outside_of_the_call() -> Iterator[None]:
     if _is_plain():  # which costs an eighth of the rest
         yield
         return
-    with _disable_current_modes(), no_saved_tensor_hooks(), no_jit_trace(), no_inference_mode():
+    with _disable_current_modes(), no_export(), no_saved_tensor_hooks(), no_jit_trace(), no_inference_mode():
         yield
 
 

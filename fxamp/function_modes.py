@@ -1,0 +1,70 @@
+"""Torch-function modes: default devices are such modes, and torch.export has some of its own."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._C import _len_torch_function_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+
+_OF_TRACES = ("torch.fx.", "torch.export.", "torch._export.")
+
+
+def default_device() -> torch.device | None:
+    """Where `torch.zeros(3)` is made at present: None unless `torch.set_default_device` or `with device:` says so."""
+    regions = _device_contexts() if _len_torch_function_stack() else ()
+    return regions[-1].device if regions else None
+
+
+def is_default_device(device: torch.device | None) -> bool:
+    """Whether it is what `default_device` would give. Dynamo can trace the question, and looks at the device's type."""
+    if torch.compiler.is_compiling():
+        return (device or _HOST).type == torch.get_default_device().type
+    return device == default_device()
+
+
+_HOST = torch.device("cpu")
+
+
+def _device_contexts() -> list[DeviceContext]:
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return [mode for mode in modes if isinstance(mode, DeviceContext)]
+
+
+@contextlib.contextmanager
+def no_overrides() -> Iterator[None]:
+    """Torch-function modes and subclasses see nothing; tensors are made on the default device all the same."""
+    regions = _device_contexts()
+    if not regions:
+        with torch._C.DisableTorchFunction():
+            yield
+        return
+    with _replaced_by(regions), torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+@contextlib.contextmanager
+def no_export() -> Iterator[None]:
+    """torch.export would write down each switch of the gradient mode, of which its modes are told."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    with _replaced_by([mode for mode in modes if not type(mode).__module__.startswith(_OF_TRACES)]):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced_by(modes: list[Any]) -> Iterator[None]:
+    before = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    try:
+        _replace(modes)
+        yield
+    finally:
+        _replace(before)
+
+
+def _replace(modes: list[Any]) -> None:
+    for _ in range(_len_torch_function_stack()):
+        _pop_mode()  # type: ignore[no-untyped-call]
+    for mode in modes:
+        _push_mode(mode)  # type: ignore[no-untyped-call]
