@@ -18,6 +18,7 @@ from fxamp.draws import draw
 from fxamp.dtypes import AUTOCAST_KINDS
 from fxamp.errors import FxampError
 from fxamp.fake_limits import is_a_limit
+from fxamp.function_modes import no_overrides
 from fxamp.grouped import GROUPED, like_grouped
 from fxamp.leaf_fakes import call_leaf
 from fxamp.recurrent_fakes import asks_cudnn, like_recurrent
@@ -234,7 +235,7 @@ def quietly() -> Iterator[None]:
         _log.disabled = True
         for kind in kinds:
             torch.set_autocast_enabled(kind, False)
-        with torch._C.DisableTorchFunction():
+        with no_overrides():
             yield
     finally:
         for kind in kinds:

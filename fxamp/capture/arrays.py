@@ -37,7 +37,7 @@ class Arrays:
         if not _is_array(value):
             return value
         if id(value) not in self._met:
-            self._met[id(value)] = value, value.tobytes(), torch.as_tensor(value)
+            self._met[id(value)] = value, value.tobytes(), torch.as_tensor(value, device="cpu")
         return self._met[id(value)][-1]
 
 

@@ -24,6 +24,7 @@ from fxamp.capture.sizes import Decision, SizeQuestions, SizeTrial, size_guard, 
 from fxamp.capture.state import Cell
 from fxamp.errors import CaptureError
 from fxamp.fakes import Fakes
+from fxamp.function_modes import default_device, is_default_device
 from fxamp.recorded import is_recorded
 from fxamp.sparse import without_numbers
 
@@ -53,7 +54,7 @@ class Captured:
         attributes: of tensors: (place of an input or path of a weight, name) -> what the model was told, see `answer`.
         had_gradients: whether gradients were on when it was captured.
         output_form: how the graph's flat outputs become what forward returns; None: they are that already.
-        default_dtype: torch's when it was captured: creations of the model have it.
+        default_dtype, default_device: torch's when it was captured: creations of the model have them.
         settings: what forward sets in a first call alone; `state` is as it is after that call.
         misfits: what a plan or ranges say otherwise, in sentences that are told where the graph is kept.
     """
@@ -78,6 +79,7 @@ class Captured:
     attributes: dict[tuple[int | str, str], bool] = dataclasses.field(default_factory=dict)
     had_gradients: bool = dataclasses.field(default_factory=torch.is_grad_enabled)
     default_dtype: torch.dtype = dataclasses.field(default_factory=torch.get_default_dtype)
+    default_device: torch.device | None = dataclasses.field(default_factory=default_device)
     settings: Settings | None = None
     misfits: list[str] = dataclasses.field(default_factory=list)
 
@@ -146,7 +148,9 @@ class Captured:
         """Whether Python would decide as it did for these inputs. Dynamo and torch.jit.trace come through here."""
         if self.answers.is_recorded is not None and self.answers.is_recorded is not is_recorded():
             return False
-        if self.default_dtype is not torch.get_default_dtype() or not self._holds_for_sizes(inputs):
+        if self.default_dtype is not torch.get_default_dtype() or not is_default_device(self.default_device):
+            return False
+        if not self._holds_for_sizes(inputs):
             return False
         return self.data is None or (not torch.compiler.is_compiling() and self.data(inputs))
 

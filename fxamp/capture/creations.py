@@ -12,10 +12,12 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import grad_mode
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.utils._device import _device_constructors
 
 from fxamp.capture.identity import may_be_compared_by_identity
 from fxamp.capture.locations import asker, user_line
 from fxamp.errors import CaptureError
+from fxamp.function_modes import default_device
 
 
 class Creations(TorchFunctionMode):
@@ -86,6 +88,18 @@ class Creations(TorchFunctionMode):
         args, kwargs = fx.node.map_aggregate((args, kwargs), self.tracer.values.fake)
         with self.tracer.values.aside():
             return func(*args, **kwargs)
+
+
+def on_default_device(function: Any, kwargs: Any, outside: torch.device | None) -> Any:
+    """`with torch.device("cuda"): torch.zeros(3)` in forward: the node says what the region says.
+
+    Args:
+        outside: the default device of the call, which the graph follows by itself.
+    """
+    device = default_device()
+    if device == outside or function not in _device_constructors() or kwargs.get("device") is not None:
+        return kwargs
+    return {**kwargs, "device": device or torch.device("cpu")}
 
 
 def _is_way_out(frame: types.FrameType | None) -> bool:

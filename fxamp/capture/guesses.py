@@ -146,7 +146,7 @@ def _by_sizes(node: fx.Node, values: dict[fx.Node, Any], fakes: Fakes) -> Any:
 
 def _numbers_in(value: torch.Tensor, method: str) -> Any:
     """Numbers of the class that `.item()` gives; for `.tolist()` as many as there are."""
-    return getattr(torch.ones(value.shape if method == "tolist" else (), dtype=value.dtype), method)()
+    return getattr(torch.ones(value.shape if method == "tolist" else (), dtype=value.dtype, device="cpu"), method)()
 
 
 def _has_numbers(value: Any) -> bool:
@@ -163,14 +163,16 @@ def _is_packed(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
 def _pack(padded: Any, lengths: Any, batch_first: bool) -> Any:
     steps = padded.shape[1 if batch_first else 0]
     batch = padded.shape[0 if batch_first else 1]
-    return padded.flatten(0, 1), torch.full((steps,), int(batch))  # real numbers: first states take a size from them
+    return padded.flatten(0, 1), torch.full(
+        (steps,), int(batch), device="cpu"
+    )  # real numbers: first states take a size from them
 
 
 def _pad(data: Any, batch_sizes: Any, batch_first: bool, *_: Any) -> Any:
     steps = max(int(batch_sizes.shape[0]), 1)
     batch = max(int(data.shape[0]) // steps, 1)
     leading = (batch, steps) if batch_first else (steps, batch)
-    return data.new_empty((*leading, *data.shape[1:])), torch.empty(batch, dtype=torch.int64)
+    return data.new_empty((*leading, *data.shape[1:])), torch.empty(batch, dtype=torch.int64, device="cpu")
 
 
 _PACKED: dict[Any, Callable[..., Any]] = {

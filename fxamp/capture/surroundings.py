@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import _symbolic_trace
 from torch.nn.utils import rnn
 from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
 
 from fxamp.capture.guesses import known_or_guessed
 from fxamp.capture.locations import asker, is_library_frame, user_line
@@ -42,6 +43,7 @@ def fill_override_tables() -> None:
     """Let torch list its functions, which it does once in a process, before a trace puts others in their places."""
     torch.overrides.get_overridable_functions()
     torch.overrides.is_tensor_method_or_property(torch.Tensor.add)
+    _device_constructors()  # for which a default device holds
 
 
 @contextlib.contextmanager

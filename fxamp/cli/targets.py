@@ -231,5 +231,5 @@ def parse_input(text: str) -> torch.Tensor:
 
 def _example(sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
     if dtype.is_floating_point:
-        return torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype)
-    return torch.zeros(sizes, dtype=dtype)
+        return torch.randn(sizes, generator=torch.Generator().manual_seed(0), device="cpu").to(dtype)
+    return torch.zeros(sizes, dtype=dtype, device="cpu")

@@ -90,7 +90,7 @@ class Histogram:
 
     def overflows(self, low: torch.dtype) -> bool:
         """Whether any finite value rounds to infinity in `low`."""
-        return math.isinf(float(torch.tensor(self.largest, dtype=torch.float64).to(low)))
+        return math.isinf(float(torch.tensor(self.largest, dtype=torch.float64, device="cpu").to(low)))
 
     def _share(self, count: int) -> float:
         return count / self.nonzero if self.nonzero else 0.0
@@ -113,7 +113,7 @@ def by_exponent(counts: torch.Tensor) -> dict[int, int]:
 
 def no_counts() -> torch.Tensor:
     """Of nothing yet."""
-    return torch.zeros(_BINS, dtype=torch.int64)
+    return torch.zeros(_BINS, dtype=torch.int64, device="cpu")
 
 
 def _counted(bins: torch.Tensor) -> torch.Tensor:

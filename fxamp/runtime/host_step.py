@@ -133,7 +133,7 @@ def plain_step(
 
 
 def _one(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    first = next(gradients.parameters(optimizer), torch.ones(()))
+    first = next(gradients.parameters(optimizer), torch.ones((), device="cpu"))
     return torch.ones((), device=distributed.local(first).device)
 
 

@@ -61,7 +61,7 @@ class Piece:
             return
         self.is_left = self._references() != self._counts
         if self.is_left:
-            self.views, self.flat = [], torch.empty(0)
+            self.views, self.flat = [], self.flat.new_empty(0)
         else:
             self._storage.resize_(0)
 

@@ -190,7 +190,7 @@ class LossScaler(ScalerBase):
         if not self._enabled:
             return host_step.plain_step(self, optimizer, args, closure, max_grad_norm, kwargs)
         if closure is not None and self._scale is None:
-            first = next(gradients.parameters(optimizer), torch.ones(()))
+            first = next(gradients.parameters(optimizer), torch.ones((), device="cpu"))
             self._lazy_init_scale_growth_tracker(first.device)
         state = self._state_of(optimizer, "step()")
         self._check_scaled(optimizer, state, "step()", has_closure=closure is not None)
@@ -353,7 +353,7 @@ class LossScaler(ScalerBase):
         """
         self.watch.observe([result.copy])
         if self.watch.skips_at_floor >= self.max_skips:
-            flag = torch.tensor(float(result.skipped))
+            flag = torch.tensor(float(result.skipped), device="cpu")
             state = {"optimizer": weakref.ref(optimizer), "found_inf_per_device": {flag.device: flag}}
             collapse.raise_unless_recovered(self, [state])
 

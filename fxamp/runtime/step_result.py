@@ -48,7 +48,7 @@ class HostCopy:
         self._host = values
         self.is_captured = recorded.is_capturing(values.device)
         if values.device.type == "cuda" and not self.is_captured:
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._host.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(values.device))
@@ -236,7 +236,7 @@ def plain_result(
 ) -> StepResult:
     """An outcome that the host knows already; `norm` (0-d) may still be on the device."""
     if norm is None:
-        known = torch.tensor([float(skipped), scale], dtype=torch.float32)
+        known = torch.tensor([float(skipped), scale], dtype=torch.float32, device="cpu")
         return StepResult(optimizer, HostCopy(known), about, returned=returned)
     skips, divisor = (torch.full_like(norm, value) for value in (float(skipped), scale))
     return result_of(optimizer, skips, divisor, about, norm, returned=returned)
