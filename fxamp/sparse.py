@@ -55,7 +55,9 @@ def side_by_side(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, 
     ours, theirs = one.values(), other.values()
     first, second = torch.cat([ours, torch.zeros_like(theirs)]), torch.cat([torch.zeros_like(ours), theirs])
     first, second = (
-        torch.sparse_coo_tensor(places, values, one.shape, check_invariants=False).coalesce().values()
+        torch.sparse_coo_tensor(places, values, one.shape, device=one.device, check_invariants=False)
+        .coalesce()
+        .values()
         for values in (first, second)
     )
     return first, second
@@ -71,4 +73,4 @@ def without_numbers(tensor: torch.Tensor, device: torch.device | str) -> torch.T
     make: Callable[..., torch.Tensor] = functools.partial(torch.sparse_compressed_tensor, layout=tensor.layout)
     if tensor.layout == torch.sparse_coo:
         make = functools.partial(torch.sparse_coo_tensor, is_coalesced=tensor.is_coalesced())
-    return make(*places, values, size=tensor.shape, check_invariants=False)
+    return make(*places, values, size=tensor.shape, device=device, check_invariants=False)

@@ -5,6 +5,7 @@ import collections
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 from fxamp.spellings import ALIASES
 
@@ -58,3 +59,35 @@ def test_passes_know_ops_by_their_canonical_names(path):
 
 def test_the_words_are_found():
     assert op_words('A = frozenset("mul true_divide".split())\nB = ("ndimension",)') >= {"true_divide", "ndimension"}
+
+
+MAKERS = {function.__name__ for function in _device_constructors()}
+
+
+def without_device(source: str) -> list[int]:
+    """Lines that make a tensor wherever the user's default device is."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [
+        node.lineno
+        for node in calls
+        if isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and node.func.attr in MAKERS
+        and not {keyword.arg for keyword in node.keywords} & {"device", None}
+    ]
+
+
+PROGRAMS = ("counting", "demo")  # make models and data of their own, inside `with device:`
+FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).parts[0] not in PROGRAMS]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tensors_of_fxamps_own_are_made_on_a_device_that_is_named(path):
+    """`torch.set_default_device("cuda")` is the user's: a pinned copy, or a number for the host, is not to be there."""
+    assert without_device(path.read_text()) == []
+
+
+def test_a_tensor_on_no_device_is_found():
+    assert without_device("torch.zeros(3)\ntorch.tensor(\n    1.0,\n)\n") == [1, 2]
+    assert without_device('torch.zeros(3, device="cpu")\ntorch.ones(2, **options)\nx.new_zeros(3)\ntorch.zeros\n') == []

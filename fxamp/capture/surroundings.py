@@ -36,7 +36,7 @@ def load_einops() -> None:
     """Let einops load what it loads at its first tensor, which would look like a write of the model's."""
     backends = sys.modules.get("einops._backends")
     if backends is not None:
-        backends.get_backend(torch.empty(0))
+        backends.get_backend(torch.empty(0, device="cpu"))
 
 
 def fill_override_tables() -> None:

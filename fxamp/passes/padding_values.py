@@ -163,4 +163,4 @@ def _scalar(value: fx.Node, number: float) -> torch.Tensor:
     kind = ir.mark(value).type
     dtype = kind.dtype if isinstance(kind, TensorType) and kind.dtype is not None else torch.float32
     floating = dtype.is_floating_point
-    return torch.tensor(number, dtype=dtype if floating else torch.float32, requires_grad=True)
+    return torch.tensor(number, dtype=dtype if floating else torch.float32, device="cpu", requires_grad=True)

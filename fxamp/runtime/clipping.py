@@ -53,7 +53,11 @@ def global_norm(optimizer: torch.optim.Optimizer, process_group: Any = None) -> 
     norms = [distributed.norm_over(total_norm(found, device), groups) for groups, found in bins.items()]
     if len(norms) == 1:
         return norms[0]
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])) if norms else torch.zeros(())
+    return (
+        torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+        if norms
+        else torch.zeros((), device="cpu")
+    )
 
 
 def checked_max_norm(max_norm: object) -> float | None:
