@@ -19,13 +19,8 @@ def default_device() -> torch.device | None:
 
 
 def is_default_device(device: torch.device | None) -> bool:
-    """Whether it is what `default_device` would give. Dynamo can trace the question, and looks at the device's type."""
-    if torch.compiler.is_compiling():
-        return (device or _HOST).type == torch.get_default_device().type
-    return device == default_device()
-
-
-_HOST = torch.device("cpu")
+    """Whether it is what `default_device` would give. Dynamo, which traces the question, cannot ask: it is told so."""
+    return torch.compiler.is_compiling() or device == default_device()
 
 
 def _device_contexts() -> list[DeviceContext]:

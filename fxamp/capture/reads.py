@@ -106,10 +106,13 @@ class Reads:
                 torch_settings_reads(self._keep, self._is_paused),
                 self._outside.noted(),
             ):
-                yield
+                try:
+                    yield
+                except Exception as error:  # perhaps for what a hook has left from another call
+                    self._check_hooks(error)
+                    raise
             self._outside.finish()
-            found = ((owner, name, value) for (_, name), (owner, value) in self._found.items())
-            check_hook_writes(self._root, found, self._title)
+            self._check_hooks()
         finally:
             del space.__getattribute__, space.__reduce_ex__
             self._outside.restore()
@@ -117,6 +120,13 @@ class Reads:
         if isinstance(done, FxampError):
             raise done
         self.settings = done
+
+    def _check_hooks(self, cause: Exception | None = None) -> None:
+        found = ((owner, name, value) for (_, name), (owner, value) in self._found.items())
+        try:
+            check_hook_writes(self._root, found, self._title, frozenset(self._outside.names))
+        except FxampError as error:
+            raise error from cause
 
     def _read(self, module: nn.Module, name: str, frame: types.FrameType) -> Any:
         """An attribute of a module, for whoever asks."""
