@@ -12,12 +12,13 @@ from typing import Any
 from torch import nn
 
 from fxamp.capture.leaves import TABLES
+from fxamp.derived import quiet
 from fxamp.errors import OptionError, nearest
 from fxamp.model.converted import make_sibling
 from fxamp.model.engine import Engine
 from fxamp.model.likeness import likeness
 from fxamp.model.part_options import decisions, options_within
-from fxamp.model.views import take_state
+from fxamp.model.views import keep_alive, take_state
 from fxamp.model.ways import Way
 from fxamp.options import Options
 from fxamp.references import repointed
@@ -156,8 +157,9 @@ def _replaced(
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    twin: nn.Module = object.__new__(type(module))
+    twin: nn.Module = object.__new__(quiet(type(module)))
     take_state(module, twin)
+    keep_alive(module, twin)
     return twin
 
 

@@ -61,6 +61,7 @@ MAY_BE_LOW = "fxamp_may_be_low"
 SAMPLE = "fxamp_sample"
 # The attribute under which a converted model keeps what runs its forward.
 ENGINE = "_fxamp_engine"
+ORIGINAL = "_fxamp_original"
 # And what asks that: a function with code of the model's own, as Dynamo's caches and limits belong to code.
 RUN = "_fxamp_run"
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
+from fxamp.derived import quiet
 from fxamp.errors import CaptureError
 from fxamp.fake_limits import is_a_limit
 from fxamp.ir import ENGINE
@@ -156,7 +157,7 @@ def twin_of(module: nn.Module, state_of: Callable[[Any], Any], containers: dict[
     """
     parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     compiled = [part for part in module.modules() if isinstance(part, torch.jit.ScriptModule)]
-    twins: dict[int, nn.Module] = {id(part): object.__new__(type(part)) for part in parts}
+    twins: dict[int, nn.Module] = {id(part): object.__new__(quiet(type(part))) for part in parts}
     twins.update((id(part), copy.deepcopy(part)) for part in compiled)
     for part in parts:
         own = {name: repointed(value, twins) for name, value in part.__dict__.items() if name != ENGINE}

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent / "fxamp"
 # What each room may import, besides itself. A file of its own line comes before its folder's.
 GROUND = {"errors", "dtypes", "logs", "randomness", "references", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
-CALLED = {"switches", "checks", "draws", "authors", "function_modes"}
+CALLED = {"switches", "checks", "draws", "authors", "derived", "function_modes"}
 FAKES = {"fake_limits", "grouped", "leaf_fakes", "recurrent_fakes", "sparse_fakes"}
 GRAPH = (
     NAMES
@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checks": set(),
     "draws": set(),
     "authors": set(),
+    "derived": set(),
     "function_modes": set(),
     "value_types": set(),
     "sparse": set(),
@@ -60,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recurrent_fakes": set(),
     "sparse_fakes": {"sparse"},
     "fake_limits": set(),
-    "leaf_fakes": NAMES | {"fake_limits", "ir", "module_hooks", "recurrent_fakes"},
+    "leaf_fakes": NAMES | {"derived", "fake_limits", "ir", "module_hooks", "recurrent_fakes"},
     "fakes": NAMES | FAKES | {"authors", "draws", "function_modes", "sparse"},
     "data": GROUND,
     "whole": GROUND,

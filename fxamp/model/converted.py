@@ -10,14 +10,13 @@ import contextlib
 import copy
 import functools
 import inspect
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxamp.capture.frames import as_written, leave_out, own_code
+from fxamp.derived import BASE, Derived, finalizer_of, subclass
 from fxamp.errors import OptionError
 from fxamp.ir import ENGINE, RUN
 from fxamp.model.compiling import graphs_made_ready, make_ready
@@ -25,27 +24,7 @@ from fxamp.model.engine import Engine
 from fxamp.model.methods import under_autocast
 from fxamp.model.state_dicts import load_exactly, take_over_writes
 from fxamp.model.storage import Marks, apply_exactly, mark, marks_of
-from fxamp.model.views import BASE, base_of, plain_view, take_state
-
-
-class Derived:
-    """Classes that are derived from the users', one for each; weak on both sides, for each holds the user's.
-
-    Args:
-        make: derives one.
-    """
-
-    def __init__(self, make: Callable[[Any], type]) -> None:
-        self._make = make
-        self._made: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
-
-    def of(self, base: type) -> type:
-        """The class that is derived from the user's."""
-        found = self._made[base]() if base in self._made else None
-        if found is None:
-            found = self._make(base)
-            self._made[base] = weakref.ref(found)
-        return found
+from fxamp.model.views import base_of, keep_alive, plain_view, take_state
 
 
 def make_sibling(model: nn.Module, engine: Engine) -> nn.Module:
@@ -60,6 +39,7 @@ def make_sibling(model: nn.Module, engine: Engine) -> nn.Module:
 
 def _with_state(sibling: nn.Module, plain: nn.Module, engine: Engine | None) -> nn.Module:
     take_state(plain, sibling)
+    keep_alive(plain, sibling)
     if engine is not None:
         sibling.__dict__[ENGINE] = engine
         sibling.__dict__[RUN] = own_code(_run)
@@ -103,6 +83,7 @@ def _make_class(base: Any) -> type:
 
     names = {
         **under_autocast(base),
+        **finalizer_of(base),
         **({} if hasattr(base, "freeze") else {"freeze": freeze}),
         **({"__copy__": __copy__} if hasattr(base, "__copy__") else {}),
         "forward": forward,
@@ -135,20 +116,6 @@ def _run(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not torch.compiler.is_compiling():
         take_over_writes()
     return engine(self, args, kwargs, numbers)
-
-
-def subclass(base: Any, names: dict[str, Any], *beside: type) -> type:
-    """Without a call of the user's `__init_subclass__`, which may ask for arguments, or note the class somewhere.
-
-    Args:
-        beside: further classes that it is derived from.
-    """
-    made: Any = type(base)(base.__name__, (nn.Module, *beside), names)
-    try:
-        made.__bases__ = (base, *beside)
-    except TypeError:  # it has slots
-        made = type(base)(base.__name__, (base, *beside), names)
-    return made  # type: ignore[no-any-return]
 
 
 def freeze(self: Any) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.model.converted import Derived, subclass
-from fxamp.model.views import BASE, base_of, plain_view
+from fxamp.derived import BASE, Derived, finalizer_of, subclass
+from fxamp.model.views import base_of, plain_view
 from fxamp.module_hooks import HOOKS, makes_weight
 
 
@@ -203,6 +203,7 @@ def _make_class(base: Any) -> type:
         return copy.deepcopy(_plain(self), memo)
 
     names = {
+        **finalizer_of(base),
         "forward": forward,
         "__class__": property(lambda self: base, _give_class),  # whom forward asks for a class gets the module's
         "__eq__": __eq__,

@@ -1,6 +1,7 @@
 """A converted model without its engine: an instance of the user's own class on the same state."""
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,19 +9,18 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from fxamp.capture.leaves import TABLES, is_boundary
+from fxamp.derived import BASE, quiet
 from fxamp.errors import OptionError
-from fxamp.ir import ENGINE, RUN
+from fxamp.ir import ENGINE, ORIGINAL, RUN
 from fxamp.references import copy_slots, repointed
-
-BASE = "_fxamp_base"
-"""Where a class that is made of a user's says which that is."""
 
 
 def plain_view(model: nn.Module) -> nn.Module:
     """The model without its engine: an instance of the user's own class on the same state."""
-    plain: nn.Module = object.__new__(base_of(model))
+    plain: nn.Module = object.__new__(quiet(base_of(model)))
     take_state(model, plain, functions=False)
     plain.__dict__.pop(RUN, None)
+    plain.__dict__.pop(ORIGINAL, None)
     if plain.__dict__.pop(ENGINE, None) is not None:
         for wraps_converted in ("forward", "_compiled_call_impl"):  # set since, by Accelerate and `model.compile()`
             plain.__dict__.pop(wraps_converted, None)
@@ -97,6 +97,30 @@ def take_state(model: nn.Module, twin: nn.Module, functions: bool = True) -> Non
     own = {name: state[name].copy() for name in TABLES if name in state and name not in ("_parameters", "_buffers")}
     twin.__dict__.update(state | own)
     copy_slots(model, twin)
+
+
+class _Original:
+    """Holds what nothing should look into."""
+
+    __slots__ = ("model",)
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+
+def keep_alive(model: nn.Module, twin: nn.Module) -> None:
+    """Let a model live as long as a twin that has its state, where its end would be noticed.
+
+    `model = fxamp.convert(model)` lets go of the original: its `__del__` would take off the hooks that both have, and a
+    weak reference to it that a child has would be dead.
+    """
+    if hasattr(type(model), "__del__") or not all(map(_is_torchs, weakref.getweakrefs(model))):
+        twin.__dict__[ORIGINAL] = _Original(model)
+
+
+def _is_torchs(reference: Any) -> bool:
+    """Whether a weak reference is one of those that Dynamo has to every module, once it has compiled anything."""
+    return str(getattr(reference.__callback__, "__module__", "")).startswith("torch.")
 
 
 class _Reached(BaseException):
