@@ -22,6 +22,7 @@ from fxamp.model.views import keep_alive, take_state
 from fxamp.model.ways import Way
 from fxamp.options import Options
 from fxamp.references import repointed
+from fxamp.tree import every_module
 
 BLOCKS = "blocks"
 
@@ -56,14 +57,14 @@ def check_boundaries(model: nn.Module, boundaries: Any, options: Options) -> tup
         raise OptionError(f"boundaries={boundaries!r} is not allowed. Give module classes, paths, globs or 'blocks'.")
     if options.opt_level != "O1":
         raise OptionError(f"boundaries= goes with opt_level='O1' only, not with {options.opt_level!r}.")
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(every_module(model))
     found = {id(modules[path]) for each in asked for path in _paths(model, each)}
     paths = [path for path, module in modules.items() if id(module) in found]
     return tuple(sorted(paths, key=lambda path: path.count(".")))
 
 
 def _paths(model: nn.Module, asked: Any) -> list[str]:
-    modules = {path: module for path, module in model.named_modules(remove_duplicate=False) if path}
+    modules = {path: module for path, module in every_module(model) if path}
     if asked == BLOCKS and (BLOCKS not in modules or _is_container(modules[BLOCKS])):
         found = _repeated(model)
         if not found:
@@ -130,7 +131,7 @@ def make_tree(
     sibling = make_sibling(model, engine)
     copies: dict[int, nn.Module] = {}
     shared: dict[Any, Engine] = {}
-    modules = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    modules = [path for path, _ in every_module(model)]
     for path in paths:
         owner = sibling
         *above, name = path.split(".")

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from fxamp.opnames import canonical_name, dotted_path, module_name
+from fxamp.tree import every_parameter
 from fxamp.value_types import TensorType, ValueType, tensors_in
 
 MARK = "fxamp"
@@ -267,7 +268,7 @@ def attribute(root: nn.Module | None, path: Any) -> Any:
         for name in str(path).split("."):
             value = getattr(value, name, None)
     except Exception:  # by that class's own __getattr__
-        named = {} if root is None else dict(root.named_parameters(remove_duplicate=False))
+        named = {} if root is None else dict(every_parameter(root))
         value = named.get(str(path))
     return value
 

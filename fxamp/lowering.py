@@ -23,6 +23,7 @@ from fxamp.override_keys import around, override_of
 from fxamp.pipeline import build_variant
 from fxamp.sparse import is_sparse
 from fxamp.teachers import weights_of_teachers
+from fxamp.tree import every_module
 
 log = logging.getLogger("fxamp")
 
@@ -69,7 +70,7 @@ def _lowered_by_layers(model: nn.Module, options: Options) -> list[str]:
 
     At O3 only modules that an override denies keep float32 parameters.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(every_module(model))
     if options.opt_level == "O3":
         keys = {path: override_of(list(around(path)), "", options.overrides) for path in modules}
         return _all_but(model, [path for path, key in keys.items() if key and options.overrides[key] == "deny"])
@@ -104,7 +105,7 @@ def _lowered_as_planned(found: list[str], model: nn.Module, options: Options) ->
 
 def _run_whole(model: nn.Module, options: Options) -> list[str]:
     """The modules with hooks; none where they hold so much that the forward around them runs as it is written."""
-    modules = model.named_modules(remove_duplicate=False)
+    modules = every_module(model)
     hooked = {path: None for path, module in modules if path and has_hooks(module)}
     is_written = options.capture == "auto" and share_in(multiplied(model), hooked) >= MUCH
     return [] if is_written else list(hooked)

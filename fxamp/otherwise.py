@@ -20,6 +20,7 @@ from fxamp.model.ways import Way
 from fxamp.model.written import Written
 from fxamp.options import Options
 from fxamp.override_keys import around
+from fxamp.tree import every_module
 from fxamp.words import percent
 
 log = logging.getLogger("fxamp")
@@ -30,7 +31,8 @@ class Otherwise(Way):
 
     1. A model whose weights are in modules of some size runs as it is written, and those modules as graphs: a detector,
        or a mixture of experts. It stays so if graphs hold nearly all of them: nothing is compiled, and what the data
-       decides compiles nothing anew.
+       decides compiles nothing anew. Also if it has kept something low (a recurrent state): modules that Dynamo leaves
+       outside of its graphs are float32, and do not take that.
     2. Any other is for Dynamo, whose graphs are larger than a layer.
     3. What Dynamo leaves outside of its graphs runs in float32. Where that is more than a little, or becomes so as it
        gives up one thing after another, the model runs as it is written after all, as torch.autocast would run it;
@@ -128,8 +130,14 @@ class Otherwise(Way):
             return self._through_dynamo(base, module, args, kwargs, tells)
         if self._has_left:
             return self._away_from_dynamo(base, module, args, kwargs)
+        if not tells or self.chosen is not None:
+            return way(base, module, args, kwargs)
+        low = self.by_dynamo.options.low
+        before = _kept_low(module, low)
         result = way(base, module, args, kwargs)
-        if tells and self.chosen is None:
+        if _kept_low(module, low) - before:
+            self.chosen = self.written
+        else:
             self._judge_parts(module)
         return result
 
@@ -223,7 +231,7 @@ def _tells(given: Any) -> bool:
 
 def _share(model: nn.Module, is_inside: Callable[[nn.Module], bool]) -> float:
     """Of the weights those that are in a module, inside of the model, of which that is so."""
-    sizes, parts = multiplied(model), dict(model.named_modules(remove_duplicate=False))
+    sizes, parts = multiplied(model), dict(every_module(model))
     inside = [size for name, size in sizes.items() if any(map(is_inside, _owners(name, parts)))]
     return sum(inside) / max(1, sum(sizes.values()))
 
@@ -264,3 +272,9 @@ def _needs_a_compiler(model: nn.Module) -> bool:
     files = [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.nn.")]
     is_asked = getattr(getattr(model, "config", None), "_attn_implementation", "") == "flex_attention"  # transformers
     return is_asked or any(value is flex for file in files for value in vars(file).values())
+
+
+def _kept_low(model: nn.Module, low: torch.dtype) -> set[int]:
+    """Tensors of a dtype that a model keeps from call to call, by their ids."""
+    kept = (value for module in model.modules() for value in vars(module).values())
+    return {id(each) for each in pytree.tree_leaves(list(kept)) if isinstance(each, torch.Tensor) and each.dtype == low}

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from torch import nn
 
 from fxamp.ir import Colour
+from fxamp.tree import every_module
 
 
 def around(path: str) -> Iterator[str]:
@@ -57,7 +58,7 @@ def overrides_within(
     """
     if not overrides:
         return {}
-    inside = [inner for inner, _ in part.named_modules(remove_duplicate=False)]
+    inside = [inner for inner, _ in every_module(part)]
     found: dict[str, Colour] = {}
     for inner in inside:
         key = override_of(list(around(f"{path}.{inner}".strip("."))), "", overrides)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fxamp.sparse import is_sparse
+from fxamp.tree import every_parameter
 
 _NUMBERS = 1024  # of each matrix, by which copies are found
 _ENOUGH = 64  # numbers whose correlation is no chance
@@ -24,7 +25,7 @@ def weights_of_teachers(model: nn.Module) -> list[str]:
     A frozen matrix that is correlated with a trained one tells where the copy is and of what; the biases and norms
     beside it belong to it. Constant ones (zeros) tell nothing, nor do fake and meta tensors.
     """
-    weights = dict(model.named_parameters(remove_duplicate=False))
+    weights = dict(every_parameter(model))
     copies: dict[str, str] = {}
     for copy, original in _pairs(weights):
         copies.setdefault(*_without_common_end(copy, original))

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "fxamp"
 
 # What each room may import, besides itself. A file of its own line comes before its folder's.
-GROUND = {"errors", "dtypes", "logs", "randomness", "references", "words"}
+GROUND = {"errors", "dtypes", "logs", "randomness", "references", "tree", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
 CALLED = {"switches", "checks", "draws", "authors", "derived", "function_modes"}
 FAKES = {"fake_limits", "grouped", "leaf_fakes", "recurrent_fakes", "sparse_fakes"}
@@ -34,6 +34,7 @@ GRAPH = (
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "logs": {"errors"},
+    "tree": set(),
     "words": set(),
     "randomness": set(),
     "references": set(),
@@ -51,12 +52,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sparse": set(),
     "recorded": {"errors"},
     "ir": NAMES | {"value_types"},
-    "override_keys": {"ir"},
+    "override_keys": {"ir", "tree"},
     "inplace": NAMES | {"ir"},
     "canonical": NAMES | {"inplace", "ir", "switches"},
     "grouped": set(),
     "powers": set(),
-    "teachers": {"sparse"},
+    "teachers": {"sparse", "tree"},
     "module_hooks": set(),
     "recurrent_fakes": set(),
     "sparse_fakes": {"sparse"},

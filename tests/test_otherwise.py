@@ -6,6 +6,7 @@ import logging
 import pickle
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -95,6 +96,70 @@ def test_one_whose_modules_no_graph_holds_is_for_dynamo(caplog):
     assert chosen(converted) is DynamoForward
     assert set(fxamp.report(converted).captures) == {"dynamo"} and not engine_of(converted).blocks
     assert sum("captured by Dynamo from now on" in record.message for record in caplog.records) == 1
+
+
+class Dropped(nn.Module):
+    """Sets a weight of the layer in it at each call, as the weight dropout of AWD-LSTM does."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTM(8, 12, batch_first=True)
+        self.raw = nn.Parameter(self.cell.weight_hh_l0.detach())
+        del self.cell.weight_hh_l0
+        self.cell.weight_hh_l0 = self.raw.detach()
+        self.cell.flatten_parameters = self.nothing
+
+    def nothing(self):
+        pass
+
+    def forward(self, *given):
+        self.cell.weight_hh_l0 = F.dropout(self.raw, 0.0, self.training)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self.cell(*given)
+
+
+class Carrying(nn.Module):
+    """A recurrent model that keeps its states in lists, or in buffers."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        self.table, self.layer, self.head = nn.Embedding(9, 8), Dropped(), nn.Linear(12, 8)
+        self.register_buffer("h", torch.zeros(1, 4, 12))
+        self.register_buffer("c", torch.zeros(1, 4, 12))
+        self.states = [(self.h, self.c)]
+
+    def forward(self, x):
+        result, (h, c) = self.layer(self.table(x), self.states[0] if self.where == "list" else (self.h, self.c))
+        if self.where == "list":
+            self.states = [(h.detach(), c.detach())]
+        else:
+            self.h, self.c = h.detach(), c.detach()
+        return self.head(result)
+
+
+@pytest.mark.parametrize("is_asked_before", [False, True])
+@pytest.mark.parametrize("where", ["list", "buffer"])
+def test_one_that_keeps_something_low_goes_on_as_written(where, is_asked_before):
+    """A layer that Dynamo leaves outside of its graphs is float32, and takes no low state."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Carrying(where)
+    plain, low = copy.deepcopy(model), copy.deepcopy(model)
+    converted = o1(model)
+    for step in range(4):
+        x = torch.randint(9, (4, 7), generator=torch.Generator().manual_seed(step))
+        if is_asked_before and step == 0:
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                low(x)
+            with torch.no_grad():
+                converted(x), plain(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            theirs = low(x)
+        found, expected = converted(x), plain(x)
+        assert (found - expected).norm() <= 2 * (theirs - expected).norm() + 0.01
+        found.sum().backward()
 
 
 def test_what_was_converted_is_told_once_dynamo_has_been_asked(caplog):

@@ -46,6 +46,7 @@ from fxamp.capture.traces import State
 from fxamp.capture.unseen import unseen
 from fxamp.fakes import Fakes
 from fxamp.randomness import generator_states, moved_since
+from fxamp.tree import every_module
 
 if TYPE_CHECKING:
     from fxamp.capture.tracer import SymbolicTracer
@@ -180,7 +181,7 @@ class Beforehand:
         if isinstance(value, FIXED):
             return value
         if not self._held:
-            for path, module in self._root.named_modules(remove_duplicate=False):
+            for path, module in every_module(self._root):
                 self._held.setdefault(id(module), []).append((path, None))
                 for key, held in vars(module).items():
                     self._held.setdefault(id(held), []).append((path, key))

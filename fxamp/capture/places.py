@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from fxamp.tree import every_module
+
 
 def paths_of(root: nn.Module) -> dict[int, str]:
     """id of each module -> its (first) path."""
@@ -24,7 +26,7 @@ def ties_of(root: nn.Module) -> dict[tuple[str, str], tuple[str, str, str]]:
     """(path, name) of each tensor that stands in two places -> path, kind and name of the first of them."""
     first: dict[int, tuple[str, str, str]] = {}
     found: dict[tuple[str, str], tuple[str, str, str]] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
+    for path, module in every_module(root):
         for kind in ("_parameters", "_buffers", ""):
             held = module.__dict__.get(kind, {}) if kind else module.__dict__  # a module of torch.jit keeps none there
             for name, tensor in held.items():

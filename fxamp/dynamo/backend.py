@@ -32,6 +32,7 @@ from fxamp.model.views import nested, plain_inside
 from fxamp.model.ways import Way
 from fxamp.options import Options, check_options
 from fxamp.runtime.apex_casts import casts_into
+from fxamp.tree import every_parameter
 
 log = logging.getLogger("fxamp")
 
@@ -282,7 +283,7 @@ class DynamoForward(Way):
     def _note_weights(self, variant: Variant, inputs: list[Any], root: nn.Module) -> None:
         """Which weights graphs are given, and which of them another module's graph is given."""
         names: dict[int, list[str]] = {}
-        for name, weight in root.named_parameters(remove_duplicate=False):
+        for name, weight in every_parameter(root):
             names.setdefault(id(weight), []).append(name)
         placeholders = [node for node in variant.graph.nodes if node.op == "placeholder"]
         for node, value in zip(placeholders, inputs, strict=False):

@@ -21,6 +21,7 @@ from fxamp.fakes import Fakes
 from fxamp.model.codegen import CompiledForward
 from fxamp.model.variant import Variant
 from fxamp.options import Options
+from fxamp.tree import every_buffer, every_parameter
 
 Rewrite = Callable[..., object]
 
@@ -135,7 +136,7 @@ def _name_from_root(captured: Captured, model: nn.Module) -> None:
     another than the model has for it.
     """
     names: dict[int, list[str]] = {}
-    for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+    for name, value in (*every_parameter(model), *every_buffer(model)):
         names.setdefault(id(value), []).append(name)
     prefixes = []
     inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]

@@ -8,6 +8,7 @@ from torch import nn
 from fxamp.ir import BLOCK_CLASS, BLOCK_PATH
 from fxamp.model.variant import Variant
 from fxamp.model.views import base_of
+from fxamp.tree import every_module
 
 
 def mark_block(variant: Variant, paths: tuple[str, ...]) -> None:
@@ -27,7 +28,7 @@ def mark_blocks(module: nn.Module, blocks: Mapping[str, Any]) -> None:
     Args:
         blocks: the engines of the blocks inside `module`, by path; equal blocks share one.
     """
-    parts = dict(module.named_modules(remove_duplicate=False))  # a block may have been taken out since
+    parts = dict(every_module(module))  # a block may have been taken out since
     for engine in {id(inner): inner for inner in blocks.values()}.values():
         places = {id(parts[path]): path for path, inner in blocks.items() if inner is engine and path in parts}
         made = [variant for variant in engine.all_variants() if variant.maker is not None or not variant.blocks]

@@ -36,6 +36,7 @@ from fxamp.model.variant import Variant, takes_apart
 from fxamp.model.views import base_of, check_class, plain_tree
 from fxamp.model.ways import Way
 from fxamp.model.workshop import Workshop
+from fxamp.tree import every_module
 
 log = logging.getLogger("fxamp")
 
@@ -455,7 +456,7 @@ def _unseen_by_dynamo(function: Any) -> Any:
 
 def _blocks_of(model: nn.Module, paths: Iterable[str]) -> dict[str, Engine]:
     """The engines that blocks of a model have now; a block that was exchanged has none."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(every_module(model))
     engines = {path: engine_of(modules.get(path)) for path in paths}
     return {path: engine.current(modules[path]) for path, engine in engines.items() if engine is not None}
 

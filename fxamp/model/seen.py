@@ -25,6 +25,7 @@ from fxamp.model.wide_copies import take_back_writes, wide_copy
 from fxamp.opnames import module_name
 from fxamp.override_keys import around, override_of
 from fxamp.runtime.masters import is_stored_low
+from fxamp.tree import every_module
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # those whose weights may have more than one dimension
 _BIASED = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)  # no norm reads a bias
@@ -119,7 +120,7 @@ class Family:
     def __init__(self, written: Any, engine: Engine, model: nn.Module) -> None:
         self.written = written
         self.engine = engine
-        self._paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+        self._paths = [path for path, _ in every_module(model)]
         lists, default = written.options.lists, OpLists.default()
         self._moved = frozenset(op for op in lists if lists.colour(op) != default.colour(op))
         self._device = device_of(model).type

@@ -25,6 +25,7 @@ from fxamp.runtime.masters import (
     reconcile_,
     set_master,
 )
+from fxamp.tree import every_buffer, every_parameter
 
 LOWERED = "_fxamp_lowered"  # on a module: {name of its tensor that was lowered: whether it has a master}
 
@@ -181,5 +182,5 @@ def is_shard(tensor: torch.Tensor) -> bool:
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter and buffer by each of its names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+    yield from every_parameter(model)
+    yield from every_buffer(model)

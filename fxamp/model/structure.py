@@ -12,6 +12,7 @@ from torch import nn
 
 from fxamp.capture.leaves import is_boundary, is_leaf
 from fxamp.module_hooks import has_hooks, hook_dictionaries
+from fxamp.tree import every_module
 
 
 class Structure:
@@ -23,7 +24,7 @@ class Structure:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = dict(model.named_modules(remove_duplicate=False))
+        modules = dict(every_module(model))
         traced = [module for path, module in modules.items() if path and not is_leaf(module)]
         self._ends = _ends_of(modules.values())
         self.fingerprint = (

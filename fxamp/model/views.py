@@ -13,6 +13,7 @@ from fxamp.derived import BASE, quiet
 from fxamp.errors import OptionError
 from fxamp.ir import ENGINE, ORIGINAL, RUN
 from fxamp.references import copy_slots, repointed
+from fxamp.tree import every_module
 
 
 def plain_view(model: nn.Module) -> nn.Module:
@@ -64,7 +65,7 @@ def plain_tree(model: nn.Module) -> nn.Module:
 
 def nested(model: nn.Module, itself: bool = False) -> list[str]:
     """Paths of the converted models inside a model, but for its boundaries and what they hold."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(every_module(model))
     borders = tuple(f"{path}." for path, module in modules.items() if path and is_boundary(module))
     inside = [path for path, module in modules.items() if ENGINE in module.__dict__ and (path or itself)]
     return [path for path in inside if not f"{path}.".startswith(borders)]

@@ -12,6 +12,7 @@ from fxamp.numerics.modes import plain_modes
 from fxamp.numerics.runner import switched_back
 from fxamp.randomness import generators_kept
 from fxamp.sparse import hold_the_same, is_sparse
+from fxamp.tree import every_module
 
 
 @contextlib.contextmanager
@@ -47,7 +48,7 @@ def _random_and_buffers_kept(*models: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def tensors_of(weights: nn.Module, model: nn.Module) -> Iterator[None]:
     """Let Dynamo, and what it leaves outside of its graphs, find the parameters and buffers of another model."""
-    others = dict(weights.named_modules(remove_duplicate=False))
+    others = dict(every_module(weights))
     pairs = [(part, others.get(path, part)) for path, part in model.named_modules()] if weights is not model else []
     tables = [
         (getattr(part, table), getattr(other, table))

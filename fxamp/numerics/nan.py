@@ -21,6 +21,7 @@ from fxamp.numerics.origin import (
 from fxamp.numerics.reach import reach_of
 from fxamp.numerics.run import Call
 from fxamp.numerics.twin import reads_of
+from fxamp.tree import every_buffer
 
 Loss = Callable[[Any], torch.Tensor]
 AROUND = "as written"
@@ -225,7 +226,7 @@ def _is_of_buffer(call: Call, origin: Origin) -> bool:
         return False
     path = origin.weight or str(node_of(origin).target)
     model = origin.flow.part.model(call.weights)
-    return ir.mark(node_of(origin)).op == "buffer" or path in dict(model.named_buffers(remove_duplicate=False))
+    return ir.mark(node_of(origin)).op == "buffer" or path in dict(every_buffer(model))
 
 
 def _line_of(node: fx.Node) -> str:

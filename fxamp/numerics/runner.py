@@ -17,6 +17,7 @@ from fxamp.dtypes import LOW_DTYPES
 from fxamp.model.variant import Variant
 from fxamp.numerics.exact import exact_weight, has_master
 from fxamp.numerics.parts import Turn
+from fxamp.tree import every_parameter
 
 Identity = tuple[int, int, tuple[torch.Size, ...]]
 """(the graph's turn in the call, its number in the report, the sizes of what came in)"""
@@ -77,7 +78,7 @@ def served(variant: Variant, inputs: Sequence[Any], model: nn.Module) -> tuple[s
         path = node.meta.get(ir.WEIGHT_PATH)
         if path is None or not isinstance(value, torch.Tensor) or ir.attribute(model, path) is value:
             continue
-        for name in (name for name, weight in model.named_parameters(remove_duplicate=False) if weight is value):
+        for name in (name for name, weight in every_parameter(model) if weight is value):
             mine, other = str(path).split("."), name.split(".")
             while mine and other and mine[-1] == other[-1]:
                 mine, other = mine[:-1], other[:-1]

@@ -14,6 +14,7 @@ from fxamp.inplace import mutated, reshaped
 from fxamp.passes.alias import find_aliases, grad_regions
 from fxamp.passes.base import Invariant
 from fxamp.passes.types import run_on_fakes, type_of
+from fxamp.tree import every_buffer, every_parameter
 from fxamp.value_types import TensorType, tensors_in
 
 
@@ -153,7 +154,7 @@ def _are_others_at_work() -> bool:
 
 
 def _state_of(root: nn.Module) -> dict[str, tuple[int, torch.dtype, int]]:
-    named = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
+    named = (*every_parameter(root), *every_buffer(root))
     return {name: (id(value), value.dtype, value._version) for name, value in named if not value.is_inference()}
 
 

@@ -15,6 +15,7 @@ from fxamp.model.variant import Variant
 from fxamp.review.gemms import ALIGNMENT, Gemm
 from fxamp.review.regions import Region
 from fxamp.review.rows import Row
+from fxamp.tree import every_module
 from fxamp.words import bytes_in_words, listed, percent, plural
 
 _MANY = 3
@@ -42,7 +43,7 @@ def unread_parameters(model: nn.Module, variants: Sequence[Variant]) -> list[str
     if engine is not None and (engine.fallbacks or engine.way.calls):
         return []
     read: set[int] = set()
-    parts = dict(model.named_modules(remove_duplicate=False))
+    parts = dict(every_module(model))
     for variant in variants:
         # copies of a model share graphs, and so do equal blocks
         owners = [model, *(parts[path] for path in variant.blocks if path in parts)]

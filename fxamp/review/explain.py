@@ -14,6 +14,7 @@ from fxamp.review.remedies import Remedy, gives_no_float, remedies_for
 from fxamp.review.report import Report, report, require_engine
 from fxamp.review.rows import Row
 from fxamp.review.sharing import run_as
+from fxamp.tree import every_module
 from fxamp.words import bytes_in_words, listed, plural
 
 _FULL = 3
@@ -48,7 +49,7 @@ def explain(converted: nn.Module, name: str) -> str:
     try:
         text = _explained(built, lists, outcomes, name if other is None else other)
     except OptionError as error:
-        modules = dict(converted.named_modules(remove_duplicate=False))
+        modules = dict(every_module(converted))
         if name and name in modules:
             return _outside(f"module {name} ({type(modules[name]).__name__})", built)
         if isinstance(name, str) and (place := forward_at(converted, name)) is not None:

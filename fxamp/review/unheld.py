@@ -7,6 +7,7 @@ from torch import nn
 from fxamp.dtypes import dtype_name
 from fxamp.model.engine import Engine
 from fxamp.override_keys import around
+from fxamp.tree import every_module
 from fxamp.words import listed, plural
 
 _NAMED = 5
@@ -23,7 +24,7 @@ def decided_in_vain(engine: Engine, model: nn.Module) -> list[str]:
     parts = [path for variant in graphs for path in variant.blocks]
     if not parts and (graphs or not runs):
         return []
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(every_module(model))
     found = list(_gone(engine, modules))
     if runs and all(each.blocks for each in graphs):
         above = {"", *(path for part in parts for path in around(part) if path != part)} if parts else modules.keys()
