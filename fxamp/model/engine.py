@@ -69,7 +69,8 @@ class Engine:
         self.paths: tuple[str, ...] = ()  # of a boundary and those equal to it, in the model they belong to
         self.is_trained = False  # whether it was called while gradients were on
         self.loads = 0  # of state dicts into the model
-        self.announced: tuple[int, bool, str] | None = None  # so that a call which made no graph is told of too
+        self.has_met_gradients = False  # in a call of the model as it is for this engine
+        self.announced: tuple[int, bool, str, bool] | None = None  # so that a call which made no graph is told of too
         self.fallbacks: dict[str, None] = {}
         self.refusals = Refusals()
         self.others = OtherSelves()
@@ -249,7 +250,8 @@ class Engine:
             if not count:
                 self.previews.clear()
             return  # the next call makes graphs, or tells that there can be none
-        state = count, self.way.runs_as_written, self.way.runs
+        self.has_met_gradients |= torch.is_grad_enabled()
+        state = count, self.way.runs_as_written, self.way.runs, self.has_met_gradients
         if state != self.announced and not self.is_boundary and not torch.compiler.is_compiling():
             self.announced = state
             if not count or self.blocks:

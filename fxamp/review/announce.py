@@ -61,11 +61,8 @@ def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
     lost = overrides_without_effect(engine)
     is_low = "" if _looking.get() else low_already(converted)
     said = _warned.setdefault(converted, set())
-    for key, text in (
-        _left_out(converted, engine),
-        _whole(converted, engine),
-        *((text, text) for text in (is_low, *lost, *warnings)),
-    ):
+    little = [] if _is_aside(engine) else [_left_out(converted, engine), _whole(converted, engine)]
+    for key, text in (*little, *((text, text) for text in (is_low, *lost, *warnings))):
         if text and key not in said:
             said.add(key)
             log.warning(text)
@@ -79,6 +76,12 @@ def announce(converted: nn.Module, warnings: Iterable[str] = ()) -> None:
         _log_nodes(built)
     if path and (folder := _dump(converted, Path(path))) is not None:
         log.info("written to %s", folder)
+
+
+def _is_aside(engine: Engine) -> bool:
+    """Whether only calls without gradients have met the model as it is now, and others as it was: under the hooks of a
+    summary, say, which are gone at the next step."""
+    return bool(engine.known) and not engine.has_met_gradients
 
 
 def _left_out(converted: nn.Module, engine: Engine) -> tuple[str, str]:

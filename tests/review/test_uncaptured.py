@@ -368,3 +368,20 @@ def test_a_line_and_an_op_of_a_forward_that_runs_as_written_are_explained():
     with pytest.raises(OptionError, match=r"'choosing.py:1' is no node"):
         fxamp.explain(converted, "choosing.py:1")
     assert "in module stem (Block)" in fxamp.explain(converted, "add")
+
+
+def test_hooks_of_a_summary_are_no_news_of_a_model_that_trains_in_graphs(caplog):
+    """Tools put hooks on every module for one call without gradients. Such hooks in training are told of."""
+    model = fxamp.convert(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 5)), torch.bfloat16)
+    x = torch.randn(8, 32)
+    model(x).sum().backward()
+    handles = [part.register_forward_hook(lambda module, args, result: None) for part in model]
+    with caplog.at_level(logging.WARNING, "fxamp"):
+        with torch.no_grad():
+            model.eval()(x)
+        assert warnings_of(caplog) == []
+        model.train()(x).sum().backward()
+    (said,) = warnings_of(caplog)
+    assert said.startswith("nothing of Sequential was converted")
+    for handle in handles:
+        handle.remove()
