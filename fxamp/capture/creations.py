@@ -99,7 +99,7 @@ def on_default_device(function: Any, kwargs: Any, outside: torch.device | None) 
     device = default_device()
     if device == outside or function not in _device_constructors() or kwargs.get("device") is not None:
         return kwargs
-    return {**kwargs, "device": device or torch.device("cpu")}
+    return {**kwargs, "device": device}
 
 
 def _is_way_out(frame: types.FrameType | None) -> bool:

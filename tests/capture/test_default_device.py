@@ -89,8 +89,9 @@ def test_a_region_in_forward_holds_in_the_graph():
     def body(self, x):
         with torch.device("meta"):
             there = torch.zeros(x.shape[0], 4), torch.arange(3), torch.empty(2, device="cpu")
+            named = torch.zeros(x.shape[0], device="cpu")
         here = torch.ones(4)
-        return self.fc(x) + here, *there
+        return self.fc(x) + here, *there, named
 
     converted, model = convert(body), Layer(body)
     for given in (X, X[:2]):

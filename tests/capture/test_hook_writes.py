@@ -6,6 +6,7 @@ The layers with hooks hold few of the weights, so that a graph would be kept.
 import collections
 import functools
 import logging
+import types
 
 import pytest
 import torch
@@ -42,6 +43,16 @@ class Box:
 
     def _through_another(self, result):
         self.value = result
+
+
+class Outer:
+    """Leads to an object through another."""
+
+    def __init__(self, box):
+        self.middle = types.SimpleNamespace(box=box)
+
+    def keep(self, module, args, result):
+        self.middle.box.value = result
 
 
 def keep_in(box, module, args, result):
@@ -85,6 +96,10 @@ KINDS = {
     "setattr": (on_first(lambda model: model.box.keep_by_name), of_box),
     "object in an object": (on_first(lambda model: model.box.keep_inside), lambda model: model.box.inner.value),
     "object in a container": (on_first(lambda model: model.boxes[0].keep), lambda model: model.boxes[0].value),
+    "attribute of an attribute": (
+        on_first(lambda model: Outer(model.boxes[0]).keep),
+        lambda model: model.boxes[0].value,
+    ),
     "before": (lambda model: model.first.register_forward_pre_hook(model.box.keep_before), of_box),
 }
 
@@ -169,6 +184,20 @@ def test_an_object_that_a_hook_only_reads_keeps_its_graph():
 
     converted = fxamp.convert(Model(hook, None), dtype=LOW)
     torch.testing.assert_close(converted(XS[0]), Model(hook, None)(XS[0]), rtol=0.02, atol=0.05)
+    assert fxamp.report(converted).captures == ("symbolic",)
+
+
+def test_a_module_that_a_hook_holds_keeps_its_graph():
+    def hook(model):
+        middle, seen, model.parts = model.middle, [], [model.middle]
+        model.first.register_forward_hook(lambda m, i, o: seen.append(middle.weight.dtype))
+
+    class Model(Holder):
+        def forward(self, x):
+            return self.last(torch.cat([self.parts[0](self.first(x)), x], -1))
+
+    converted = fxamp.convert(Model(hook, None), dtype=LOW)
+    converted(XS[0])
     assert fxamp.report(converted).captures == ("symbolic",)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import fxamp
 from fxamp.ir import ORIGINAL
+from fxamp.model.views import plain_view
 
 LOW = torch.bfloat16
 XS = [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
@@ -117,6 +118,63 @@ def test_nor_one_of_a_part(is_boundary):
     torch._dynamo.reset()
     gc.collect()
     assert ended == ["Closing"]
+
+
+def test_nor_one_that_shows_a_forward_that_runs_as_written():
+    class Ending(Around):
+        def __del__(self):
+            ended.append("Ending")
+
+    model = fxamp.convert(Ending(), dtype=LOW, opt_level="O2")
+    for x in XS:
+        model(x).sum().backward()
+    assert ended == []
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert sorted(ended) == ["Closing", "Ending"]
+
+
+class Middle(nn.Module):
+    """Holds a part that is converted by itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.scale = nn.Linear(8, 8), 2.0
+        self.fc.__dict__["parent"] = weakref.ref(self)
+
+    def forward(self, x):
+        return self.fc(x) * self.fc.parent().scale
+
+    def __del__(self):
+        ended.append(type(self).__qualname__)
+
+
+def test_nor_one_between_a_boundary_and_the_model():
+    model = fxamp.convert(nn.Sequential(Middle(), nn.ReLU()), dtype=LOW, boundaries=["0.fc"])
+    for x in XS:
+        gc.collect()
+        model(x).sum().backward()
+    assert ended == []
+    del model
+    gc.collect()
+    assert ended == ["Middle"]
+
+
+def test_nor_one_that_stays_whole():
+    """For its hooks: captures run it on fake tensors, on copies."""
+    part = Closing()
+    part.register_forward_hook(lambda module, args, result: result * 2)
+    model = fxamp.convert(nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 8), part), dtype=LOW, capture="symbolic")
+    for x in XS:
+        model(x).sum().backward()
+    gc.collect()
+    assert ended == []
+
+
+def test_views_and_copies_do_not_hold_the_original():
+    assert ORIGINAL not in vars(plain_view(fxamp.convert(Closing(), dtype=LOW)))
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
