@@ -4,6 +4,7 @@ What a scaler, masters or a checkpoint make for the host would be on `meta` here
 """
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -72,6 +73,19 @@ def trained(opt_level, dtype, optimizer, scaler, way, path):
     return told, scaler.state_dict(), list(model.state_dict().values())
 
 
+@functools.cache
+def why_not(optimizer):
+    """What torch's own optimizer says where it makes its count of steps on the default device, as before torch 2.13."""
+    weight = nn.Parameter(torch.ones(2, **HOST))
+    weight.grad = torch.ones(2, **HOST)
+    with default("meta"):
+        try:
+            OPTIMIZERS[optimizer]([weight]).step(lambda: (weight * 2).sum())
+        except RuntimeError as error:
+            return f"torch's own optimizer does not run under another default device: {error}"
+    return ""
+
+
 SCALERS = {
     "dynamic": fxamp.LossScaler,
     "static": lambda: fxamp.StaticLossScaler(128.0),
@@ -89,6 +103,8 @@ STEPS = [(optimizer, way) for optimizer in ("adamw", "fused", "sgd") for way in 
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_steps_are_the_same_whatever_the_default_device_is(opt_level, dtype, optimizer, scaler, way, tmp_path):
+    if reason := why_not(optimizer):
+        pytest.skip(reason)
     setting = opt_level, dtype, optimizer
     told, state, weights = trained(*setting, SCALERS[scaler](), way, tmp_path / "one.pt")
     with default("meta"):
