@@ -162,6 +162,15 @@ def test_one_that_keeps_something_low_goes_on_as_written(where, is_asked_before)
         found.sum().backward()
 
 
+def test_what_was_low_before_is_not_kept_by_the_call():
+    model = Choosing(Deciding)
+    model.table = torch.ones(3, dtype=torch.bfloat16)
+    model.register_buffer("other", torch.ones(3, dtype=torch.bfloat16))
+    converted = o1(model)
+    converted(batch(0)).sum().backward()
+    assert chosen(converted) is DynamoForward
+
+
 def test_what_was_converted_is_told_once_dynamo_has_been_asked(caplog):
     model = o1(nn.Sequential(*(Deciding(16) for _ in range(3))))
     with caplog.at_level(logging.INFO, "fxamp"):
