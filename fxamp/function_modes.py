@@ -12,15 +12,21 @@ from torch.utils._device import DeviceContext
 _OF_TRACES = ("torch.fx.", "torch.export.", "torch._export.")
 
 
-def default_device() -> torch.device | None:
-    """Where `torch.zeros(3)` is made at present: None unless `torch.set_default_device` or `with device:` says so."""
+_HOST = torch.device("cpu")
+
+
+def default_device() -> torch.device:
+    """Where `torch.zeros(3)` is made at present: `torch.set_default_device` or `with device:` may say so."""
     regions = _device_contexts() if _len_torch_function_stack() else ()
-    return regions[-1].device if regions else None
+    return regions[-1].device if regions else _HOST
 
 
 def is_default_device(device: torch.device | None) -> bool:
-    """Whether it is what `default_device` would give. Dynamo, which traces the question, cannot ask: it is told so."""
-    return torch.compiler.is_compiling() or device == default_device()
+    """Whether it is what `default_device` would give; None: any is.
+
+    Dynamo, which traces the question, cannot ask: it is told so.
+    """
+    return device is None or torch.compiler.is_compiling() or device == default_device()
 
 
 def _device_contexts() -> list[DeviceContext]:

@@ -24,7 +24,7 @@ from fxamp.capture.sizes import Decision, SizeQuestions, SizeTrial, size_guard, 
 from fxamp.capture.state import Cell
 from fxamp.errors import CaptureError
 from fxamp.fakes import Fakes
-from fxamp.function_modes import default_device, is_default_device
+from fxamp.function_modes import is_default_device
 from fxamp.recorded import is_recorded
 from fxamp.sparse import without_numbers
 
@@ -54,7 +54,8 @@ class Captured:
         attributes: of tensors: (place of an input or path of a weight, name) -> what the model was told, see `answer`.
         had_gradients: whether gradients were on when it was captured.
         output_form: how the graph's flat outputs become what forward returns; None: they are that already.
-        default_dtype, default_device: torch's when it was captured: creations of the model have them.
+        default_dtype: torch's when it was captured: creations of the model have it.
+        default_device: likewise, where the model makes a tensor there or asks for it; else None.
         settings: what forward sets in a first call alone; `state` is as it is after that call.
         misfits: what a plan or ranges say otherwise, in sentences that are told where the graph is kept.
     """
@@ -79,7 +80,7 @@ class Captured:
     attributes: dict[tuple[int | str, str], bool] = dataclasses.field(default_factory=dict)
     had_gradients: bool = dataclasses.field(default_factory=torch.is_grad_enabled)
     default_dtype: torch.dtype = dataclasses.field(default_factory=torch.get_default_dtype)
-    default_device: torch.device | None = dataclasses.field(default_factory=default_device)
+    default_device: torch.device | None = None
     settings: Settings | None = None
     misfits: list[str] = dataclasses.field(default_factory=list)
 

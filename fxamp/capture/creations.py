@@ -90,18 +90,6 @@ class Creations(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
-def on_default_device(function: Any, kwargs: Any, outside: torch.device | None) -> Any:
-    """`with torch.device("cuda"): torch.zeros(3)` in forward: the node says what the region says.
-
-    Args:
-        outside: the default device of the call, which the graph follows by itself.
-    """
-    device = default_device()
-    if device == outside or function not in _device_constructors() or kwargs.get("device") is not None:
-        return kwargs
-    return {**kwargs, "device": device}
-
-
 def _is_way_out(frame: types.FrameType | None) -> bool:
     """Whether torch's own region switches gradients to what they were before it."""
     while frame is not None and frame.f_code.co_filename == grad_mode.__file__:
@@ -137,6 +125,32 @@ def holds_tensor(arguments: Any) -> bool:
 
     fx.node.map_aggregate(arguments, look)
     return found
+
+
+class DefaultDevice:
+    """What a trace leaves to the default device of the call.
+
+    Attributes:
+        asked: the device that it was, where the graph makes a tensor there or forward asks for it; else None.
+    """
+
+    def __init__(self) -> None:
+        self._outside = default_device()
+        self.asked: torch.device | None = None
+
+    def note(self) -> None:
+        """The graph is for this default device."""
+        self.asked = self._outside
+
+    def given(self, function: Any, kwargs: Any) -> Any:
+        """`with torch.device("cuda"): torch.zeros(3)` in forward: the node says what the region says."""
+        is_function = isinstance(function, types.BuiltinFunctionType | types.FunctionType)
+        if not is_function or function not in _device_constructors() or kwargs.get("device") is not None:
+            return kwargs
+        if (device := default_device()) != self._outside:
+            return {**kwargs, "device": device}
+        self.note()
+        return kwargs
 
 
 @contextlib.contextmanager

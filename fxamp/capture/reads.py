@@ -160,6 +160,10 @@ class Reads:
             self._looked_at.add((id(owner), name))
         return self._note(owner, name, value)
 
+    def names(self, name: str) -> bool:
+        """Whether a function of the model's names an attribute, of whatever object."""
+        return name in self._outside.names
+
     def take_items(self) -> list[tuple[Item, Any]]:
         """Items of what attributes hold that forward has set, and to what; the graph is to set them."""
         taken: list[tuple[Item, Any]] = []

@@ -177,6 +177,7 @@ def _trace_among(asked: _Trace, imports: Imports) -> Captured:
         state=tracer.state,
         live=asked.live,
         grad_mode=tracer.grad_mode,
+        default_device=tracer.device.asked,
         attributes=tracer.attributes,
         settings=tracer.settings,
         further=tracer.beforehand.trial(),

@@ -27,7 +27,7 @@ from fxamp.capture.arrays import Arrays
 from fxamp.capture.assignments import Assignments
 from fxamp.capture.beforehand import Beforehand
 from fxamp.capture.captured import answer
-from fxamp.capture.creations import Creations, on_default_device, traced_sizes, variables_made
+from fxamp.capture.creations import Creations, DefaultDevice, traced_sizes, variables_made
 from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, DataQuestions, LeftOut
 from fxamp.capture.drawn import drawn_at_each_call, frozen, whatever_is_drawn
 from fxamp.capture.fake_values import FakeValues
@@ -75,7 +75,6 @@ from fxamp.capture.vmapped import index_of_tensors, vmapped_functions
 from fxamp.draws import draw
 from fxamp.errors import CaptureError, ShardedParameterError
 from fxamp.fakes import UNKNOWN, Fakes, is_sharded
-from fxamp.function_modes import default_device
 from fxamp.module_hooks import has_hooks, hooks_on
 from fxamp.switches import kept_switches, switches_found
 
@@ -107,7 +106,7 @@ class SymbolicTracer(fx.Tracer):
         self.grad_mode: bool | None = None
         self.attributes: dict[tuple[int | str, str], bool] = {}
         self.gradients_outside = True
-        self._device_outside = default_device()
+        self.device = DefaultDevice()
         self._closes = left_out.closes
         self.openings = Openings(left_out.codes)
         self._numbers = LiveNumbers(live, self._attribute)
@@ -164,6 +163,8 @@ class SymbolicTracer(fx.Tracer):
         ):
             graph = super().trace(root)
         self._arrays.check()
+        if self._reads.names("get_default_device"):
+            self.device.note()
         self.questions.forget_needless_counts()
         self.questions.check_messages()
         for node in graph.output_node().all_input_nodes:
@@ -401,7 +402,7 @@ class SymbolicTracer(fx.Tracer):
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
         self._follow_modes()
         target, args, kwargs = self._arrays.given(target, args, kwargs)
-        kwargs = on_default_device(target, kwargs, self._device_outside)
+        kwargs = self.device.given(target, kwargs)
         if self._around:
             target, args = index_of_tensors(target, args)
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)

@@ -126,6 +126,22 @@ def test_another_default_device_asks_again(body):
             torch.testing.assert_close(converted(X), torch_made(X), rtol=0, atol=0.05)
 
 
+def test_a_graph_that_makes_nothing_there_holds_under_any():
+    """A model is made, and converted with example inputs, inside `with device:`, and trained outside of it."""
+    model = Layer(lambda self, x: self.fc(x).relu() + torch.zeros_like(x))
+    with torch.device("meta"):
+        converted = fxamp.convert(model, dtype=LOW, capture="symbolic", example_inputs=(X,))
+    converted(X)
+    with torch.device("cpu"):
+        converted(X)
+    assert len(fxamp.report(converted).captures) == 1
+
+    with torch.device("cpu"):  # as it is without one
+        converted = convert(lambda self, x: self.fc(x) + torch.ones(4), example_inputs=(X,))
+    converted(X)
+    assert len(fxamp.report(converted).captures) == 1
+
+
 @pytest.mark.parametrize("device", [None, "cpu", "meta"])
 def test_compiled(device):
     torch._dynamo.reset()
