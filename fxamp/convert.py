@@ -27,7 +27,7 @@ from fxamp.model.storage import lower_parameters, put_back
 from fxamp.model.uncalled import watch_for_a_call
 from fxamp.model.unconverted import leave
 from fxamp.model.variant import Variant
-from fxamp.model.views import forward_arguments, plain_tree, plain_view
+from fxamp.model.views import forward_arguments, plain_tree, to_convert_again
 from fxamp.model.workshop import Workshop
 from fxamp.model.written import Written
 from fxamp.numerics.pins import as_ranges
@@ -138,7 +138,7 @@ def convert(
             if example is not None:
                 _first_graph(model, known, _forward_example(model, example))
             return model
-        model = plain_view(model)
+        model = to_convert_again(model)
     if opt_level == "O0":
         return leave(model, "opt_level='O0'")
     converted = convert_as(model, options, example, check_boundaries(model, boundaries, options))

@@ -163,9 +163,8 @@ def _is_packed(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
 def _pack(padded: Any, lengths: Any, batch_first: bool) -> Any:
     steps = padded.shape[1 if batch_first else 0]
     batch = padded.shape[0 if batch_first else 1]
-    return padded.flatten(0, 1), torch.full(
-        (steps,), int(batch), device="cpu"
-    )  # real numbers: first states take a size from them
+    batches = torch.full((steps,), int(batch), device="cpu")  # real numbers: first states take a size from them
+    return padded.flatten(0, 1), batches
 
 
 def _pad(data: Any, batch_sizes: Any, batch_first: bool, *_: Any) -> Any:

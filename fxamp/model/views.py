@@ -115,8 +115,17 @@ def keep_alive(model: nn.Module, twin: nn.Module) -> None:
     `model = fxamp.convert(model)` lets go of the original: its `__del__` would take off the hooks that both have, and a
     weak reference to it that a child has would be dead.
     """
+    if ORIGINAL in twin.__dict__:  # of a model that is converted again
+        return
     if hasattr(type(model), "__del__") or not all(map(_is_torchs, weakref.getweakrefs(model))):
         twin.__dict__[ORIGINAL] = _Original(model)
+
+
+def to_convert_again(model: nn.Module) -> nn.Module:
+    """The plain view of a converted model, with what keeps the original alive."""
+    plain = plain_view(model)
+    plain.__dict__.update({name: held for name, held in model.__dict__.items() if name == ORIGINAL})
+    return plain
 
 
 def _is_torchs(reference: Any) -> bool:

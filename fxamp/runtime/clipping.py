@@ -51,13 +51,9 @@ def global_norm(optimizer: torch.optim.Optimizer, process_group: Any = None) -> 
             added = distributed.without_partial(parameter.grad)  # type: ignore[arg-type]
             found.append(values if added is parameter.grad else gradients.local_numbers(added))
     norms = [distributed.norm_over(total_norm(found, device), groups) for groups, found in bins.items()]
-    if len(norms) == 1:
-        return norms[0]
-    return (
-        torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
-        if norms
-        else torch.zeros((), device="cpu")
-    )
+    if not norms:
+        return torch.zeros((), device="cpu")
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
 
 
 def checked_max_norm(max_norm: object) -> float | None:

@@ -135,6 +135,18 @@ def test_nor_one_that_shows_a_forward_that_runs_as_written():
     assert sorted(ended) == ["Closing", "Ending"]
 
 
+def test_nor_one_that_is_converted_again():
+    model = fxamp.convert(Closing(), dtype=LOW)
+    for level in ("strict", "balanced"):
+        model = fxamp.convert(model, dtype=LOW, level=level)
+        gc.collect()
+        model(XS[0]).sum().backward()
+        assert ended == []
+    del model
+    gc.collect()
+    assert ended == ["Closing"]
+
+
 class Middle(nn.Module):
     """Holds a part that is converted by itself."""
 
