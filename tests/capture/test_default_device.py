@@ -121,7 +121,7 @@ def reads(self, x):
 def test_another_default_device_asks_again(body):
     converted, torch_made = convert(body), Layer(body)
     torch_made.load_state_dict(converted.state_dict())
-    for device in ("cpu", "meta", None, "meta", "cpu"):
+    for device in (None, "meta", "cpu", "meta", None):
         with torch.device(device) if device else contextlib.nullcontext():
             torch.testing.assert_close(converted(X), torch_made(X), rtol=0, atol=0.05)
 
