@@ -201,6 +201,37 @@ def test_a_module_that_a_hook_holds_keeps_its_graph():
     assert fxamp.report(converted).captures == ("symbolic",)
 
 
+class Recorder:
+    """Has an attribute of the name of one of the model's."""
+
+    number = 0.0
+
+    def note(self, model, module, args, result):
+        self.number = result.detach().mean() * len(model.middle.weight)
+
+
+def in_closure(model, recorder):
+    def hook(module, args, result):
+        recorder.number = result.detach().mean() * len(model.middle.weight)
+
+    return hook
+
+
+@pytest.mark.parametrize("make", [in_closure, lambda model, recorder: functools.partial(recorder.note, model)])
+def test_an_attribute_of_another_object_is_not_the_models(make, caplog):
+    """The hook holds the model as well, which it only reads."""
+
+    class Model(Holder):
+        def forward(self, x):
+            return self.last(torch.cat([self.middle(self.first(x)), x], -1)) * self.number
+
+    hook = on_first(lambda model: make(model, Recorder()))
+    with caplog.at_level(logging.WARNING, logger="fxamp"):
+        converted = fxamp.convert(Model(hook, None), dtype=LOW)
+    torch.testing.assert_close(converted(XS[0]), Model(hook, None)(XS[0]), rtol=0.02, atol=0.05)
+    assert caplog.records == [] and fxamp.report(converted).captures == ("symbolic",)
+
+
 class TestWarned:
     """Of hooks that hold the model that is converted: they do not see what is set on the converted one."""
 
