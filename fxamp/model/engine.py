@@ -250,9 +250,11 @@ class Engine:
             if not count:
                 self.previews.clear()
             return  # the next call makes graphs, or tells that there can be none
+        if self.is_boundary or torch.compiler.is_compiling():
+            return
         self.has_met_gradients |= torch.is_grad_enabled()
         state = count, self.way.runs_as_written, self.way.runs, self.has_met_gradients
-        if state != self.announced and not self.is_boundary and not torch.compiler.is_compiling():
+        if state != self.announced:
             self.announced = state
             if not count or self.blocks:
                 self.previews.clear()  # Dynamo gave up, or was not asked, whatever the preview promised

@@ -338,3 +338,21 @@ def test_an_object_of_the_models_own_is_made_in_a_full_graph():
     result = compiled(X)
     assert type(result) is Pair and torch.equal(result.other, X)
     assert result.one.requires_grad
+
+
+@pytest.mark.parametrize("options", [{}, {"boundaries": ["0"]}])
+def test_a_second_call_compiles_nothing_anew(options):
+    torch._dynamo.reset()
+    compiled = []
+
+    def backend(graph, example):
+        compiled.append(graph)
+        return graph
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    run = torch.compile(fxamp.convert(model, dtype=torch.bfloat16, **options), backend=backend)
+    counts = []
+    for _ in range(3):
+        run(torch.randn(2, 4)).sum().backward()
+        counts.append(len(compiled))
+    assert counts == [counts[0]] * 3
