@@ -5,19 +5,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._C import _len_torch_function_stack
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 from torch.utils._device import DeviceContext
 
 _OF_TRACES = ("torch.fx.", "torch.export.", "torch._export.")
-
-
 _HOST = torch.device("cpu")
 
 
 def default_device() -> torch.device:
     """Where `torch.zeros(3)` is made at present: `torch.set_default_device` or `with device:` may say so."""
-    regions = _device_contexts() if _len_torch_function_stack() else ()
+    regions = _device_contexts()
     return regions[-1].device if regions else _HOST
 
 
@@ -30,8 +32,11 @@ def is_default_device(device: torch.device | None) -> bool:
 
 
 def _device_contexts() -> list[DeviceContext]:
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return [mode for mode in modes if isinstance(mode, DeviceContext)]
+    return [mode for mode in _modes() if isinstance(mode, DeviceContext)]
+
+
+def _modes() -> list[Any]:
+    return [_get_function_stack_at(place) for place in range(_len_torch_function_stack())]
 
 
 @contextlib.contextmanager
@@ -49,14 +54,13 @@ def no_overrides() -> Iterator[None]:
 @contextlib.contextmanager
 def no_export() -> Iterator[None]:
     """torch.export would write down each switch of the gradient mode, of which its modes are told."""
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    with _replaced_by([mode for mode in modes if not type(mode).__module__.startswith(_OF_TRACES)]):
+    with _replaced_by([mode for mode in _modes() if not type(mode).__module__.startswith(_OF_TRACES)]):
         yield
 
 
 @contextlib.contextmanager
 def _replaced_by(modes: list[Any]) -> Iterator[None]:
-    before = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    before = _modes()
     try:
         _replace(modes)
         yield
@@ -66,6 +70,6 @@ def _replaced_by(modes: list[Any]) -> Iterator[None]:
 
 def _replace(modes: list[Any]) -> None:
     for _ in range(_len_torch_function_stack()):
-        _pop_mode()  # type: ignore[no-untyped-call]
+        _pop_torch_function_stack()
     for mode in modes:
-        _push_mode(mode)  # type: ignore[no-untyped-call]
+        _push_on_torch_function_stack(mode)

@@ -39,6 +39,8 @@ class Creations(TorchFunctionMode):
             return self.tracer.create_proxy("call_function", func, args, kwargs)
         if recording and func in _RANDOM and not holds_proxy((args, kwargs)):
             return self.tracer.create_proxy("call_function", func, args, kwargs)
+        if recording and _is_made_anywhere(func, kwargs):
+            self.tracer.device.note()  # a constant of the graph
         if recording and not holds_proxy((args, kwargs)) and holds_tensor((args, kwargs)):
             return self._on_tensors(func, args, kwargs)
         return func(*args, **kwargs)
@@ -127,6 +129,12 @@ def holds_tensor(arguments: Any) -> bool:
     return found
 
 
+def _is_made_anywhere(function: Any, kwargs: Any) -> bool:
+    """Whether a call makes a tensor on the default device."""
+    is_function = isinstance(function, types.BuiltinFunctionType | types.FunctionType)
+    return is_function and function in _device_constructors() and kwargs.get("device") is None
+
+
 class DefaultDevice:
     """What a trace leaves to the default device of the call.
 
@@ -142,10 +150,15 @@ class DefaultDevice:
         """The graph is for this default device."""
         self.asked = self._outside
 
-    def given(self, function: Any, kwargs: Any) -> Any:
-        """`with torch.device("cuda"): torch.zeros(3)` in forward: the node says what the region says."""
-        is_function = isinstance(function, types.BuiltinFunctionType | types.FunctionType)
-        if not is_function or function not in _device_constructors() or kwargs.get("device") is not None:
+    def given(self, kind: str, function: Any, kwargs: Any) -> Any:
+        """`with torch.device("cuda"): torch.zeros(3)` in forward: the node says what the region says.
+
+        Raises:
+            CaptureError: a module that stays whole is called in such a region.
+        """
+        if kind == "call_module" and default_device() != self._outside:
+            raise CaptureError(f"{user_line()}: {function!r} stays whole and is called inside `with device:`")
+        if not _is_made_anywhere(function, kwargs):
             return kwargs
         if (device := default_device()) != self._outside:
             return {**kwargs, "device": device}

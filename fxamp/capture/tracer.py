@@ -402,7 +402,7 @@ class SymbolicTracer(fx.Tracer):
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
         self._follow_modes()
         target, args, kwargs = self._arrays.given(target, args, kwargs)
-        kwargs = self.device.given(target, kwargs)
+        kwargs = self.device.given(kind, target, kwargs)
         if self._around:
             target, args = index_of_tensors(target, args)
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)

@@ -142,6 +142,38 @@ def test_a_graph_that_makes_nothing_there_holds_under_any():
     assert len(fxamp.report(converted).captures) == 1
 
 
+def test_a_constant_that_forward_makes_is_made_again_under_another():
+    body = lambda self, x: (self.fc(x), torch.as_tensor([1.0, 2.0]), torch.scalar_tensor(3.0))  # noqa: E731
+    converted, model = convert(body), Layer(body)
+    for device in ("cpu", "meta", "cpu"):
+        with torch.device(device):
+            assert [value.device for value in converted(X)] == [value.device for value in model(X)]
+
+
+class Makes(nn.Module):
+    def forward(self, x):
+        return torch.zeros(3)
+
+
+def test_a_module_that_stays_whole_in_a_region_is_not_held():
+    """A graph would call it outside of the region."""
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.part = nn.Linear(4, 99), Makes()
+            self.part.register_forward_hook(lambda module, args, result: None)
+
+        def forward(self, x):
+            with torch.device("meta"):
+                there = self.part(x)
+            return self.fc(x), there
+
+    assert fxamp.convert(Around(), dtype=LOW)(X)[1].device == META
+    with pytest.raises(fxamp.CaptureError, match="'part' stays whole and is called inside `with device:`"):
+        fxamp.convert(Around(), dtype=LOW, capture="symbolic", example_inputs=(X,))
+
+
 @pytest.mark.parametrize("device", [None, "cpu", "meta"])
 def test_compiled(device):
     torch._dynamo.reset()
