@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import fxamp
+from tests.devices import default_device
 
 LOW = torch.bfloat16
 META = torch.device("meta")
@@ -28,15 +29,6 @@ class Layer(nn.Module):
 
     def forward(self, x):
         return self.body(self, x)
-
-
-@contextlib.contextmanager
-def default(device):
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
 
 
 def convert(body, device="cpu", **options):
@@ -80,7 +72,7 @@ def test_what_forward_makes_is_known_to_be_on_the_default_device(name, is_region
     named = convert(NAMED[name], META)
     assert named(X.to(META)).device == META
     converted = convert(BODIES[name], META)
-    with torch.device("meta") if is_region else default("meta"):
+    with torch.device("meta") if is_region else default_device("meta"):
         assert converted(X.to(META)).device == META
     assert known(converted) == known(named)
 
@@ -105,7 +97,7 @@ def test_a_region_in_forward_that_names_the_host_holds_under_another_default():
             here = torch.ones(4)
         return self.fc(x), here, torch.ones(4)
 
-    with default("meta"):
+    with default_device("meta"):
         assert [value.device.type for value in convert(body, META)(X.to(META))] == ["meta", "cpu", "meta"]
 
 
@@ -199,7 +191,7 @@ def test_a_mode_of_the_users_stays_where_it_was():
     body = lambda self, x: self.fc(x) + torch.full((4,), 1.0, device="cpu")  # noqa: E731
     converted, model = convert(body), Layer(body)
     model.load_state_dict(converted.state_dict())
-    with default("meta"), Doubled():
+    with default_device("meta"), Doubled():
         torch.testing.assert_close(converted(X), model(X), rtol=0, atol=0.05)
         assert torch._C._len_torch_function_stack() == 2
 

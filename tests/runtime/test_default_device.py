@@ -3,7 +3,6 @@
 What a scaler, masters or a checkpoint make for the host would be on `meta` here, where nothing can be read.
 """
 
-import contextlib
 import functools
 
 import pytest
@@ -12,19 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxamp
+from tests.devices import default_device
 
 HOST = {"device": "cpu"}
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0), **HOST)
 Y = torch.arange(16, **HOST) % 4
-
-
-@contextlib.contextmanager
-def default(device):
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
 
 
 def model_of(opt_level, dtype):
@@ -78,7 +69,7 @@ def why_not(optimizer):
     """What torch's own optimizer says where it makes its count of steps on the default device, as before torch 2.13."""
     weight = nn.Parameter(torch.ones(2, **HOST))
     weight.grad = torch.ones(2, **HOST)
-    with default("meta"):
+    with default_device("meta"):
         try:
             OPTIMIZERS[optimizer]([weight]).step(lambda: (weight * 2).sum())
         except RuntimeError as error:
@@ -107,7 +98,7 @@ def test_steps_are_the_same_whatever_the_default_device_is(opt_level, dtype, opt
         pytest.skip(reason)
     setting = opt_level, dtype, optimizer
     told, state, weights = trained(*setting, SCALERS[scaler](), way, tmp_path / "one.pt")
-    with default("meta"):
+    with default_device("meta"):
         found = trained(*setting, SCALERS[scaler](), way, tmp_path / "other.pt")
     assert repr(found[:2]) == repr((told, state))
     for one, other in zip(found[2], weights, strict=True):
