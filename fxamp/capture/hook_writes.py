@@ -194,7 +194,7 @@ def _loaded_before(steps: list[dis.Instruction], place: int, known: Mapping[str,
     if before.opname != "LOAD_ATTR" or (holder := _loaded_before(steps, place - 1, known)) is _UNKNOWN:
         return _UNKNOWN
     found = _attribute(holder, str(before.argval))
-    return _UNKNOWN if found is None else found
+    return _UNKNOWN if found is None or isinstance(found, types.MethodType) else found
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -205,13 +205,14 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _attribute(holder: Any, name: str) -> Any:
-    """An attribute of an object, or a method that its class has under that name; None where there is neither."""
+    """An attribute of an object, or a method or what asks a property that its class has; None where there is none."""
     attributes = getattr(holder, "__dict__", {})
     if isinstance(holder, nn.Module) and name in holder._modules:
         return holder._modules[name]
     if name in attributes:
         return attributes[name]
     method = inspect.getattr_static(type(holder), name, None)
+    method = method.fget if isinstance(method, property) else method
     return types.MethodType(method, holder) if isinstance(method, types.FunctionType) else None
 
 

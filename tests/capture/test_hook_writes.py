@@ -55,6 +55,43 @@ class Outer:
         self.middle.box.value = result
 
 
+class Asks:
+    """Leads to an object by a property."""
+
+    def __init__(self, box):
+        self._box = box
+
+    @property
+    def box(self):
+        return self._box
+
+    def keep(self, module, args, result):
+        self.box.value = result
+
+
+class Either:
+    def __init__(self, box):
+        self.box, self.other = box, Box()
+
+    def keep(self, module, args, result):
+        (self.box if result.dim() == 2 else self.other).value = result
+
+
+def binds_anew(box, module, args, result):
+    box = box.middle.box
+    box.value = result
+
+
+def binds_closure_anew(holder):
+    def hook(module, args, result):
+        nonlocal holder
+        was, holder = holder, holder.middle.box
+        holder.value = result
+        holder = was
+
+    return hook
+
+
 def keep_in(box, module, args, result):
     box.value = result
 
@@ -98,6 +135,16 @@ KINDS = {
     "object in a container": (on_first(lambda model: model.boxes[0].keep), lambda model: model.boxes[0].value),
     "attribute of an attribute": (
         on_first(lambda model: Outer(model.boxes[0]).keep),
+        lambda model: model.boxes[0].value,
+    ),
+    "property": (on_first(lambda model: Asks(model.boxes[0]).keep), lambda model: model.boxes[0].value),
+    "one of two": (on_first(lambda model: Either(model.box).keep), of_box),
+    "bound anew": (
+        on_first(lambda model: functools.partial(binds_anew, Outer(model.boxes[0]))),
+        lambda model: model.boxes[0].value,
+    ),
+    "closure bound anew": (
+        on_first(lambda model: binds_closure_anew(Outer(model.boxes[0]))),
         lambda model: model.boxes[0].value,
     ),
     "before": (lambda model: model.first.register_forward_pre_hook(model.box.keep_before), of_box),
@@ -217,7 +264,22 @@ def in_closure(model, recorder):
     return hook
 
 
-@pytest.mark.parametrize("make", [in_closure, lambda model, recorder: functools.partial(recorder.note, model)])
+class Owner:
+    def __init__(self, model, recorder):
+        self.model, self.recorder = model, recorder
+
+    def note(self, module, args, result):
+        self.recorder.number = result.detach().mean() * len(self.model.middle.weight)
+
+
+READERS = [
+    in_closure,
+    lambda model, recorder: functools.partial(recorder.note, model),
+    lambda model, recorder: Owner(model, recorder).note,
+]
+
+
+@pytest.mark.parametrize("make", READERS)
 def test_an_attribute_of_another_object_is_not_the_models(make, caplog):
     """The hook holds the model as well, which it only reads."""
 
