@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.capture.frames import is_dynamos_own
 from fxamp.capture.modes import are_modes_active, follow_modules
 from fxamp.dynamo.backend import DynamoForward
 from fxamp.model.engine import engine_of
@@ -39,6 +40,7 @@ class Otherwise(Way):
        unless that raises where Dynamo does not.
     4. So does a model that speaks of autocast where a trial run does not find all regions in which it is switched off.
     5. Calls without gradients go the way of those with; before there are any, as written where Dynamo makes no graph.
+    6. A model at which Dynamo fails runs as it is written, unless that raises as well.
 
     Args:
         options: what convert() was asked for.
@@ -150,8 +152,13 @@ class Otherwise(Way):
         asks_without = not torch.is_grad_enabled() and self.without_gradients is None and _tells((args, kwargs))
         if self._stays or not (asks or asks_without):
             return self.by_dynamo(base, module, args, kwargs)
-        with self.by_dynamo.noting() as given:
-            result = self.by_dynamo(base, module, args, kwargs)
+        try:
+            with self.by_dynamo.noting() as given:
+                result = self.by_dynamo(base, module, args, kwargs)
+        except RuntimeError as error:
+            if not is_dynamos_own(error):
+                raise
+            return self._away_from_its_error(base, module, args, kwargs, error)
         if asks:
             self._judge_graphs(module, result, given)
         else:
@@ -178,6 +185,16 @@ class Otherwise(Way):
             self._stays = True
             log.warning("%s: left to Dynamo, as it raises under torch.autocast: %s", type(module).__qualname__, error)
         self._has_left = False
+        return result
+
+    def _away_from_its_error(self, base: Any, module: nn.Module, args: Any, kwargs: Any, error: RuntimeError) -> Any:
+        try:
+            result = self.written(base, module, args, kwargs)
+        except Exception:
+            raise error from error.__cause__  # the model's own, or of no use
+        self.chosen = self._gone = self.written
+        name, how = type(module).__qualname__, self.written.how(module)
+        log.warning("%s: from now on %s, as Dynamo fails at it (%s: %s)", name, how, type(error).__name__, error)
         return result
 
     def _judge_parts(self, model: nn.Module) -> None:

@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import pickle
+import re
 import sys
 import types
 import warnings
@@ -306,6 +307,73 @@ def test_what_raises_anyway_is_the_models_own(fresh_dynamo, caplog):
 def without_gradients(model, x, autocast=None):
     with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
         return model(x)
+
+
+@pytest.mark.parametrize("dtype", LOWS)
+class Casts(nn.Module):
+    """Has a tensor of the user's class where Dynamo leaves its graph, whose own code casts to that class there."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        h = self.a(x).as_subclass(Mine)
+        return self.b((h if h.sum().item() > 0 else -h).as_subclass(torch.Tensor))
+
+
+class Mine(torch.Tensor):
+    pass
+
+
+class Unmeasured(tuple):
+    """Dynamo asks for the length when it guards a tuple."""
+
+    def __len__(self):
+        raise NotImplementedError("no length")
+
+
+class Scaled(Shallow):
+    def __init__(self):
+        super().__init__()
+        self.scales = Unmeasured((2.0, -1.0))
+
+    def forward(self, x):
+        return super().forward(x) * self.scales[0]
+
+
+def for_ever(*given):
+    return for_ever(*given)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(("kind", "why"), [(Casts, "RecursionError: "), (Scaled, "CaptureError: .*no length")])
+def test_a_model_at_which_dynamo_fails_runs_as_autocast_runs_it(kind, why, trains, fresh_dynamo, monkeypatch, caplog):
+    monkeypatch.setattr(torch._dynamo.utils, "to_subclass", for_ever)  # as where a package has patched `as_subclass`
+    if kind is Scaled:  # Dynamo fails as it captures: raised before torch 2.13, and told of since
+        monkeypatch.setattr(fxamp.capture.frames, "_IS_APART", False)
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(4, 16)
+    with torch.set_grad_enabled(trains):
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = model(x).float()
+        converted = o1(model)
+        found, again = converted(x), converted(x)
+    assert torch.equal(found, wanted) and torch.equal(again, wanted)
+    assert chosen(converted) is Written
+    told = [record.message for record in caplog.records if "as Dynamo fails at it" in record.message]
+    assert len(told) == 1 and re.match(rf"{kind.__name__}: from now on run.* \({why}", told[0])
+
+
+def test_what_raises_everywhere_is_raised_as_it_is(fresh_dynamo):
+    class Endless(Shallow):
+        def forward(self, x):
+            return for_ever(super().forward(x))
+
+    converted = o1(Endless())
+    with pytest.raises(RecursionError):
+        converted(torch.randn(4, 16))
+    assert chosen(converted) is type(None)
 
 
 @pytest.mark.parametrize("dtype", LOWS)

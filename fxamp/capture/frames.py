@@ -128,11 +128,18 @@ def failed_captures() -> int:
     return frames["total"] - frames["ok"]
 
 
-def failure(error: Exception) -> CaptureError | None:
+def failure(error: BaseException | None) -> CaptureError | None:
     """An error of Dynamo's own as one that tells what to do; None for any other error."""
     if not isinstance(error, torch._dynamo.exc.InternalTorchDynamoError):
         return None
     return CaptureError(f"{_in_words(error)}.")
+
+
+def is_dynamos_own(error: Exception) -> bool:
+    """Whether a call may have failed in Dynamo alone. (Tensor methods that a package has patched are called by Dynamo's
+    own code, which is then captured in its turn, without an end.)
+    """
+    return isinstance(error, RecursionError) or failure(error.__cause__) is not None
 
 
 def frame_number() -> int:
