@@ -31,6 +31,7 @@ from fxamp.model.blocks import mark_block, mark_blocks
 from fxamp.model.changes import Changes
 from fxamp.model.collected import COLLECTED, is_collected_from
 from fxamp.model.hooked import check_hooks
+from fxamp.model.lost_updates import look_for_averages
 from fxamp.model.structure import Structure
 from fxamp.model.variant import Variant, takes_apart
 from fxamp.model.views import base_of, check_class, plain_tree
@@ -166,6 +167,8 @@ class Engine:
             OptionError: the model itself has been parametrized since it was converted.
         """
         check_class(module)
+        if self.options.opt_level == "O2":
+            look_for_averages(module.parameters())
         engine, structure = self, Structure(module)
         if self.fingerprint is not None and structure.fingerprint != self.fingerprint:
             engine = self._succeeded(module, structure.fingerprint)

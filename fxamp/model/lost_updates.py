@@ -1,7 +1,8 @@
-"""Optimizers that update lowered parameters themselves, without masters: updates below their rounding are lost."""
+"""Who updates lowered parameters without masters, an optimizer or an average: updates below their rounding are lost."""
 
 import logging
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,13 +10,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxamp.dtypes import dtype_name
 from fxamp.runtime.master_weights import MasterWeightOptimizer
-from fxamp.runtime.masters import MASTER, is_stored_low, loosen
+from fxamp.runtime.masters import MASTER, is_stored_low, loosen, writes_since_agreed
 
 log = logging.getLogger("fxamp")
 
 _groups_seen: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()
 _hooks: list[Any] = []
 _said_all_low: list[bool] = []
+_said_often_written: list[bool] = []
+_OFTEN = 16  # a truncated normal distribution takes five writes, a clipped weight one between two steps
 
 
 def watch_plain_steps() -> None:
@@ -53,3 +56,23 @@ def _warn_of_lost_updates(optimizer: torch.optim.Optimizer, lowered: list[torch.
         "O2" if is_o2 else "O3",
         dtype_name(lowered[0].dtype),
     )
+
+
+def look_for_averages(tensors: Iterable[torch.Tensor]) -> None:
+    """Warn, once, of lowered parameters that were written over and over while no master was told.
+
+    So write averages of parameters (`AveragedModel`) and optimizers that are not torch's. Called where masters
+    are about to be told: at a model's first call, and before a state dict.
+    """
+    often = [] if _said_often_written else [p for p in tensors if is_stored_low(p) and writes_since_agreed(p) >= _OFTEN]
+    if often:
+        _said_often_written.append(True)
+        log.warning(
+            "%d parameters that opt_level='O2' stores in %s were written in place %d times with no step of "
+            "fxamp.MasterWeightOptimizer in between: each write was rounded, and what was below the rounding is lost. "
+            "Average the tensors of state_dict(), which are float32 and may be written, not the parameters (as "
+            "AveragedModel does); wrap the optimizer: fxamp.MasterWeightOptimizer(optimizer).",
+            len(often),
+            dtype_name(often[0].dtype),
+            max(map(writes_since_agreed, often)),
+        )

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxamp.dtypes import LOW_DTYPES
+from fxamp.model.lost_updates import look_for_averages
 from fxamp.runtime.distributed import local
 from fxamp.runtime.masters import (
     LOGICAL,
@@ -114,6 +115,7 @@ def let_go(tensor: torch.Tensor) -> None:
 
 
 def _raise_to_float32(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    look_for_averages(_own_tensors(module).values())
     for name, tensor in _own_tensors(module).items():
         if prefix + name in state and is_stored_low(tensor):
             with one_at_a_time, torch.inference_mode(False):  # whose tensors count no writes

@@ -84,6 +84,14 @@ def is_master_written(parameter: torch.Tensor) -> bool:
     return mark is not None and mark.exact != parameter.__dict__[MASTER]._version
 
 
+def writes_since_agreed(parameter: torch.Tensor) -> int:
+    """How often a parameter was written in place since its master last knew its value; 0 where that is not known."""
+    mark = agreed_of(parameter)
+    if mark is None or mark.low == LOADING or parameter.is_inference():
+        return 0
+    return parameter._version - int(mark.low)
+
+
 def exact_values(parameter: torch.Tensor) -> torch.Tensor:
     """What a low-precision tensor stands for, in float32; its master where that is true by value, not by version."""
     if hasattr(parameter, MASTER):
