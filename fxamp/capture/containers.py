@@ -1,13 +1,12 @@
 """Containers that forward may write into: what they held, whether they hold it still, and putting it back."""
 
-import builtins
 import collections
 import operator
 from typing import Any
 
 from torch import fx
 
-from fxamp.capture.elements import SCALARS, base_of, length_of, plain_copy
+from fxamp.capture.elements import SCALARS, base_of, is_pythons, length_of, plain_copy
 from fxamp.capture.objects import attributes_of, slots_of, walk
 
 _CONTAINERS = (dict, list, set, collections.deque)
@@ -16,7 +15,7 @@ _CONTAINERS = (dict, list, set, collections.deque)
 def containers_in(value: Any) -> list[tuple[Any, Any]]:
     """The containers in a value that can change without an assignment, each with a shallow copy."""
     parts = (part if isinstance(part, _CONTAINERS) else attributes_of(part) for part in walk(value))
-    return [(part, plain_copy(part)) for part in parts if part is not None and part is not vars(builtins)]
+    return [(part, plain_copy(part)) for part in parts if part is not None and not is_pythons(part)]
 
 
 def items_of(container: Any) -> list[tuple[Any, Any]]:

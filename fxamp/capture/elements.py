@@ -7,7 +7,9 @@ module at each look, so containers are read with the methods of Python's own cla
 import builtins
 import collections
 import enum
+import linecache
 import operator
+import sys
 import types
 from typing import Any
 
@@ -28,9 +30,17 @@ def length_of(value: Any) -> int:
     return int(base_of(value).__len__(value))
 
 
+def is_pythons(container: Any) -> bool:
+    """Whether a container is one of Python's own tables: of its builtins, which eval puts into the globals that it is
+    given, of the modules that were imported, or of source lines. A capture adds to these, and no model lives there.
+    """
+    tables = (vars(builtins), sys.modules, sys.path_importer_cache, linecache.cache)
+    return any(container is table for table in tables)
+
+
 def is_looked_into(container: Any) -> bool:
-    """Whether a container is; not a long one, nor Python's builtins, which eval puts into the globals it is given."""
-    return length_of(container) <= MOST and container is not vars(builtins)
+    """Whether a container is; not a long one, nor one of Python's own."""
+    return length_of(container) <= MOST and not is_pythons(container)
 
 
 def is_too_long(value: Any) -> bool:

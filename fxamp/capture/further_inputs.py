@@ -145,7 +145,7 @@ def _given(
 ) -> tuple[Any, list[torch.Tensor]]:
     """What a function of the model gives, which is watched meanwhile, and the tensors that it was given."""
     if reached is not None:
-        copies = {id(value): value.clone() for value in tensors}
+        copies = {id(value): _copy_of(value) for value in tensors}
         values = [copies.get(id(value), value) for value in values]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
     versions = [value._version for value in tensors]
@@ -164,6 +164,18 @@ def _given(
     if _shares_containers(given, (args, kwargs), reached):
         raise CannotRunBefore(f"{call.function.__qualname__} gives a container that is not its own")
     return given, tensors
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own that answers as the tensor does: of the same strides and attributes."""
+    with torch.no_grad():
+        if tensor.layout is not torch.strided or not tensor.numel():
+            copy = tensor.clone()
+        else:
+            length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            copy = tensor.as_strided((length,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
+    copy.__dict__.update(tensor.__dict__)
+    return copy
 
 
 def _shares_containers(given: Any, arguments: Any, reached: Reached | None) -> bool:

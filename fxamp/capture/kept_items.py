@@ -88,7 +88,7 @@ def items_set(held: Any, before: Any) -> dict[Any, Any] | None:
         return None
     now, old = (dict(enumerate(each)) if isinstance(held, list) else each for each in (held, before))
     found = {key: value for key, value in now.items() if old.get(key, MISSING) is not value}
-    is_plain = all(isinstance(key, (str, int)) for key in found) and all(map(operator.is_, now, old))
+    is_plain = all(type(key) in (str, int) for key in found) and all(map(operator.is_, now, old))
     return found if found and is_plain and all(map(_is_traced, found.values())) else None
 
 

@@ -5,7 +5,6 @@ An object whose class forbids what a reader asks of it is looked at as a whole.
 
 import argparse
 import array
-import builtins
 import collections
 import contextvars
 import ctypes
@@ -28,6 +27,7 @@ from fxamp.capture.elements import (
     MOST,
     SCALARS,
     is_looked_into,
+    is_pythons,
     is_too_long,
     length_of,
     named_elements,
@@ -144,7 +144,7 @@ def _parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
     if isinstance(value, types.MappingProxyType):
         return list(dict(value).items())
     if isinstance(value, CONTAINERS):
-        if value is vars(builtins):
+        if is_pythons(value):
             return None
         return named_elements(value) if not is_too_long(value) else [("length", length_of(value))]
     if is_array(value):

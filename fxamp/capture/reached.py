@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fxamp.capture.elements import is_pythons
 from fxamp.capture.locations import is_library_function
 from fxamp.capture.objects import FUNCTIONS, MISSING, is_library
 from fxamp.capture.unseen import CONTAINERS, is_refilled, refill
@@ -126,7 +127,7 @@ def _contents(value: Any) -> Any:
     if isinstance(value, (*FUNCTIONS, torch.Tensor)):
         return None
     if type(value) in CONTAINERS:
-        return value.copy()
+        return None if is_pythons(value) else value.copy()
     if type(value) is tuple:
         return value
     if _is_array(value):

@@ -154,11 +154,11 @@ class Engine:
             if variant.count == len(inputs) and (given := variant.inputs_for(module, inputs)) is not None:
                 return variant, given
         variant = self.capture(module, args, kwargs)
-        given = variant.captured.inputs_for(module, inputs)
+        made = variant.inputs_for(module, inputs)
         self.announce_new(module)
-        if given is None:
-            raise CaptureError("a function that runs before the graph gives values of other types at each call")
-        return variant, given
+        if made is None:
+            raise CaptureError("what its graph was captured for does not hold for the call itself")
+        return variant, made
 
     def _recheck(self, module: nn.Module) -> "Engine":
         """The engine for a model that is new here, or whose modules or hooks have changed: itself, or a fresh one.

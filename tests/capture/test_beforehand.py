@@ -797,3 +797,35 @@ def test_forward_of_layers_does_not_run_before_the_graph_whatever_its_first_argu
     if is_of_layers:
         net.fc = nn.Linear(2, 2)
     assert bool(net.forward(x)) is not is_of_layers
+
+
+def far_apart(mask):
+    """Hangs on how a tensor lies in memory, and on what it carries."""
+    rows = sum(int(sum(row) > 0) for row in mask.tolist())
+    return rows * (10 if mask.stride(0) == 0 else 1) + getattr(mask, "bonus", 0)
+
+
+class Decides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        found = far_apart(mask)
+        return self.fc(x) * found if found < 10 else self.fc(x) + found
+
+
+def marked(tensor):
+    tensor.bonus = 20
+    return tensor
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_it_is_tried_on_what_answers_as_its_inputs_do(order):
+    torch.manual_seed(0)
+    model = Decides()
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, overrides={"*": "deny"})
+    masks = [torch.ones(4, 8), torch.ones(1, 8).expand(4, 8), marked(torch.ones(4, 8))]
+    x = torch.randn(4, 8)
+    for place in (*order, *order):
+        assert torch.equal(converted(x, masks[place]), model(x, masks[place]))

@@ -386,3 +386,48 @@ def test_items_are_set_under_torch_compile(body, fresh_dynamo):
             net.losses.clear()
         same(compiled(inputs(step)), plain(inputs(step)), rtol=0.05, atol=0.1)
         same(kept(converted), kept(plain), rtol=0.05, atol=0.1)
+
+
+class BySize(nn.Module):
+    """Keeps something for each number of rows, in a dictionary."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.keep, self.kept = keep, {}
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.keep(self.kept, x.shape[0]) @ self.fc(x)
+
+
+def mask_of(kept, rows):
+    if rows not in kept:
+        kept[rows] = torch.tril(torch.ones(rows, rows))
+    return kept[rows]
+
+
+def new_mask_of(kept, rows):
+    kept[rows] = torch.tril(torch.ones(rows, rows))
+    return kept[rows]
+
+
+def mask_of_the_longest(kept, rows):
+    kept[rows] = torch.tril(torch.ones(rows, rows))
+    return kept[max(kept)][:rows, :rows] * len(kept)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (4, 5, 4, 6)], ids=str)
+@pytest.mark.parametrize("keep", [mask_of, new_mask_of, mask_of_the_longest])
+def test_what_is_kept_for_a_size_is_kept_for_a_number(keep, sizes, is_given):
+    torch.manual_seed(0)
+    net = BySize(keep)
+    eager = copy.deepcopy(net)
+    converted = fxamp.convert(net, LOW, (torch.randn(4, 8),) if is_given else None, **EXACT)
+    assert converted.kept == {}
+    for rows in sizes:
+        x = torch.randn(rows, 8)
+        assert torch.equal(converted(x), eager(x))
+        assert list(map(type, converted.kept)) == [int] * len(eager.kept)
+        assert sorted(converted.kept) == sorted(eager.kept)
+    pickle.loads(pickle.dumps(converted))

@@ -15,6 +15,8 @@ import threading
 import types
 import weakref
 from concurrent import futures
+from linecache import cache as SOURCE_LINES
+from sys import modules as LOADED
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from torch.distributions import Independent, Normal
 from torch.utils.data import DistributedSampler
 
 import fxamp
+from fxamp.capture.effects import Effects
 from fxamp.errors import CaptureError
 from fxamp.model.engine import engine_of
 
@@ -579,3 +582,41 @@ def test_what_torch_asks_for_itself_is_no_state_of_the_model(monkeypatch):
     monkeypatch.setenv("FXT_OF_TORCH", "")
     converted(X)
     assert len(engine_of(converted).all_variants()) == 1
+
+
+def source_of(name):
+    return SOURCE_LINES.get(name)
+
+
+def framework():
+    return "jax" if LOADED.get("jax") else "torch"
+
+
+class AsksPython(nn.Module):
+    """As type checkers of arguments do, which look for source lines, and for what has been imported."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        assert source_of("none") is None and framework() == "torch"
+        return self.fc(x)
+
+
+def test_what_python_keeps_of_modules_and_source_lines_is_no_state_of_the_model(monkeypatch):
+    converted = fxamp.convert(AsksPython(), torch.bfloat16)
+    for _ in range(3):
+        converted(X)
+        monkeypatch.setitem(SOURCE_LINES, f"file {len(SOURCE_LINES)}", (0, None, [], "file"))
+        monkeypatch.setitem(LOADED, f"module_{len(LOADED)}", types.ModuleType("module"))
+    assert len(engine_of(converted).all_variants()) == 1
+
+
+def test_modules_that_a_capture_imports_stay_imported(monkeypatch):
+    """As torch imports some for its first fake tensor of a size that the data decides: a second time it refuses."""
+    effects = Effects()
+    effects.remember(globals(), "LOADED", LOADED, "the global 'LOADED'")
+    monkeypatch.setitem(LOADED, "imported_meanwhile", types.ModuleType("imported_meanwhile"))
+    assert effects.undo() is None
+    assert "imported_meanwhile" in LOADED
