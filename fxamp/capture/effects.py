@@ -3,12 +3,12 @@
 A graph makes no such writes, and a trace would leave its own values in the user's objects.
 """
 
-import array
 import contextvars
 import copy
 import dataclasses
 import functools
 import gc
+import inspect
 import random
 import types
 from collections.abc import Callable
@@ -18,10 +18,19 @@ import torch
 from torch import nn
 
 from fxamp.capture.containers import containers_in, forget_traced_types, has_equals_for, holds_still, items_of, restore
+from fxamp.capture.contents import contents_of, put_contents
 from fxamp.capture.elements import SCALARS
 from fxamp.capture.iterators import Drawn, is_iterator
 from fxamp.capture.numbers import is_numpys
-from fxamp.capture.objects import MISSING, is_descriptor, is_library, numbers_of, pointed_at, walk
+from fxamp.capture.objects import (
+    MISSING,
+    foreign_attributes_of,
+    held_in_slots,
+    is_descriptor,
+    is_library,
+    pointed_at,
+    walk,
+)
 from fxamp.capture.refusals import for_python
 from fxamp.capture.settings import Settings
 from fxamp.capture.state import read
@@ -30,7 +39,6 @@ from fxamp.errors import CaptureError, FxampError, OptionError
 
 _THE_MODULES: Any = random.random.__self__  # type: ignore[attr-defined]
 DEFAULT = "a default of "  # how the title of what an argument holds begins
-_MOST_BYTES = 2**26  # of an array of numpy that is looked at: a larger one may be a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +65,9 @@ class Effects:
         self._taken: set[int] = set()  # of containers
         self._generators: dict[int, tuple[Any, Any]] = {}  # id -> generator, state
         self._opened: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # (id of owner, name) -> owner, name, value
-        self._arrays: dict[int, tuple[Any, Any, str]] = {}  # id -> array, copy, title
+        self._contents: dict[int, tuple[Any, Any, Any, str]] = {}  # id -> object of C's, copy, contents, title
+        self._slots: dict[int, tuple[Any, dict[str, Any], str]] = {}  # id -> object, what its slots hold, title
+        self._foreign: dict[int, tuple[Any, dict[str, Any], str]] = {}  # id -> object of a library's, attributes, title
         self._caches: dict[int, tuple[Any, int]] = {}  # id -> cached function, values it has kept
         self._variables_of_context: dict[int, tuple[Any, Any]] = {}  # id -> context variable, value
 
@@ -71,13 +81,17 @@ class Effects:
         if not isinstance(owner, nn.Module) and owner is not SETTINGS:
             self._variables.append((owner, name, value, title))
         self.remember_containers(value, title)
+        for part in walk(value, into_libraries=True):
+            if id(part) not in self._contents and (contents := contents_of(part)) is not None:
+                self._contents[id(part)] = part, copy.copy(part) if is_numpys(part) else None, contents, title
+            if id(part) not in self._foreign and (own := foreign_attributes_of(part)) is not None:
+                self._foreign[id(part)] = part, dict(own), title
         for part in walk(value):
             self.remember_class(part)
             if id(part) not in self._generators and (state := _random_state(part)) is not None:
                 self._generators[id(part)] = (part, state)
-            is_array = isinstance(part, bytearray | array.array) or (is_numpys(part) and part.nbytes <= _MOST_BYTES)
-            if is_array and id(part) not in self._arrays:
-                self._arrays[id(part)] = (part, copy.copy(part), title)
+            if id(part) not in self._slots and (slots := held_in_slots(part)):
+                self._slots[id(part)] = part, slots, title
             if isinstance(part, functools._lru_cache_wrapper):
                 self._caches.setdefault(id(part), (part, part.cache_info().misses))
             if isinstance(part, contextvars.ContextVar):
@@ -156,7 +170,9 @@ class Effects:
             *in_classes,
             *(f"draws from a {kind.__qualname__}" for kind in drawn),
             *self._filled_caches(),
-            *self._written_arrays(),
+            *self._written_contents(),
+            *self._set_slots(),
+            *self._set_in_foreign(),
         ]
         set_once = self._plain_values_set() if not done else []
         is_lost = self._is_lost_by_dynamo(bool(in_classes))
@@ -254,12 +270,35 @@ class Effects:
                 done.append(f"fills the cache of {getattr(cached, '__qualname__', 'a function')}()")
         return done
 
-    def _written_arrays(self) -> list[str]:
+    def _written_contents(self) -> list[str]:
         done = []
-        for written, saved, title in reversed(self._arrays.values()):  # one may be a view of one that was read before
-            if numbers_of(written) != numbers_of(saved):
-                written[... if is_numpys(written) else slice(None)] = saved
+        for written, saved, contents, title in reversed(self._contents.values()):  # a view may come after the whole
+            if contents_of(written) != contents:
+                put_contents(written, saved, contents)
                 done.append(f"writes into {title} ({type(written).__qualname__})")
+        return done
+
+    def _set_slots(self) -> list[str]:
+        done = []
+        for owner, saved, title in self._slots.values():
+            for name, value in saved.items():
+                if getattr(owner, name, MISSING) is not value:
+                    if value is MISSING:
+                        object.__delattr__(owner, name)
+                    else:
+                        object.__setattr__(owner, name, value)
+                    done.append(f"sets {name!r} of {title} ({type(owner).__qualname__})")
+        return done
+
+    def _set_in_foreign(self) -> list[str]:
+        """Attributes of tensors and of libraries' objects, but for what those compute once (`Normal.variance`)."""
+        done = []
+        for owner, saved, title in self._foreign.values():
+            own = owner.__dict__
+            for name in [name for name in {**saved, **own} if own.get(name, MISSING) is not saved.get(name, MISSING)]:
+                if name in saved or not is_descriptor(inspect.getattr_static(type(owner), name, None)):
+                    done.append(f"sets {name!r} of {title} ({type(owner).__qualname__})")
+                _put(own, name, saved.get(name, MISSING))
         return done
 
     def _written_containers(self) -> list[str]:

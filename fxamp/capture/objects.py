@@ -4,10 +4,8 @@ An object whose class forbids what a reader asks of it is looked at as a whole.
 """
 
 import argparse
-import array
 import collections
 import contextvars
-import ctypes
 import dataclasses
 import enum
 import functools
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.contents import IN_MEMORY, numbers_of
 from fxamp.capture.elements import (
     CONTAINERS,
     MOST,
@@ -33,12 +32,12 @@ from fxamp.capture.elements import (
     named_elements,
     plain_copy,
 )
+from fxamp.capture.numbers import is_numpys
 
 MISSING = object()  # nothing has the name
 EVERYTHING = "**"  # among names: all attributes of objects matter
 METHODS = (types.MethodType, types.BuiltinMethodType)
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, types.ModuleType)
-_OF_C = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)  # of which multiprocessing.Value has one
 POINTERS = (contextvars.ContextVar, weakref.ref)  # of which another object may be reached without a write into them
 DEPTH = 6  # containers in containers that are compared
 _MOST_BYTES = 2**20  # of an array
@@ -181,25 +180,16 @@ def share_arrays(value: Any, tensors: Iterable[torch.Tensor]) -> None:
     dense = (each for each in tensors if type(each) is torch.Tensor and each.layout is torch.strided)
     held = {each.untyped_storage().data_ptr() for each in dense if each.device.type == "cpu"}
     for part in walk(value) if held else ():
-        if _is_numpys(part) and part.__array_interface__["data"][0] in held:
+        if is_numpys(part) and part.__array_interface__["data"][0] in held:
             number = id(part)
             _shared[number] = weakref.ref(part, lambda _, number=number: _shared.pop(number, None))  # type: ignore[misc]
 
 
-def _is_numpys(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and type(value).__qualname__ == "ndarray"
-
-
 def is_array(value: Any) -> bool:
     """Whether it is an array of numbers that can be written in place, and that a graph holds as they were."""
-    if isinstance(value, (bytearray, array.array, *_OF_C)):
+    if isinstance(value, IN_MEMORY):
         return True
-    return _is_numpys(value) and not value.dtype.hasobject and id(value) not in _shared
-
-
-def numbers_of(value: Any) -> bytes:
-    """The numbers of an array."""
-    return bytes(value) if isinstance(value, (bytearray, *_OF_C)) else value.tobytes()
+    return is_numpys(value) and not value.dtype.hasobject and id(value) not in _shared
 
 
 def method_parts(value: Any) -> list[tuple[str, Any]] | None:
@@ -254,6 +244,16 @@ def slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
+def held_in_slots(value: Any) -> dict[str, Any]:
+    """What the slots of an object of the user's hold, MISSING where one is empty."""
+    if isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)) or is_library(class_of(value)):
+        return {}
+    try:
+        return {name: getattr(value, name, MISSING) for name in slots_of(class_of(value))}
+    except Exception:  # its class forbids the question
+        return {}
+
+
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """The `__dict__` of an object of the user's, None for anything else."""
     if isinstance(value, (*SCALARS, *FUNCTIONS, torch.Tensor, nn.Module)) or is_library(class_of(value)):
@@ -276,6 +276,13 @@ def namespace_of(value: Any) -> dict[str, Any] | None:
         return None
     own = getattr(value, "__dict__", None)
     return own if isinstance(own, dict) else None
+
+
+def foreign_attributes_of(value: Any) -> dict[str, Any] | None:
+    """The `__dict__` of a tensor, or of a library's object that `namespace_of` tells of; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return value.__dict__
+    return namespace_of(value) if is_library(class_of(value)) else None
 
 
 # Of their objects nothing is watched: they stand for functions and types, are asked for at each line that logs, or are
@@ -309,6 +316,8 @@ def _inside(value: Any, into_libraries: bool) -> list[Any]:
     if isinstance(value, CONTAINERS):
         held = plain_copy(value) if is_looked_into(value) else ()
         return list(held.values() if isinstance(held, dict) else held)
+    if is_numpys(value) and value.dtype.hasobject:
+        return value.ravel().tolist() if value.size <= MOST else []
     if isinstance(value, FUNCTIONS) or (is_library(type(value)) and not into_libraries):
         return []
     own = (namespace_of(value) if into_libraries else attributes_of(value)) or {}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.contents import numbers_of
 from fxamp.capture.elements import SCALARS, elements_of, holds_the_same, is_too_long, length_of, plain_copy
 from fxamp.capture.kept_items import without
 from fxamp.capture.objects import (
@@ -27,7 +28,6 @@ from fxamp.capture.objects import (
     depth_inside,
     is_array,
     namespace_of,
-    numbers_of,
     parts_of,
     pointed_at,
 )

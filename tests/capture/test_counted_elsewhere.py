@@ -1,0 +1,172 @@
+"""Forward writes into objects of many kinds: as often as in eager, whichever way a call is captured and how often."""
+
+import array
+import copy
+import ctypes
+import dataclasses
+import io
+import mmap
+import multiprocessing
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+class Slots:
+    __slots__ = ("n", "other")
+
+    def __init__(self):
+        self.n = 0.0  # `other` is empty
+
+
+class SlotsAndMore:
+    __slots__ = ("__dict__", "n")
+
+    def __init__(self):
+        self.n, self.more = 0.0, 0.0
+
+
+class Behind:
+    __slots__ = ("_n",)
+
+    def __init__(self):
+        self._n = 0.0
+
+    @property
+    def n(self):
+        return self._n
+
+    @n.setter
+    def n(self, value):
+        self._n = value
+
+
+@dataclasses.dataclass(slots=True)
+class Counted:
+    n: float = 0.0
+    seen: list = dataclasses.field(default_factory=list)
+
+
+def adds(name):
+    def count(held, x):
+        setattr(held, name, getattr(held, name, 0.0) + 1)
+        return getattr(held, name)
+
+    return count
+
+
+def fills(held, x):
+    held.other = getattr(held, "other", 0.0) + 1
+    return held.other
+
+
+def averages(held, x):
+    held.n = held.n * 0.5 + x.detach().mean()
+    return held.n
+
+
+def first(held, x):
+    held[0] += 1
+    return float(held[0])
+
+
+def inside(held, x):
+    held[0][0] += 1
+    return held[0][0]
+
+
+def lists(held, x):
+    held.seen.append(len(held.seen))
+    return float(len(held.seen))
+
+
+def writes(held, x):
+    held.write(b"a" if isinstance(held, io.BytesIO) else "a")
+    return float(len(held.getvalue()))
+
+
+def moves(held, x):
+    held.loc = held.loc + 1
+    return held.mean
+
+
+def asks_once(held, x):
+    return held.probs.sum() + held.probs[0]
+
+
+def objects():
+    return np.array([[0.0], None], dtype=object)
+
+
+def normal():
+    return torch.distributions.Normal(torch.zeros(8), torch.ones(8))
+
+
+def shared():
+    return multiprocessing.Value("d", 0.0)
+
+
+HELD = {
+    "slots": (Slots, adds("n")),
+    "empty slot": (Slots, fills),
+    "average in a slot": (Slots, averages),
+    "slots and a dictionary": (SlotsAndMore, adds("n")),
+    "a dictionary and slots": (SlotsAndMore, adds("more")),
+    "property": (Behind, adds("n")),
+    "dataclass": (Counted, adds("n")),
+    "list in a slot": (Counted, lists),
+    "shared number": (shared, adds("value")),
+    "ctypes": (lambda: ctypes.c_double(0.0), adds("value")),
+    "ctypes array": (lambda: (ctypes.c_int * 2)(), first),
+    "memoryview": (lambda: memoryview(bytearray(4)), first),
+    "bytearray": (lambda: bytearray(4), first),
+    "array": (lambda: array.array("d", [0.0]), first),
+    "numpy": (lambda: np.zeros(2), first),
+    "numpy of objects": (objects, inside),
+    "mmap": (lambda: mmap.mmap(-1, 4), first),
+    "text": (io.StringIO, writes),
+    "bytes": (io.BytesIO, writes),
+    "attribute of a tensor": (lambda: torch.ones(1), adds("n")),
+    "attribute of a library's object": (normal, adds("n")),
+    "tensor of a library's object": (normal, moves),
+    "what a library's object computes once": (lambda: torch.distributions.Categorical(logits=X[0]), asks_once),
+}
+
+
+class Counts(nn.Module):
+    def __init__(self, make, count, decides):
+        super().__init__()
+        self.held, self.count, self.decides = make(), count, decides
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.fc(x)
+        y = y * self.count(self.held, y)
+        return -y if self.decides and y.detach().sum() > 1e30 else y
+
+
+@pytest.mark.parametrize("is_given", [False, True], ids=["call", "example"])
+@pytest.mark.parametrize("decides", [False, True], ids=["plain", "decides"])
+@pytest.mark.parametrize("name", HELD)
+def test_each_call_counts_once(name, decides, is_given, fresh_dynamo):
+    torch.manual_seed(0)
+    eager = Counts(*HELD[name], decides)
+    model = Counts(*HELD[name], decides)
+    model.load_state_dict(eager.state_dict())
+    converted = fxamp.convert(model, torch.bfloat16, (X,) if is_given else None, overrides={"*": "deny"})
+    for _ in range(4):
+        assert torch.allclose(converted(X), eager(X), rtol=1e-6)
+
+
+def test_a_value_of_a_trace_stays_nowhere():
+    model = Counts(Slots, averages, decides=False)
+    converted = fxamp.convert(model, torch.bfloat16)
+    converted(X)
+    assert type(converted.held.n) is torch.Tensor
+    assert not hasattr(copy.deepcopy(converted).held, "other")
