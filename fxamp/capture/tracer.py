@@ -56,6 +56,7 @@ from fxamp.capture.questions import Questions
 from fxamp.capture.ranks import is_static, note_rank
 from fxamp.capture.reads import Place, Reads
 from fxamp.capture.recompute import Region
+from fxamp.capture.replaced import cells_of_functions, check_called_as_itself
 from fxamp.capture.settings import Settings, all_of
 from fxamp.capture.state import Cell, flag_cell, switch_cells
 from fxamp.capture.surroundings import (
@@ -175,6 +176,7 @@ class SymbolicTracer(fx.Tracer):
         self.state = (
             *self._reads.cells(self._numbers.decided, self.constants.values()),
             *self._cells_of_whole_parts(graph),
+            *cells_of_functions(self.root, graph),
         )
         self.settings = all_of(self._reads.settings, self._assignments.before.settings)
         return graph
@@ -385,6 +387,8 @@ class SymbolicTracer(fx.Tracer):
             if a.node.graph not in (self.graph, *self._around):
                 line = user_line()
                 said = "a value of one sample leaves the function that is under torch.vmap"
+                if not self._around:
+                    said = "something outside of the model has kept a value of an earlier trace"
                 raise CaptureError(f"{line and line + ': '}{said}")
             return a.node
         if isinstance(a, torch.Tensor):
@@ -401,6 +405,7 @@ class SymbolicTracer(fx.Tracer):
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
         self._follow_modes()
+        check_called_as_itself(target)
         target, args, kwargs = self._arrays.given(target, args, kwargs)
         kwargs = self.device.given(kind, target, kwargs)
         if self._around:

@@ -8,6 +8,7 @@ import linecache
 import operator
 import re
 import secrets
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -82,8 +83,10 @@ def _python_code(graph: fx.Graph, names: dict[fx.Node, str]) -> PythonCode:
 
     Where `n += 1` is said of a number, the code says `m = iadd(n, 1)`: torch.fx would write `n += 1; m = n`, and who
     reads n behind that gets the new number.
+
+    A function of torch's is called as itself, and not by its name, where that stands for another one which calls it.
     """
-    rebinding = {node: _called(node.target) for node in graph.nodes if _rebinds(node)}
+    rebinding = {node: _called(node.target) for node in graph.nodes if _rebinds(node) or _is_replaced(node)}
     targets = {node: node.target for node in (*names, *rebinding)}
     try:
         for node, target in (*names.items(), *rebinding.items()):
@@ -103,13 +106,24 @@ def _rebinds(node: fx.Node) -> bool:
     return not (isinstance(node.args[0], fx.Node) and ir.is_tensor(node.args[0]))
 
 
-@functools.cache
-def _called(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """The same operator, which torch.fx writes as a call."""
+def _is_replaced(node: fx.Node) -> bool:
+    """Whether the name by which torch.fx writes a function of torch's stands for another one."""
+    if node.op != "call_function" or not isinstance(node.target, (types.FunctionType, types.BuiltinFunctionType)):
+        return False
+    package, *names = fx.node._get_qualified_name(node.target).split(".")
+    found: Any = torch if package == "torch" else None
+    for name in names:
+        found = getattr(found, name, None)
+    return isinstance(found, types.FunctionType) and found is not node.target
 
-    @functools.wraps(operator, assigned=("__name__", "__doc__"))
-    def call(value: Any, other: Any) -> Any:
-        return operator(value, other)
+
+@functools.cache
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which torch.fx writes as a call of this very object."""
+
+    @functools.wraps(function, assigned=("__name__", "__doc__"))
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
 
     return call
 

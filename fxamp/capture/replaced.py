@@ -1,0 +1,60 @@
+"""Functions of torch's that somebody may replace: `F.scaled_dot_product_attention = mine`, for good or for a while.
+
+A graph calls what it met in the trace. It is for calls in which the names by which torch and the user find that stand
+for the same functions, and those that were replaced by then still are.
+"""
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from fxamp.capture.locations import is_library_function, user_line
+from fxamp.capture.objects import Scope, frozen, is_library
+from fxamp.capture.refusals import for_python
+from fxamp.capture.state import Cell
+from fxamp.errors import CaptureError
+
+_PLACES: tuple[dict[str, Any], ...] = (vars(functional), vars(torch))
+_NOTHING = Scope(frozenset(), {})
+
+
+def cells_of_functions(root: nn.Module, graph: fx.Graph) -> Iterator[Cell]:
+    """What torch's names of the functions that a graph calls stand for, and those that were replaced before it."""
+    names = _called_by(root, graph)
+    for space in _PLACES:
+        replaced = {name for name, value in space.items() if not name.startswith("_") and _is_replaced(value)}
+        for name in sorted(replaced | names & space.keys()):
+            title = f"the function {space['__name__']}.{name}"
+            yield Cell(name, frozen(space[name], _NOTHING), None, space, title, frozenset())
+
+
+def check_called_as_itself(target: Any) -> None:
+    """Refuse a function of torch's whose name stands for another one, which calls it: by the name it says who it is to
+    the values of a trace (`handle_torch_function`).
+
+    Raises:
+        CaptureError: so it is.
+    """
+    is_ours = not isinstance(target, types.FunctionType) or is_library_function(target)
+    if not is_ours and any(target is value for space in _PLACES for value in space.values()):
+        text = f"{user_line()}: {target.__qualname__} stands in the place of a function of torch's, and calls it"
+        raise for_python(CaptureError(text))  # Dynamo's graphs call it by its name, too
+
+
+def _called_by(root: nn.Module, graph: fx.Graph) -> set[str]:
+    """Names of functions that a graph calls, or that the forwards of layers name which it holds as wholes."""
+    names = {getattr(node.target, "__name__", "") for node in graph.nodes if node.op == "call_function"}
+    for path in {str(node.target) for node in graph.nodes if node.op == "call_module"}:
+        forward = type(root.get_submodule(path)).forward
+        names |= set(forward.__code__.co_names) if isinstance(forward, types.FunctionType) else set()
+    return {name for name in names if any(callable(space.get(name)) for space in _PLACES)}
+
+
+def _is_replaced(value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        return not is_library_function(value)
+    return not isinstance(value, (type, types.ModuleType)) and callable(value) and not is_library(type(value))
