@@ -39,7 +39,7 @@ from fxamp.capture.further_inputs import (
     Value,
     run_call,
 )
-from fxamp.capture.reached import Reached, draws_random_numbers, names_in
+from fxamp.capture.reached import Reached, draws_random_numbers, functions_reached
 from fxamp.capture.recomputed import Copies, Recomputed
 from fxamp.capture.sizes import is_made_up
 from fxamp.capture.traces import State
@@ -77,8 +77,9 @@ class Beforehand:
     ) -> None:
         self._tracer, self._root, self._fakes, self._decide_on = tracer, root, fakes, decide_on
         self._again, self._made = again, iter(made)
-        self._names = names_in(functions, {type(module) for module in root.modules()}) if functions else []
-        self._globals = Reached(self._names)
+        kinds = {type(module) for module in root.modules()} if functions else set()
+        self._names, self._functions = functions_reached(functions, kinds)
+        self._globals = Reached(self._names, self._functions)
         self._has_gradients = torch.is_grad_enabled()
         self._calls: list[Call] = []
         self._copies = Copies()
@@ -89,6 +90,7 @@ class Beforehand:
         """What a function of the model gives: run before the graph where it may, else traced."""
         with contextlib.suppress(CannotRunBefore):
             return self.run(function, args, kwargs)
+        self._tracer.follow(function)
         return function(*args, **kwargs)
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -157,7 +159,8 @@ class Beforehand:
     def _run(self, call: Call, name: str) -> tuple[list[Any], Result]:
         """Run it for the call that is captured, on copies, and put back what it changes."""
         assert self._tracer.example is not None
-        names, values = (self._names, [self._root]) if isinstance(call.function, FunctionType) else ([], [])
+        is_users = isinstance(call.function, FunctionType)
+        names, values = (self._names, [self._root, *self._functions]) if is_users else ([], [])
         if draws_random_numbers(names):
             raise CannotRunBefore(f"{name} draws random numbers")
         before, reached, generators = State(self._root), Reached(names, values), generator_states()

@@ -279,10 +279,12 @@ def namespace_of(value: Any) -> dict[str, Any] | None:
 
 
 def foreign_attributes_of(value: Any) -> dict[str, Any] | None:
-    """The `__dict__` of a tensor, or of a library's object that `namespace_of` tells of; None for anything else."""
+    """The `__dict__` of a tensor, or of a library's object that `namespace_of` tells of; None for anything else, and
+    for what a thread sets for itself when it first asks.
+    """
     if isinstance(value, torch.Tensor):
         return value.__dict__
-    return namespace_of(value) if is_library(class_of(value)) else None
+    return namespace_of(value) if is_library(class_of(value)) and not isinstance(value, threading.local) else None
 
 
 # Of their objects nothing is watched: they stand for functions and types, are asked for at each line that logs, or are

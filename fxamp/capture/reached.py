@@ -16,13 +16,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fxamp.capture.elements import is_pythons
+from fxamp.capture.contents import contents_of, put_contents
+from fxamp.capture.elements import SCALARS, is_pythons
+from fxamp.capture.functions_of import functions_in
 from fxamp.capture.locations import is_library_function
-from fxamp.capture.objects import FUNCTIONS, MISSING, is_library
+from fxamp.capture.numbers import is_numpys
+from fxamp.capture.objects import (
+    FUNCTIONS,
+    MISSING,
+    attributes_of,
+    foreign_attributes_of,
+    held_in_slots,
+    is_library,
+)
+from fxamp.capture.state import read
 from fxamp.capture.unseen import CONTAINERS, is_refilled, refill
 
 _MOST = 65536
-"""So many objects are looked at."""
+"""So many objects are looked at; a tensor of more numbers is only asked whether it was written."""
 
 
 class Name(NamedTuple):
@@ -37,28 +48,36 @@ class Name(NamedTuple):
         return self.space.get(self.name, MISSING)
 
 
-def names_in(functions: Iterable[types.FunctionType], kinds: Iterable[type]) -> list[Name]:
-    """The globals that functions name, and those that they call.
+def functions_reached(functions: Iterable[Any], kinds: Iterable[type]) -> tuple[list[Name], list[types.FunctionType]]:
+    """The globals that functions name, and those functions with all that they may call.
 
     Args:
+        functions: what is none is passed over.
         kinds: classes of modules, whose methods they may call.
     """
     found: dict[tuple[int, str], Name] = {}
     known = set(kinds)
-    waiting, seen = list(functions), set()
+    waiting: list[Any] = list(functions)
+    seen: dict[types.FunctionType, None] = {}
     while waiting:
-        function = waiting.pop()
-        if function in seen or is_library_function(function):
-            continue
-        seen.add(function)
-        texts = set(_names_of(function.__code__))
-        for text in texts:
-            name = Name(function.__globals__, text, "random" in texts)
-            if name.value is not MISSING:
-                found[id(name.space), text] = name
-            members = (inspect.getattr_static(kind, text, None) for kind in known)
-            waiting += (each for each in (name.value, *members) if isinstance(each, types.FunctionType))
-    return list(found.values())
+        for function in functions_in(waiting.pop()):
+            if function in seen or is_library_function(function):
+                continue
+            seen[function] = None
+            texts = set(_names_of(function.__code__))
+            for text in texts:
+                name = Name(function.__globals__, text, "random" in texts)
+                if name.value is not MISSING:
+                    found[id(name.space), text] = name
+                waiting += (name.value, *(inspect.getattr_static(kind, text, None) for kind in known))
+            waiting += _held_by(function)
+    return list(found.values()), list(seen)
+
+
+def _held_by(function: types.FunctionType) -> list[Any]:
+    """What a function holds itself: the values of arguments that are not given, and of variables around it."""
+    cells = [read(cell, "") for cell in function.__closure__ or ()]
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells]
 
 
 def draws_random_numbers(names: Iterable[Name]) -> bool:
@@ -92,16 +111,16 @@ class Reached:
 
     def __init__(self, names: list[Name], values: Iterable[Any] = ()) -> None:
         self._names = [(name, name.value) for name in names]
-        self._held: dict[int, tuple[Any, Any]] = {}
+        self._held: dict[int, _Held] = {}
         waiting = [*values, *(value for _, value in self._names)]
         while waiting and len(self._held) < _MOST:
-            value, parts = waiting.pop(), None
-            if id(value) not in self._held:
-                with contextlib.suppress(Exception):  # its class forbids the question
-                    parts = _contents(value)
-            if parts is not None:
-                self._held[id(value)] = value, parts
-                waiting += parts.values() if isinstance(parts, dict) else parts
+            value = waiting.pop()
+            if id(value) in self._held or isinstance(value, SCALARS):
+                continue
+            with contextlib.suppress(Exception):  # its class forbids the question
+                held = _Held(value)
+                self._held[id(value)] = held
+                waiting += held.parts
 
     def holds(self, value: Any) -> bool:
         """Whether this very object is among what is reached."""
@@ -109,53 +128,93 @@ class Reached:
 
     def are_changed(self) -> bool:
         """Whether anything is not as it was."""
-        return any(name.value is not value for name, value in self._names) or any(
-            _is_changed(value, parts) for value, parts in self._held.values()
-        )
+        are_others = any(name.value is not value for name, value in self._names)
+        return are_others or any(held.is_changed() for held in self._held.values())
 
     def put_back(self) -> None:
         """Let all be as it was."""
         for name, value in self._names:
             if name.value is not value:
                 name.space[name.name] = value
-        for value, parts in self._held.values():
-            _put_back(value, parts)
+        for held in self._held.values():
+            if held.is_changed():
+                held.put_back()
 
 
-def _contents(value: Any) -> Any:
-    """A copy of what is in an object that can be changed, None for any other."""
-    if isinstance(value, (*FUNCTIONS, torch.Tensor)):
-        return None
+class _Held:
+    """What one object holds now.
+
+    Attributes:
+        parts: objects that it holds.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._table = _table_of(value)
+        self._kept: Any = None if self._table is None else self._table.copy()
+        self._named = _named_in(value)
+        self._contents = contents_of(value)
+        self._copy = value.copy() if is_numpys(value) else None
+        self._version = None if not isinstance(value, torch.Tensor) or value.is_inference() else value._version
+        if self._version is not None and value.numel() <= _MOST:
+            self._copy = value.detach().clone()
+        kept = self._kept.values() if isinstance(self._kept, dict) else self._kept or ()
+        self.parts = [*kept, *self._named.values()]
+        if type(value) is tuple:
+            self.parts += value
+        elif isinstance(value, types.FunctionType) and not is_library_function(value):
+            self.parts += [*(value.__closure__ or ()), *_held_by(value)]
+        elif isinstance(value, nn.Module):
+            self.parts = [part for part in self.parts if part is not value._parameters and part is not value._buffers]
+
+    def is_changed(self) -> bool:
+        return (
+            (self._table is not None and is_refilled(self._table, self._kept))
+            or bool(self._renamed())
+            or contents_of(self._value) != self._contents
+            or (self._version is not None and self._value._version != self._version)
+        )
+
+    def _renamed(self) -> list[str]:
+        now = _named_in(self._value)
+        return [name for name in {**self._named, **now} if now.get(name, MISSING) is not self._named.get(name, MISSING)]
+
+    def put_back(self) -> None:
+        if self._table is not None:
+            refill(self._table, self._kept)
+        for name in self._renamed():
+            _set(self._value, name, self._named.get(name, MISSING))
+        if self._contents is not None:
+            put_contents(self._value, self._copy, self._contents)
+        if self._version is not None and self._copy is not None:
+            with torch.no_grad():
+                self._value.detach().copy_(self._copy)
+
+
+def _table_of(value: Any) -> Any:
+    """The container in which an object holds what may be changed; None where there is none."""
     if type(value) in CONTAINERS:
-        return None if is_pythons(value) else value.copy()
-    if type(value) is tuple:
-        return value
-    if _is_array(value):
-        return [value.copy()]
-    if isinstance(value, nn.Module) or not is_library(type(value)):
-        held = getattr(value, "__dict__", None)
-        return dict(held) if isinstance(held, dict) else None
-    return None
+        return None if is_pythons(value) else value
+    if isinstance(value, types.FunctionType):
+        return None if is_library_function(value) else vars(value)
+    if isinstance(value, (*FUNCTIONS, types.CellType)):
+        return None
+    held = value.__dict__ if isinstance(value, nn.Module) else attributes_of(value)
+    return foreign_attributes_of(value) if held is None else held
 
 
-def _is_changed(value: Any, parts: Any) -> bool:
-    if _is_array(value):
-        return bool(parts[0].tobytes() != value.tobytes())
-    return type(value) is not tuple and is_refilled(_container(value), parts)
+def _named_in(value: Any) -> dict[str, Any]:
+    """What is held by name and in no dictionary: in slots, by a class of the user's, in a closure's cell."""
+    if isinstance(value, types.CellType):
+        return {"cell_contents": read(value, "")}
+    if isinstance(value, type) and not is_library(value):
+        return {name: held for name, held in vars(value).items() if not name.startswith("__")}
+    return held_in_slots(value)
 
 
-def _put_back(value: Any, parts: Any) -> None:
-    if not _is_changed(value, parts):
-        return
-    if _is_array(value):
-        value[...] = parts[0]
-    else:
-        refill(_container(value), parts)
-
-
-def _container(value: Any) -> Any:
-    return value if type(value) in CONTAINERS else value.__dict__
-
-
-def _is_array(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and type(value).__qualname__ == "ndarray"
+def _set(owner: Any, name: str, value: Any) -> None:
+    change = object.__setattr__ if not isinstance(owner, type) else type.__setattr__
+    if value is not MISSING:
+        change(owner, name, value)
+    elif hasattr(owner, name):
+        delattr(owner, name)

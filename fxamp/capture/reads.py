@@ -164,6 +164,10 @@ class Reads:
         """Whether a function of the model's names an attribute, of whatever object."""
         return name in self._outside.names
 
+    def follow(self, function: Callable[..., Any]) -> None:
+        """Look at what a function can read from outside."""
+        self._outside.function(function)
+
     def take_items(self) -> list[tuple[Item, Any]]:
         """Items of what attributes hold that forward has set, and to what; the graph is to set them."""
         taken: list[tuple[Item, Any]] = []

@@ -181,6 +181,11 @@ class SymbolicTracer(fx.Tracer):
         self.settings = all_of(self._reads.settings, self._assignments.before.settings)
         return graph
 
+    def follow(self, function: Callable[..., Any]) -> None:
+        """Look at what a function that is part of the trace can read from outside, and write there."""
+        if self._reads is not None:
+            self._reads.follow(function)
+
     def _cells_of_whole_parts(self, graph: fx.Graph) -> Iterator[Cell]:
         """What may decide which of the items of a module that stays whole are None."""
         for path in dict.fromkeys(str(node.target) for node in graph.nodes if gives_parts(node)):

@@ -1,4 +1,7 @@
-"""What Dynamo would make of one call: its graphs, from a copy of the model on fake tensors. No data is run."""
+"""What Dynamo would make of one call: its graphs, from a copy of the model on fake tensors.
+
+Dynamo runs what it cannot capture, so what forward does outside of the model is put back.
+"""
 
 import ast
 import copy
@@ -25,6 +28,7 @@ from fxamp import ir
 from fxamp.capture.dynamo import adopt
 from fxamp.capture.effects import clear_caches
 from fxamp.capture.frames import captures_apart, compile_apart
+from fxamp.capture.reached import Reached, functions_reached
 from fxamp.capture.surroundings import idle_autocast
 from fxamp.capture.unseen import no_saved_tensor_hooks, unseen
 from fxamp.dtypes import autocast_kind, device_of
@@ -43,7 +47,7 @@ log = logging.getLogger("fxamp")
 def trace_on_fakes(
     plain: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, rewrite: Rewrite
 ) -> list[Variant]:
-    """The graphs of one call, from a copy of the model on fake tensors: no data is run, no state is touched.
+    """The graphs of one call, from a copy of the model on fake tensors; it leaves no mark.
 
     Returns:
         previews, none where the model cannot run on fake tensors (the first real call then makes its graphs).
@@ -114,6 +118,10 @@ def visit_graphs(
         show_to[0](module, example_inputs, twin)
         return module.forward
 
+    kinds = {type(module) for module in model.modules()}
+    held = (value for module in model.modules() for value in vars(module).values())
+    names, functions = functions_reached([base.forward, *held], kinds)
+    outside = Reached(names, [*functions, *kinds, model])
     show_to = [visit]  # Dynamo's caches keep `show`, and must not keep what it shows the graphs to
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -133,6 +141,7 @@ def visit_graphs(
     except Exception as error:
         return error
     finally:
+        outside.put_back()
         show_to.clear()
         clear_caches(lambda kept: issubclass(type(kept), FakeTensor) and kept.fake_mode is mode)
     return None

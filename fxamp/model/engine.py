@@ -154,7 +154,8 @@ class Engine:
             if variant.count == len(inputs) and (given := variant.inputs_for(module, inputs)) is not None:
                 return variant, given
         variant = self.capture(module, args, kwargs)
-        made = variant.inputs_for(module, inputs)
+        may_ask = not torch.compiler.is_compiling()  # there is no data then
+        made = (variant if may_ask else variant.captured).inputs_for(module, inputs)
         self.announce_new(module)
         if made is None:
             raise CaptureError("what its graph was captured for does not hold for the call itself")

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import mmap
 import multiprocessing
+import typing
 
 import numpy as np
 import pytest
@@ -170,3 +171,123 @@ def test_a_value_of_a_trace_stays_nowhere():
     converted(X)
     assert type(converted.held.n) is torch.Tensor
     assert not hasattr(copy.deepcopy(converted).held, "other")
+
+
+TABLE, NUMBERS, TENSOR, HOLDER = {"n": 0}, [], torch.zeros(2), Slots()
+
+
+class Held:
+    n = 0
+    seen: typing.ClassVar[list] = []
+    tensor = torch.zeros(1)
+
+
+def in_a_closure():
+    n, seen = 0, [0]
+
+    def count():
+        nonlocal n
+        n += 1
+        seen[0] += 1
+        return n + seen[0]
+
+    count.now = lambda: n + seen[0]
+    return count
+
+
+def by_itself():
+    by_itself.n += 1
+
+
+by_itself.n = 0
+COUNT = in_a_closure()
+
+
+def counts_in_slots():
+    HOLDER.n += 1
+    return 0
+
+
+def adds_everywhere():
+    TABLE["n"] += 1
+    NUMBERS.append(1)
+    Held.n += 1
+    Held.seen.append(1)
+    COUNT()
+    by_itself()
+    counts_in_slots()
+
+
+def writes_tensors():
+    TENSOR.add_(1)
+    Held.tensor.add_(1)
+
+
+def everywhere():
+    tensors = TENSOR.sum().item(), Held.tensor.sum().item()
+    return TABLE["n"], len(NUMBERS), Held.n, len(Held.seen), COUNT.now(), by_itself.n, HOLDER.n, *tensors
+
+
+class Does(nn.Module):
+    def __init__(self, what, decides=True):
+        super().__init__()
+        self.what, self.decides = what, decides
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        self.what()
+        y = self.fc(x)
+        return -y if self.decides and y.detach().sum() > 1e30 else y
+
+
+@pytest.mark.parametrize("what", [adds_everywhere, writes_tensors])
+@pytest.mark.parametrize("decides", [False, True], ids=["plain", "decides"])
+@pytest.mark.parametrize("is_given", [False, True], ids=["call", "example"])
+def test_what_stands_outside_of_the_model_is_written_by_calls_alone(what, decides, is_given, fresh_dynamo):
+    start = everywhere()
+    converted = fxamp.convert(Does(what, decides), torch.bfloat16, (X,) if is_given else None)
+    assert everywhere() == start
+    for _ in range(3):
+        converted(X)
+    found = [now - before for now, before in zip(everywhere(), start, strict=True)]
+    assert found == ([3, 3, 3, 3, 6, 3, 3, 0, 0] if what is adds_everywhere else [0] * 7 + [6, 3])
+
+
+def rows_of(mask, _count=counts_in_slots):
+    """Looks into inputs alone; what it counts with is reached by a default alone."""
+    return [int(value) + _count() for value in mask.sum(1).tolist()]
+
+
+class ByDefault(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        return sum(self.fc(x) * rows for rows in rows_of(mask))
+
+
+def wrapped(kind):
+    inner = kind.forward
+
+    def forward(self, x, _inner=inner):
+        return _inner(self, x)
+
+    return type("Wrapped", (kind,), {"forward": forward})
+
+
+def test_a_function_that_looks_into_inputs_counts_once_in_each_call(fresh_dynamo):
+    mask, before = torch.ones(4, 8), HOLDER.n
+    converted = fxamp.convert(ByDefault(), torch.bfloat16)
+    for _ in range(3):
+        converted(X, mask)
+    assert HOLDER.n - before == 3 * len(mask)
+
+
+@pytest.mark.parametrize("decides", [False, True], ids=["plain", "decides"])
+def test_a_forward_inside_of_a_wrapper_s_default_counts_once(decides, fresh_dynamo):
+    start = everywhere()
+    converted = fxamp.convert(wrapped(Does)(adds_everywhere, decides), torch.bfloat16)
+    for _ in range(3):
+        converted(X)
+    assert [now - before for now, before in zip(everywhere(), start, strict=True)] == [3, 3, 3, 3, 6, 3, 3, 0, 0]
