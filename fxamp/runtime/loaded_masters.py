@@ -13,7 +13,7 @@ import torch
 from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.errors import OptionError
 from fxamp.runtime.distributed import local
-from fxamp.runtime.masters import LOGICAL, attach_master, is_low, master_of
+from fxamp.runtime.masters import LOGICAL, attach_master, is_low, master_of, remember_version
 from fxamp.runtime.rounding import Compensation, StochasticRounding, is_compensation
 
 
@@ -90,6 +90,7 @@ def _refine(parameter: torch.Tensor, saved: torch.Tensor, rounding: Compensation
             attach_master(parameter, exact.clone())
         elif not (hasattr(parameter, LOGICAL) and _has_low_bits(parameter, master)):
             master.copy_(exact)
+            remember_version(parameter)
     return saved.dtype == torch.float32  # a compensation may fit wrong weights too
 
 

@@ -84,6 +84,17 @@ def is_master_written(parameter: torch.Tensor) -> bool:
     return mark is not None and mark.exact != parameter.__dict__[MASTER]._version
 
 
+def _is_low_written(parameter: torch.Tensor) -> bool:
+    """Whether a parameter was written, or given other memory, since it agreed with its master.
+
+    A move gives it other memory, too: then a master that was written before says so.
+    """
+    mark = agreed_of(parameter)
+    if mark is None or mark.low != parameter._version:
+        return True
+    return mark.exact != WRITTEN and not mark.memory.is_of(local(parameter))
+
+
 def writes_since_agreed(parameter: torch.Tensor) -> int:
     """How often a parameter was written in place since its master last knew its value; 0 where that is not known."""
     mark = agreed_of(parameter)
@@ -234,8 +245,8 @@ def _agree(parameters: list[torch.Tensor]) -> None:
 def reconcile_(parameter: torch.Tensor) -> None:
     """Bring a master up to date with a parameter that was written directly, or a parameter with its master.
 
-    A master that was written while the parameter was not is right as a whole. Else: where the parameter still is the
-    master's rounding the master keeps its low bits, elsewhere it takes the parameter's value.
+    A master that was written while the parameter was not, nor given other memory, is right as a whole. Else: where the
+    parameter still is the master's rounding the master keeps its low bits, elsewhere it takes the parameter's value.
 
     A write before the first step of a job of several ranks is most likely the broadcast of DistributedDataParallel:
     it makes equal what is low, and leaves each rank the low bits of its own. There they are given up, on the rank
@@ -253,7 +264,7 @@ def reconcile_(parameter: torch.Tensor) -> None:
             return
         mark = agreed_of(parameter)
         low = LOADING if mark is None else mark.low
-        if is_master_written(parameter) and parameter._version == low:
+        if is_master_written(parameter) and not _is_low_written(parameter):
             parameter.copy_(master)
         elif is_loose(parameter) and low not in (LOADING, parameter._version) and several_ranks():
             master.copy_(parameter)
