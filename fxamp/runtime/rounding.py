@@ -7,6 +7,7 @@ import torch
 
 from fxamp.runtime.copies import copy_on
 from fxamp.runtime.distributed import groups_of, local, several_ranks
+from fxamp.runtime.writes import Memory
 
 log = logging.getLogger("fxamp")
 
@@ -24,7 +25,7 @@ class Compensation:
 
     def __init__(self) -> None:
         self._lost: dict[torch.Tensor, torch.Tensor] = {}
-        self._versions: dict[torch.Tensor, int] = {}  # of the parameter, when its compensation was made
+        self._made: dict[torch.Tensor, tuple[int, Memory]] = {}  # the parameter's count and memory then
 
     def widened(self, parameter: torch.Tensor) -> torch.Tensor:
         """parameter + compensation, float32, fresh; where someone wrote another number, that number."""
@@ -53,7 +54,7 @@ class Compensation:
     def load(self, parameter: torch.Tensor, lost: torch.Tensor) -> None:
         """Take a saved compensation; the parameter's own value may be loaded later."""
         self._lost[parameter] = lost.to(parameter.device, parameter.dtype, copy=True)
-        self._versions.pop(parameter, None)
+        self._made.pop(parameter, None)
 
     def split(self, parameter: torch.Tensor, exact: torch.Tensor) -> None:
         """Take what the parameter lacks of a float32 value that it is the rounding of."""
@@ -62,22 +63,25 @@ class Compensation:
     def clear(self) -> None:
         """Forget all compensations."""
         self._lost.clear()
-        self._versions.clear()
+        self._made.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         found = ((parameter, self._checked(parameter)) for parameter in self._lost)
-        return {"_lost": {parameter: lost for parameter, lost in found if lost is not None}, "_versions": {}}
+        return {"_lost": {parameter: lost for parameter, lost in found if lost is not None}, "_made": {}}
 
     def _keep(self, parameter: torch.Tensor, lost: torch.Tensor) -> None:
         kept = self._lost.setdefault(parameter, lost)
         if kept is not lost:
             kept.copy_(lost)  # in place: a CUDA graph of the step reads it here again
-        self._versions[parameter] = parameter._version
+        self._made[parameter] = parameter._version, Memory(local(parameter))
 
     def _checked(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The compensation, zero where the parameter has become another number since."""
         lost = self._lost.get(parameter)
-        if lost is None or self._versions.get(parameter) == parameter._version:
+        if lost is None:
+            return None
+        version, memory = self._made.get(parameter, (None, None))
+        if version == parameter._version and memory is not None and memory.is_of(local(parameter)):
             return lost
         return torch.where(is_compensation(parameter.detach(), lost), lost, torch.zeros_like(lost))
 

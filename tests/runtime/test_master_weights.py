@@ -520,8 +520,8 @@ def test_a_compensation_of_another_value_is_not_pickled():
     optimizer.step()
     with torch.no_grad():
         weight.zero_()
-    for parameter in list(optimizer._rounding._versions):
-        optimizer._rounding._versions[parameter] = 1  # the version that unpickled parameters have
+    for parameter, (_, memory) in list(optimizer._rounding._made.items()):
+        optimizer._rounding._made[parameter] = 1, memory  # the version that unpickled parameters have
     weight, optimizer = pickle.loads(pickle.dumps((weight, optimizer)))
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
