@@ -150,7 +150,10 @@ def _ones_where(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer) -> It
 def settle(optimizer: torch.optim.Optimizer) -> None:
     """Put back what the host changed in the last step, if that step turned out to be skipped."""
     pending: list[_Pending] | None = optimizer.__dict__.pop(PENDING, None)
-    for step in pending or ():
+    if pending is None:
+        return
+    optimizer.__dict__.pop("__getstate__", None)
+    for step in pending:
         if step.outcome.values[0] > 0:
             for undo in step.undo:
                 undo()
@@ -171,6 +174,14 @@ def _defer(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor, undo: list
         optimizer._fxamp_settles_before_saving = True  # type: ignore[attr-defined]
     outcome = HostCopy(found_inf.detach().reshape(1).clone())
     optimizer.__dict__.setdefault(PENDING, []).append(_Pending(outcome, undo))
+    # What copies and pickles ask for; they take it from the object, before the class has its say.
+    optimizer.__dict__["__getstate__"] = functools.partial(_settled_state, optimizer)
+
+
+def _settled_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer gives to be copied and pickled, once what is pending is put back."""
+    settle(optimizer)
+    return optimizer.__getstate__()
 
 
 @_disable_dynamo  # which loses attributes that are set for the length of a call

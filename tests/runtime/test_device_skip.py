@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -121,6 +122,40 @@ def test_learning_rate_set_after_a_skipped_step_stands():
     device_skip.settle(optimizer)
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["k"]) == (0.01, 77)
     assert optimizer.param_groups[0]["window"] == [1, 2]
+
+
+COPIERS = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+    "old pickle": lambda pair: pickle.loads(pickle.dumps(pair, protocol=0)),
+}
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
+@pytest.mark.parametrize("kind", [*SYNC_FREE, "host_state", "adam"])
+@pytest.mark.parametrize("good_before", [0, 1])
+def test_a_copy_made_right_after_a_skipped_step_is_that_of_before_it(good_before, kind, copier):
+    made = {**SYNC_FREE, "host_state": HostState, "adam": lambda p: torch.optim.Adam(p, 0.1)}[kind]
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16 if "masters" in kind else torch.float32))
+    optimizer, scaler = made([weight]), LossScaler(64.0)
+
+    def step(weight, optimizer, factor):
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).float().sum()).backward()
+        scaler.step(optimizer)
+
+    for factor in [1.0] * good_before + [math.inf]:
+        step(weight, optimizer, factor)
+        scaler.update()
+    pairs = copier((weight, optimizer)), (weight, optimizer)
+    copied, original = (pair[1].state_dict() for pair in pairs)
+    torch.testing.assert_close(copied, original, rtol=0, atol=0)
+    for pair in pairs:
+        step(*pair, 2.0)
+    copied, original = (pair[1].state_dict() for pair in pairs)
+    torch.testing.assert_close(copied, original, rtol=0, atol=0)
+    assert torch.equal(pairs[0][0], weight) and weight.isfinite().all()
 
 
 class Opaque(torch.optim.SGD):
