@@ -16,6 +16,7 @@ from fxamp.runtime.no_gradients import why_none
 from fxamp.runtime.scale_rule import ScaleRule
 from fxamp.runtime.scaler_base import ScalerBase, needs_scaling
 from fxamp.runtime.scaler_state import any_of, combined_found_inf
+from fxamp.runtime.shared_gradients import left_by, shared_with_others, unscale_rest_
 from fxamp.runtime.step_result import Gradients, HostCopy, StepResult, result_of
 
 log = logging.getLogger("fxamp")
@@ -116,12 +117,15 @@ class LossScaler(ScalerBase):
     def _unscale_(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         state.pop("unscaled", None)
         state.pop("has_mixed_gradients", None)
+        shared = shared_with_others(self, optimizer, state)
         widen = getattr(optimizer, "widen_gradients_", None)
         if widen is not None:
             widen()
-        state["found_inf_per_device"] = self._unscale_grads_(
-            optimizer, self._inverse_scale(), self._no_inf(), self.allows_half_gradients
-        )
+        if shared is not None:
+            flags = unscale_rest_(self, shared)
+        else:
+            flags = self._unscale_grads_(optimizer, self._inverse_scale(), self._no_inf(), self.allows_half_gradients)
+        state["found_inf_per_device"] = flags
         state["stage"] = OptState.UNSCALED
         late_backward.watch_all(self)
 
@@ -203,6 +207,7 @@ class LossScaler(ScalerBase):
             result = self._guarded_step(optimizer, state, max_grad_norm, args, kwargs)
         state["stage"] = OptState.STEPPED
         state["result"] = result
+        state["unscaled"] = left_by(optimizer, result)
         collapse.note_culprits(self, optimizer, state)
         return result
 
@@ -218,6 +223,7 @@ class LossScaler(ScalerBase):
         is_scaled = state["stage"] is OptState.READY
         unscales_itself = is_scaled and gradients.has_masters(optimizer) and not self.may_be_below_one()
         unscales_itself = unscales_itself and not host_step.has_step_hooks(optimizer)  # which see true gradients
+        unscales_itself = unscales_itself and shared_with_others(self, optimizer, state) is None
         if unscales_itself:
             self._check_inf_per_device(optimizer)
         elif is_scaled:

@@ -87,6 +87,7 @@ class StepResult:
     Attributes:
         returned: what `optimizer.step` returned (the loss, with a closure).
         copy: found_inf, scale and, where computed, the norm, on their way to the host.
+        has_scaled_gradients: 16-bit gradients still bear the scale: the optimizer has unscaled copies.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class StepResult:
         self.copy = copy
         self._optimizer = weakref.ref(optimizer)
         self._about = about
-        self._scaled_gradients = scaled_gradients
+        self.has_scaled_gradients = scaled_gradients
 
     @property
     def is_ready(self) -> bool:
@@ -149,11 +150,16 @@ class StepResult:
             found = gradients.summed_values_of(parameter)
             if found is not None and parameter.grad is not None:
                 # A master-weight optimizer unscales copies of 16-bit gradients, and all others in place.
-                is_scaled = self._scaled_gradients and parameter.grad.dtype.itemsize == 2
+                is_scaled = self.has_scaled_gradients and parameter.grad.dtype.itemsize == 2
                 (low if is_scaled else high).append(found)
         if not low:
             return float(clipping.total_norm(high))
         return math.hypot(float(clipping.total_norm(low)) / self.scale, float(clipping.total_norm(high)))
+
+    @property
+    def stamp(self) -> gradients.Stamp | None:
+        """The gradients as the step was given them; None of a replayed one."""
+        return self._about.stamp
 
     @property
     def is_stale(self) -> bool:
