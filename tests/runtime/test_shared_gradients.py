@@ -179,13 +179,15 @@ def test_a_parameter_that_was_added_is_shared_from_then_on():
     weights = [nn.Parameter(torch.tensor([1.0])) for _ in range(2)]
     optimizers = [torch.optim.SGD([weight], 0.125) for weight in weights]
     scaler = LossScaler(SCALE)
-    for _ in range(2):
+    for is_shared in (False, True):
+        if is_shared:
+            optimizers[1].add_param_group({"params": [weights[0]]})
         scaler.scale(weights[0].sum() + weights[1].sum()).backward()
         for optimizer in optimizers:
             scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=True) if len(optimizers[1].param_groups) == 1 else None
         scaler.update()
-        optimizers[1].add_param_group({"params": [weights[0]]}) if len(optimizers[1].param_groups) == 1 else None
+        for weight in weights:
+            weight.grad = None
     assert [weight.item() for weight in weights] == [1 - 3 * 0.125, 1 - 2 * 0.125]
 
 
@@ -250,6 +252,21 @@ def test_with_a_closure_what_stands_before_it_is_unscaled_once():
     scaler.step(first)
     scaler.step(second, closure=closure)
     assert weight.item() == 0.75
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_two_optimizers_of_one_scaled_loss(level):
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.125) for _ in range(2)]
+    model, optimizers = fxamp.initialize(model, optimizers, opt_level=level, verbosity=0)
+    for _ in range(3):
+        with fxamp.scale_loss(model(torch.ones(1, 2)).sum(), optimizers) as scaled:
+            scaled.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    assert model.weight.tolist() == [[1 - 6 * 0.125] * 2]
 
 
 @pytest.mark.parametrize("call", [LossScaler.unscale_, LossScaler.step])
