@@ -5,6 +5,7 @@ An object whose class forbids what a reader asks of it is looked at as a whole.
 
 import argparse
 import collections
+import contextlib
 import contextvars
 import dataclasses
 import enum
@@ -83,22 +84,34 @@ def is_other_self(module: nn.Module, root: nn.Module) -> bool:
     return module is not root and module.__dict__.get("_parameters", MISSING) is root.__dict__["_parameters"]
 
 
-def frozen(value: Any, scope: Scope, depth: int = DEPTH) -> tuple[Any, ...]:
+Met = dict[int, tuple[int, int, Any]]  # id -> number, how deep it was looked into, the object itself
+
+
+def frozen(value: Any, scope: Scope, depth: int = DEPTH, met: Met | None = None) -> tuple[Any, ...]:
     """A comparable stand-in for a value: equal for an equal value, also for that of a copied model.
 
     Containers stand for their elements and objects for those attributes that the model's functions name.
+
+    Args:
+        met: what was met on the way here, which stands for itself from then on: objects may be linked in many ways.
     """
     if isinstance(value, SCALARS):
         return (type(value), _plain_scalar(value))
     if (path := scope.path_of(value)) is not None:
         return (nn.Module, path)
+    met = {} if met is None else met
+    number, looked_into, _ = met.get(id(value), (len(met), 0, None))
+    if looked_into >= max(depth, 1):
+        return (type(value), number)
     parts = parts_of(value, scope) if depth else None
     if parts is None:
         return (type(value), _Same(value))
+    met[id(value)] = number, depth, value
     # A library's object may hold more than its attributes tell.
     is_foreign = attributes_of(value) is None and namespace_of(value) is not None
     itself = (_Same(value),) if is_foreign or is_too_long(value) else ()
-    return (type(value), *itself, *((name, frozen(part, scope, depth_inside(value, depth))) for name, part in parts))
+    inside = depth_inside(value, depth)
+    return (type(value), *itself, *((name, frozen(part, scope, inside, met)) for name, part in parts))
 
 
 def depth_inside(value: Any, depth: int) -> int:
@@ -296,16 +309,24 @@ _LET_BE = (
 
 
 def walk(value: Any, depth: int = _WALKED, into_libraries: bool = False) -> Iterator[Any]:
-    """A value, and what its containers and the user's objects in it hold; where asked for, objects of libraries too."""
-    yield value
-    if depth == 0 or isinstance(value, (*SCALARS, torch.Tensor, nn.Module)):
-        return
-    try:
-        parts = _inside(value, into_libraries)
-    except Exception:  # its class forbids the question
-        parts = []
-    for part in parts:
-        yield from walk(part, depth - 1, into_libraries)
+    """A value, and what its containers and the user's objects in it hold, each once; where asked for, objects of
+    libraries too.
+    """
+    waiting, seen = [(value, depth)], dict[int, tuple[int, Any]]()
+    while waiting:
+        part, left = waiting.pop()
+        is_scalar = isinstance(part, SCALARS)
+        if not is_scalar:
+            looked_into, _ = seen.get(id(part), (-1, None))
+            if looked_into >= left:
+                continue
+            seen[id(part)] = left, part
+        if is_scalar or looked_into < 0:
+            yield part
+        if left == 0 or is_scalar or isinstance(part, (torch.Tensor, nn.Module)):
+            continue
+        with contextlib.suppress(Exception):  # its class forbids the question
+            waiting += [(each, left - 1) for each in reversed(_inside(part, into_libraries))]
 
 
 def _inside(value: Any, into_libraries: bool) -> list[Any]:
