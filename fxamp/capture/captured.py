@@ -198,7 +198,9 @@ class Captured:
 
 
 def answer(tensor: Any, name: str) -> bool:
-    """Whether it is a tensor that requires grad, or one with an attribute that torch's own tensors have not."""
+    """Whether it is a tensor that requires grad, a parameter, or has an attribute that torch's tensors have not."""
+    if name == "_is_param":
+        return isinstance(tensor, nn.Parameter)
     return bool(tensor.requires_grad) if name == "requires_grad" else hasattr(tensor, name)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.guesses import known_or_guessed
@@ -41,11 +41,16 @@ def rank_of(value: Any) -> int | None:
     return int(value.dim()) if isinstance(value, torch.Tensor) else None
 
 
+_OF_MEMORY = frozenset(
+    "is_contiguous stride storage_offset dim_order data_ptr is_pinned is_shared _is_view untyped_storage".split()
+)
+
+
 def asks_of_autograd(node: fx.Node) -> bool:
     """Whether a value follows from a flag that sizes and dtypes do not decide: the next call may answer otherwise."""
     if node.op == "call_function" and node.target is getattr:
-        return node.args[1] in ("requires_grad", "is_leaf")
-    if node.op == "call_method" and node.target in ("is_contiguous", "stride", "is_pinned", "data_ptr"):
+        return node.args[1] in ("requires_grad", "is_leaf", "retains_grad", "output_nr", "_version")
+    if node.op == "call_method" and node.target in _OF_MEMORY:
         return True
     if isinstance(node.meta.get("val"), torch.Tensor):
         return False
@@ -94,6 +99,7 @@ class ValueProxy(fx.Proxy):
     def __getattr__(self, k: str) -> Any:
         value, guessed = self.node.meta.get("val", UNKNOWN), known_or_guessed(self.node)
         if k in ("_is_param", "_is_buffer"):  # asked by isinstance(x, nn.Parameter) and (x, nn.Buffer)
+            self._note_kind(k)
             return getattr(value, k, False)
         if k == "persistent" and getattr(value, "_is_buffer", False):  # asked where it is set as an attribute
             return value.persistent
@@ -160,13 +166,22 @@ class ValueProxy(fx.Proxy):
             return True
         if self.node.op != "placeholder":
             return False
-        example = self.tracer.example  # type: ignore[attr-defined]
-        inputs = [node for node in self.node.graph.nodes if node.op == "placeholder"]
-        place = inputs.index(self.node)
+        example, place = self.tracer.example, self._place()  # type: ignore[attr-defined]
         if hasattr(example[place], name):
             raise CaptureError(f"{user_line()}: forward reads .{name}, which the caller has set on an input tensor")
         self.tracer.attributes[place, name] = False  # type: ignore[attr-defined]
         return False
+
+    def _place(self) -> int:
+        """Of an input among all."""
+        return [node for node in self.node.graph.nodes if node.op == "placeholder"].index(self.node)
+
+    def _note_kind(self, name: str) -> None:
+        """An input may be a parameter in one call, and none in the next; the graph is for what it is in this one."""
+        example = self.tracer.example  # type: ignore[attr-defined]
+        if name == "_is_param" and self.node.op == "placeholder" and example is not None:
+            place = self._place()
+            self.tracer.attributes[place, name] = isinstance(example[place], nn.Parameter)  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OF_PROXIES or not hasattr(torch.Tensor, name):

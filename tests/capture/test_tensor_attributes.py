@@ -1,7 +1,10 @@
 """Attributes that Python code sets on tensors: on a caller's, on the model's weights, on what forward gives."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 import fxamp
 from fxamp.errors import CaptureError
@@ -133,3 +136,41 @@ def test_what_is_set_is_named():
         fxamp.convert(SetsOnOutput(), dtype=torch.bfloat16, capture="symbolic", example_inputs=(X,))
     converted = fxamp.convert(SetsInside(), dtype=torch.bfloat16, capture="symbolic", example_inputs=(X,))
     near(converted(X), SetsInside()(X))
+
+
+ASKED = {
+    "storage_offset": lambda x: x.storage_offset() > 0,
+    "parameter": lambda x: isinstance(x, nn.Parameter),
+    "version": lambda x: x._version > 0,
+    "view": lambda x: x._is_view(),
+    "dim_order": lambda x: x.dim_order() != (0, 1),
+    "shared": lambda x: x.is_shared(),
+    "storage": lambda x: x.untyped_storage().nbytes() > 128,
+}
+
+
+class Asks(nn.Module):
+    def __init__(self, asks):
+        super().__init__()
+        self.asks, self.fc = asks, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.fc(x) + (5 if self.asks(x) else 1)
+
+
+def others():
+    """Tensors of one shape that answer such questions otherwise."""
+    plain = torch.randn(4, 8)
+    written = torch.randn(4, 8).mul_(2)
+    part, turned = torch.randn(40)[8:].view(4, 8), torch.randn(8, 4).t()
+    return [plain, written, part, turned, nn.Parameter(torch.randn(4, 8)), torch.randn(4, 8).share_memory_()]
+
+
+@pytest.mark.parametrize("is_turned_round", [False, True])
+@pytest.mark.parametrize("name", ASKED)
+def test_what_is_asked_of_an_input_is_asked_at_each_call(name, is_turned_round, fresh_dynamo):
+    model = Asks(ASKED[name])
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, overrides={"*": "deny"})
+    given = others()
+    for x in given[::-1] if is_turned_round else given:
+        assert torch.equal(converted(x), model(x))
