@@ -25,8 +25,9 @@ _NOTHING = Scope(frozenset(), {})
 def cells_of_functions(root: nn.Module, graph: fx.Graph) -> Iterator[Cell]:
     """What torch's names of the functions that a graph calls stand for, and those that were replaced before it."""
     names = _called_by(root, graph)
-    for space in _PLACES:
-        replaced = {name for name, value in space.items() if not name.startswith("_") and _is_replaced(value)}
+    for space, own in zip(_PLACES, _TORCHS, strict=True):
+        others = ((name, value) for name, value in space.items() if value is not own.get(name))
+        replaced = {name for name, value in others if not name.startswith("_") and _is_replaced(value)}
         for name in sorted(replaced | names & space.keys()):
             title = f"the function {space['__name__']}.{name}"
             yield Cell(name, frozen(space[name], _NOTHING), None, space, title, frozenset())
@@ -58,3 +59,6 @@ def _is_replaced(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         return not is_library_function(value)
     return not isinstance(value, (type, types.ModuleType)) and callable(value) and not is_library(type(value))
+
+
+_TORCHS = [{name: value for name, value in space.items() if not _is_replaced(value)} for space in _PLACES]
