@@ -347,7 +347,7 @@ def for_ever(*given):
 
 
 @pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize(("kind", "why"), [(Casts, "RecursionError: "), (Scaled, "CaptureError: .*no length")])
+@pytest.mark.parametrize(("kind", "why"), [(Casts, ".*maximum recursion depth"), (Scaled, "CaptureError: .*no length")])
 def test_a_model_at_which_dynamo_fails_runs_as_autocast_runs_it(kind, why, trains, fresh_dynamo, monkeypatch, caplog):
     monkeypatch.setattr(torch._dynamo.utils, "to_subclass", for_ever)  # as where a package has patched `as_subclass`
     if kind is Scaled:  # Dynamo fails as it captures: raised before torch 2.13, and told of since
@@ -371,7 +371,7 @@ def test_what_raises_everywhere_is_raised_as_it_is(fresh_dynamo):
             return for_ever(super().forward(x))
 
     converted = o1(Endless())
-    with pytest.raises(RecursionError):
+    with pytest.raises(RuntimeError, match="maximum recursion depth"):  # before torch 2.13 as Dynamo tells of it
         converted(torch.randn(4, 16))
     assert chosen(converted) is type(None)
 

@@ -163,7 +163,7 @@ class Effects:
             elif isinstance(container, dict):
                 forget_traced_types(container)
         drawn = self._drawn_generators()
-        variables, in_classes = self._set_variables(), self._set_in_classes()
+        variables, in_classes, in_foreign = self._set_variables(), self._set_in_classes(), self._set_in_foreign()
         done = [
             *variables,
             *self._set_in_context(),
@@ -172,10 +172,10 @@ class Effects:
             *self._filled_caches(),
             *self._written_contents(),
             *self._set_slots(),
-            *self._set_in_foreign(),
+            *in_foreign,
         ]
         set_once = self._plain_values_set() if not done else []
-        is_lost = self._is_lost_by_dynamo(bool(in_classes))
+        is_lost = self._is_lost_by_dynamo(bool(in_classes or in_foreign))
         done += self._written_containers()
         if any(issubclass(kind, random.Random) for kind in drawn):
             return OptionError(
@@ -192,16 +192,16 @@ class Effects:
             return Settings(tuple(set_once), text)
         return for_python(CaptureError(text)) if is_lost else CaptureError(text)
 
-    def _is_lost_by_dynamo(self, sets_in_classes: bool) -> bool:
+    def _is_lost_by_dynamo(self, sets_elsewhere: bool) -> bool:
         """Whether Dynamo does not see what forward writes, and computes something else.
 
         It reads a deque of a certain length as if it grew (torch 2.13), and before torch 2.12 its guards see neither
-        classes' attributes nor defaults of functions.
+        attributes of classes and tensors nor defaults of functions.
         """
         written = [(each, title) for each, saved, title in self._containers.values() if not holds_still(each, saved)]
         if any(getattr(each, "maxlen", None) is not None for each, _ in written):
             return True
-        is_unguarded = sets_in_classes or any(title.startswith(DEFAULT) for _, title in written)
+        is_unguarded = sets_elsewhere or any(title.startswith(DEFAULT) for _, title in written)
         return is_unguarded and torch.__version__ < "2.12"
 
     def _plain_values_set(self) -> list[tuple[dict[Any, Any], Any, Any, Any]]:

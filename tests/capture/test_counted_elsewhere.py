@@ -156,6 +156,8 @@ class Counts(nn.Module):
 @pytest.mark.parametrize("decides", [False, True], ids=["plain", "decides"])
 @pytest.mark.parametrize("name", HELD)
 def test_each_call_counts_once(name, decides, is_given, fresh_dynamo):
+    if name == "attribute of a tensor" and decides and torch.__version__ < "2.12":
+        pytest.skip("Dynamo takes it for a constant before torch 2.12")
     torch.manual_seed(0)
     eager = Counts(*HELD[name], decides)
     model = Counts(*HELD[name], decides)
