@@ -291,12 +291,18 @@ class Effects:
         return done
 
     def _set_in_foreign(self) -> list[str]:
-        """Attributes of tensors and of libraries' objects, but for what those compute once (`Normal.variance`)."""
+        """Attributes of tensors and of libraries' objects, but for what those compute once: `Normal.variance`, and what
+        they keep under names of their own (`DeviceMesh._hash`).
+        """
         done = []
         for owner, saved, title in self._foreign.values():
             own = owner.__dict__
             for name in [name for name in {**saved, **own} if own.get(name, MISSING) is not saved.get(name, MISSING)]:
-                if name in saved or not is_descriptor(inspect.getattr_static(type(owner), name, None)):
+                is_own = name.startswith("_")
+                if is_own and isinstance(owner, torch.Tensor):
+                    continue
+                is_computed = name not in saved and is_descriptor(inspect.getattr_static(type(owner), name, None))
+                if not is_own and not is_computed:
                     done.append(f"sets {name!r} of {title} ({type(owner).__qualname__})")
                 _put(own, name, saved.get(name, MISSING))
         return done

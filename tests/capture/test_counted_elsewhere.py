@@ -167,6 +167,16 @@ def test_each_call_counts_once(name, decides, is_given, fresh_dynamo):
         assert torch.allclose(converted(X), eager(X), rtol=1e-6)
 
 
+def test_what_a_library_keeps_for_itself_is_no_write_of_the_models():
+    def asks(held, x):
+        held._hash = getattr(held, "_hash", 0) + 1  # as DeviceMesh does when it is first asked
+        return held.mean
+
+    converted = fxamp.convert(Counts(normal, asks, decides=False), torch.bfloat16)
+    converted(X)
+    assert fxamp.report(converted).captures == ("symbolic",)
+
+
 def test_a_value_of_a_trace_stays_nowhere():
     model = Counts(Slots, averages, decides=False)
     converted = fxamp.convert(model, torch.bfloat16)
