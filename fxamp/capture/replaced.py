@@ -4,6 +4,7 @@ A graph calls what it met in the trace. It is for calls in which the names by wh
 for the same functions, and those that were replaced by then still are.
 """
 
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -25,12 +26,10 @@ _NOTHING = Scope(frozenset(), {})
 def cells_of_functions(root: nn.Module, graph: fx.Graph) -> Iterator[Cell]:
     """What torch's names of the functions that a graph calls stand for, and those that were replaced before it."""
     names = _called_by(root, graph)
-    for space, own in zip(_PLACES, _TORCHS, strict=True):
-        others = ((name, value) for name, value in space.items() if value is not own.get(name))
-        replaced = {name for name, value in others if not name.startswith("_") and _is_replaced(value)}
-        for name in sorted(replaced | names & space.keys()):
-            title = f"the function {space['__name__']}.{name}"
-            yield Cell(name, frozen(space[name], _NOTHING), None, space, title, frozenset())
+    for place in _FUNCTIONS:
+        for name in sorted(place.replaced() | names & place.space.keys()):
+            title = f"the function {place.space['__name__']}.{name}"
+            yield Cell(name, frozen(place[name], _NOTHING), None, place, title, frozenset())
 
 
 def check_called_as_itself(target: Any) -> None:
@@ -50,7 +49,7 @@ def _called_by(root: nn.Module, graph: fx.Graph) -> set[str]:
     """Names of functions that a graph calls, or that the forwards of layers name which it holds as wholes."""
     names = {getattr(node.target, "__name__", "") for node in graph.nodes if node.op == "call_function"}
     for path in {str(node.target) for node in graph.nodes if node.op == "call_module"}:
-        forward = type(root.get_submodule(path)).forward
+        forward = inspect.getattr_static(type(root.get_submodule(path)), "forward", None)
         names |= set(forward.__code__.co_names) if isinstance(forward, types.FunctionType) else set()
     return {name for name in names if any(callable(space.get(name)) for space in _PLACES)}
 
@@ -61,4 +60,31 @@ def _is_replaced(value: Any) -> bool:
     return not isinstance(value, (type, types.ModuleType)) and callable(value) and not is_library(type(value))
 
 
-_TORCHS = [{name: value for name, value in space.items() if not _is_replaced(value)} for space in _PLACES]
+class _Functions:
+    """A namespace of torch's, for who asks what its names stand for.
+
+    What this package has put there for a while, as its counter does, stands for torch's own.
+    """
+
+    def __init__(self, space: dict[str, Any]) -> None:
+        self.space = space
+        self._own = {name: value for name, value in space.items() if not _is_replaced(value)}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value, own = self.space.get(name, default), self._own.get(name)
+        return own if value is not own and is_ours(value) else value
+
+    __getitem__ = get
+
+    def replaced(self) -> set[str]:
+        """Names that stand for functions of the user's."""
+        others = ((name, value) for name, value in self.space.items() if value is not self._own.get(name))
+        return {name for name, value in others if not name.startswith("_") and _is_replaced(value)}
+
+
+def is_ours(function: Any) -> bool:
+    """Whether a function is one of this package's."""
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "fxamp"
+
+
+_FUNCTIONS = tuple(map(_Functions, _PLACES))

@@ -392,8 +392,6 @@ class SymbolicTracer(fx.Tracer):
             if a.node.graph not in (self.graph, *self._around):
                 line = user_line()
                 said = "a value of one sample leaves the function that is under torch.vmap"
-                if not self._around:
-                    said = "something outside of the model has kept a value of an earlier trace"
                 raise CaptureError(f"{line and line + ': '}{said}")
             return a.node
         if isinstance(a, torch.Tensor):

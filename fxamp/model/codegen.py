@@ -19,6 +19,7 @@ from torch.fx.graph import PythonCode, inplace_methods
 
 from fxamp import ir
 from fxamp.capture.recompute import eager_call, fold_checkpoints
+from fxamp.capture.replaced import is_ours
 from fxamp.switches import set_switches, switches_found
 
 
@@ -114,7 +115,7 @@ def _is_replaced(node: fx.Node) -> bool:
     found: Any = torch if package == "torch" else None
     for name in names:
         found = getattr(found, name, None)
-    return isinstance(found, types.FunctionType) and found is not node.target
+    return isinstance(found, types.FunctionType) and found is not node.target and not is_ours(found)
 
 
 @functools.cache
