@@ -141,7 +141,10 @@ class _Identities:
             attribute = cell.name or "cell_contents"
             self._terms.append(f"{self._named(holder)}.{attribute} is {self._named(value)}")
         else:
-            self._terms.append(f"{entry} is {self._named(value)}")
+            is_same = f"{entry} is {self._named(value)}"
+            space = getattr(holder, "space", None)  # of torch's functions: mostly they are what stands there
+            at_once = "" if space is None else f"{self._named(space)}.get({cell.name!r}) is {self._named(value)} or "
+            self._terms.append(at_once + is_same)
         if cell.items_set:
             self._watch_items(value, cell.items_set)
         self._watch(value, DEPTH)
