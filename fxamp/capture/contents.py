@@ -14,15 +14,20 @@ _MOST_BYTES = 2**26  # a larger array may be a file
 
 
 def contents_of(value: Any) -> Any:
-    """A comparable copy of what it holds; None for what holds nothing of the kind, or too much."""
-    if is_numpys(value) and value.dtype.hasobject:
-        return tuple(map(id, value.ravel().tolist()))
-    if is_numpys(value) or isinstance(value, IN_MEMORY):
-        return numbers_of(value) if memoryview(value).nbytes <= _MOST_BYTES else None
-    if isinstance(value, mmap.mmap):
-        return value[:] if len(value) <= _MOST_BYTES else None
-    if isinstance(value, (io.StringIO, io.BytesIO)):
-        return None if value.closed else (value.getvalue(), value.tell())
+    """A comparable copy of what it holds; None for what holds nothing of the kind, or too much, or is closed."""
+    if is_numpys(value):
+        if value.dtype.hasobject:  # in fields there are no objects that could be told apart
+            return tuple(map(id, value.ravel().tolist())) if value.dtype.names is None else None
+        return numbers_of(value) if value.nbytes <= _MOST_BYTES else None
+    try:
+        if isinstance(value, IN_MEMORY):
+            return numbers_of(value) if memoryview(value).nbytes <= _MOST_BYTES else None
+        if isinstance(value, mmap.mmap):
+            return value[:] if len(value) <= _MOST_BYTES else None
+        if isinstance(value, (io.StringIO, io.BytesIO)):
+            return value.getvalue(), value.tell()
+    except ValueError:  # it is closed, or released
+        return None
     return None
 
 
@@ -50,7 +55,10 @@ def put_contents(value: Any, saved: Any, contents: Any) -> None:
         value.seek(place)
     elif isinstance(value, OF_C):
         ctypes.memmove(ctypes.addressof(value), contents, len(contents))
-    elif isinstance(value, memoryview):
+    elif isinstance(value, memoryview) and value.contiguous:
         value.cast("B")[:] = contents
+    elif isinstance(value, memoryview):
+        saved = memoryview(contents)
+        value[:] = saved.cast(value.format)
     else:
         value[:] = contents

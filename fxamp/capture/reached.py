@@ -154,7 +154,7 @@ class _Held:
         self._kept: Any = None if self._table is None else self._table.copy()
         self._named = _named_in(value)
         self._contents = contents_of(value)
-        self._copy = value.copy() if is_numpys(value) else None
+        self._copy = value.copy() if self._contents is not None and is_numpys(value) else None
         self._version = None if not isinstance(value, torch.Tensor) or value.is_inference() else value._version
         if self._version is not None and value.numel() <= _MOST:
             self._copy = value.detach().clone()

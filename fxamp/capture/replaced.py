@@ -39,8 +39,8 @@ def check_called_as_itself(target: Any) -> None:
     Raises:
         CaptureError: so it is.
     """
-    is_ours = not isinstance(target, types.FunctionType) or is_library_function(target)
-    if not is_ours and any(target is value for space in _PLACES for value in space.values()):
+    is_users = isinstance(target, types.FunctionType) and not is_library_function(target)
+    if is_users and any(target is value for space in _PLACES for value in space.values()):
         text = f"{user_line()}: {target.__qualname__} stands in the place of a function of torch's, and calls it"
         raise for_python(CaptureError(text))  # Dynamo's graphs call it by its name, too
 

@@ -126,6 +126,8 @@ HELD = {
     "ctypes": (lambda: ctypes.c_double(0.0), adds("value")),
     "ctypes array": (lambda: (ctypes.c_int * 2)(), first),
     "memoryview": (lambda: memoryview(bytearray(4)), first),
+    "part of a memoryview": (lambda: memoryview(bytearray(8))[::2], first),
+    "part of a memoryview of numbers": (lambda: memoryview(array.array("d", [0.0] * 4))[::2], first),
     "bytearray": (lambda: bytearray(4), first),
     "array": (lambda: array.array("d", [0.0]), first),
     "numpy": (lambda: np.zeros(2), first),
@@ -165,6 +167,30 @@ def test_each_call_counts_once(name, decides, is_given, fresh_dynamo):
     converted = fxamp.convert(model, torch.bfloat16, (X,) if is_given else None, overrides={"*": "deny"})
     for _ in range(4):
         assert torch.allclose(converted(X), eager(X), rtol=1e-6)
+
+
+def closed(held):
+    held.close() if hasattr(held, "close") else held.release()
+    return held
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.array(["2026-01-01"], dtype="M8[D]"),
+        lambda: np.array([(1.0, None)], dtype=[("number", "f8"), ("thing", "O")]),
+        lambda: np.float32(2.0),
+        lambda: closed(mmap.mmap(-1, 4)),
+        lambda: closed(io.StringIO()),
+        lambda: closed(memoryview(bytearray(4))),
+        lambda: memoryview(np.zeros((2, 3))),
+    ],
+)
+def test_what_is_held_and_not_written_keeps_no_model_from_a_graph(make):
+    model = Counts(make, lambda held, x: 1.0 if held is not None else 2.0, decides=False)
+    converted = fxamp.convert(model, torch.bfloat16)
+    converted(X)
+    assert fxamp.report(converted).captures == ("symbolic",)
 
 
 def test_what_a_library_keeps_for_itself_is_no_write_of_the_models():
