@@ -203,6 +203,34 @@ def test_what_a_library_keeps_for_itself_is_no_write_of_the_models():
     assert fxamp.report(converted).captures == ("symbolic",)
 
 
+def test_what_a_library_computes_once_is_computed_by_the_graph():
+    model = Counts(*HELD["what a library's object computes once"], decides=False)
+    converted = fxamp.convert(model, torch.bfloat16)
+    converted(X)
+    assert fxamp.report(converted).captures == ("symbolic",)
+    assert "probs" not in vars(converted.held)
+
+
+def test_an_array_is_as_it_was_whose_view_was_read_later():
+    """The view was written by then, so it must not be put back as it was when it was read."""
+    numbers = np.zeros(4)
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.whole, self.part = numbers, numbers[:2]
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            self.whole += 1
+            self.part += 1
+            return self.fc(x)
+
+    converted = fxamp.convert(Looks(), torch.bfloat16)
+    converted(X)
+    assert numbers.tolist() == [2, 2, 1, 1]
+
+
 def test_a_value_of_a_trace_stays_nowhere():
     model = Counts(Slots, averages, decides=False)
     converted = fxamp.convert(model, torch.bfloat16)
