@@ -88,8 +88,15 @@ def lists(held, x):
 
 
 def writes(held, x):
-    held.write(b"a" if isinstance(held, io.BytesIO) else "a")
-    return float(len(held.getvalue()))
+    before = len(held.getvalue())
+    held.write(b"ab" if isinstance(held, io.BytesIO) else "ab")
+    return 10.0 * before + held.tell()
+
+
+def with_text(kind, text):
+    held = kind(text)
+    held.seek(1)
+    return held
 
 
 def moves(held, x):
@@ -135,6 +142,8 @@ HELD = {
     "mmap": (lambda: mmap.mmap(-1, 4), first),
     "text": (io.StringIO, writes),
     "bytes": (io.BytesIO, writes),
+    "text that is written over": (lambda: with_text(io.StringIO, "xyz"), writes),
+    "bytes that are written over": (lambda: with_text(io.BytesIO, b"xyz"), writes),
     "attribute of a tensor": (lambda: torch.ones(1), adds("n")),
     "attribute of a library's object": (normal, adds("n")),
     "tensor of a library's object": (normal, moves),

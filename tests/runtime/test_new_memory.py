@@ -140,7 +140,20 @@ def test_a_write_into_a_master_of_before_a_move_is_kept():
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     with torch.no_grad():
-        master_of(weight).fill_(1 + 2.0**-12)
+        master_of(weight).fill_(3 + 2.0**-12)  # which is no rounding of the weight
     weight.data = weight.data.to(memory_format=torch.channels_last)
     optimizer.step()
-    assert master_of(weight).eq(1 + 2.0**-12).all()
+    assert master_of(weight).eq(3 + 2.0**-12).all() and weight.eq(3).all()
+
+
+@pytest.mark.parametrize("make", [low_model, converted])
+def test_a_write_past_the_count_after_a_load_is_kept(make):
+    model = make()
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), 0.25))
+    train(model, optimizer, 1)
+    loaded(model, optimizer)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.full_like(parameter, GIVEN))
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert all(parameter.eq(GIVEN).all() for parameter in model.parameters())

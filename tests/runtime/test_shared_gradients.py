@@ -237,6 +237,25 @@ def test_a_sparse_gradient_is_unscaled_once():
     assert weight[:, 0].tolist() == [0.75, 1.0, 0.5, 1.0]
 
 
+def test_rows_of_a_sparse_gradient_that_add_up_to_an_overflow_skip_both():
+    weight = nn.Parameter(torch.ones(4, 2))
+    optimizers = [torch.optim.SGD([weight], 0.125) for _ in range(2)]
+    scaler = LossScaler(1.0)
+    rows = torch.tensor([2, 2])
+    scaler.scale((nn.functional.embedding(rows, weight, sparse=True) * 3e38).sum()).backward()
+    assert [scaler.step(optimizer).skipped for optimizer in optimizers] == [True, True]
+    assert weight.eq(1).all()
+
+
+@pytest.mark.parametrize("kinds", PAIRS)
+def test_the_norm_of_the_first_step_is_told_after_the_second(kinds):
+    side = Sharing(kinds, LossScaler(SCALE))
+    side.backward(0.25, 0.5, 0.25)
+    results = step_both(side)
+    assert results[0].grad_norm == pytest.approx(math.sqrt(2 * (0.25**2 + 0.5**2)))
+    assert results[1].grad_norm == pytest.approx(math.sqrt(2 * (0.25**2 + 0.5**2)))
+
+
 def test_with_a_closure_what_stands_before_it_is_unscaled_once():
     weight = nn.Parameter(torch.tensor([1.0]))
     first, second = torch.optim.SGD([weight], 0.125), torch.optim.SGD([weight], 0.125)
