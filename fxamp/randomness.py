@@ -23,7 +23,7 @@ def generator_states(devices: Iterable[int] = ()) -> dict[str, Any]:
     states: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state(), "cuda": cuda}
     numpy = _numpy_random()
     if numpy is not None:
-        states["numpy"] = _as_lists(numpy.get_state(legacy=False))
+        states["numpy"] = as_lists(numpy.get_state(legacy=False))
     return states
 
 
@@ -61,7 +61,8 @@ def _numpy_random() -> ModuleType | None:
     return sys.modules.get("numpy.random")
 
 
-def _as_lists(state: Any) -> Any:
+def as_lists(state: Any) -> Any:
+    """The state of a generator of numpy's, of Python's own numbers and lists."""
     if isinstance(state, dict):
-        return {key: _as_lists(value) for key, value in state.items()}
+        return {key: as_lists(value) for key, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state

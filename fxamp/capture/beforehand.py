@@ -43,7 +43,6 @@ from fxamp.capture.reached import Reached, draws_random_numbers, functions_reach
 from fxamp.capture.recomputed import Copies, Recomputed
 from fxamp.capture.sizes import is_made_up
 from fxamp.capture.traces import State
-from fxamp.capture.unseen import unseen
 from fxamp.fakes import Fakes
 from fxamp.randomness import generator_states, moved_since
 from fxamp.tree import every_module
@@ -165,7 +164,7 @@ class Beforehand:
             raise CannotRunBefore(f"{name} draws random numbers")
         before, reached, generators = State(self._root), Reached(names, values), generator_states()
         try:
-            with unseen(self._root), torch.set_grad_enabled(torch.is_grad_enabled() and self._has_gradients):
+            with reached.kept(), torch.set_grad_enabled(torch.is_grad_enabled() and self._has_gradients):
                 given = run_call(call, self._root, self._tracer.example, reached)
                 is_changed = reached.are_changed() or bool(moved_since(generators))
         except CannotRunBefore:
@@ -175,7 +174,6 @@ class Beforehand:
         finally:
             changes = list(before.changes())
             before.restore()
-            reached.put_back()
         if changes or is_changed:
             raise CannotRunBefore(f"{name} changes the model or its file, or draws random numbers")
         return given

@@ -6,16 +6,10 @@ from typing import Any
 
 from torch import fx
 
-from fxamp.capture.elements import SCALARS, base_of, is_pythons, length_of, plain_copy
-from fxamp.capture.objects import attributes_of, slots_of, walk
+from fxamp.capture.elements import SCALARS, base_of, length_of, plain_copy
+from fxamp.capture.objects import attributes_of, slots_of
 
-_CONTAINERS = (dict, list, set, collections.deque)
-
-
-def containers_in(value: Any) -> list[tuple[Any, Any]]:
-    """The containers in a value that can change without an assignment, each with a shallow copy."""
-    parts = (part if isinstance(part, _CONTAINERS) else attributes_of(part) for part in walk(value))
-    return [(part, plain_copy(part)) for part in parts if part is not None and not is_pythons(part)]
+CONTAINERS = (dict, list, set, collections.deque)  # that can change without an assignment
 
 
 def items_of(container: Any) -> list[tuple[Any, Any]]:
@@ -78,7 +72,7 @@ def _has_attributes_alone(kind: type) -> bool:
 
 
 def _hold_the_same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other) or type(one) not in _CONTAINERS:
+    if type(one) is not type(other) or type(one) not in CONTAINERS:
         return False
     mine, others = plain_copy(one), plain_copy(other)
     for held in (mine, others):
@@ -90,7 +84,7 @@ def _hold_the_same(one: Any, other: Any) -> bool:
 def forget_traced_types(container: dict[Any, Any]) -> None:
     """What is kept by the type of an argument, as einops keeps its backends, is kept for tensors, not for a trace."""
     for key in [key for key in dict.__iter__(container) if _is_traced_type(key)]:
-        if not isinstance(dict.get(container, key), (*SCALARS, *_CONTAINERS)):
+        if not isinstance(dict.get(container, key), (*SCALARS, *CONTAINERS)):
             base_of(container).pop(container, key)
 
 

@@ -2,6 +2,7 @@
 
 import dis
 import functools
+import itertools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -39,6 +40,17 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
 def globals_of(code: types.CodeType) -> tuple[str, ...]:
     """The global names that a function reads or sets; `co_names` has those of attributes too."""
     return tuple(dict.fromkeys(str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBALS))
+
+
+@functools.lru_cache(maxsize=512)
+def handed_on(code: types.CodeType) -> frozenset[str]:
+    """The globals that a function reads for more than an attribute of theirs: `scaled(config, x)`."""
+    instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
+    return frozenset(
+        str(each.argval)
+        for each, following in itertools.pairwise(instructions)
+        if each.opname in _GLOBALS and following.opname not in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+    )
 
 
 @functools.lru_cache(maxsize=512)

@@ -10,11 +10,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fxamp import ir
+from fxamp.capture.containers import CONTAINERS
 from fxamp.capture.inputs import CONSTANTS
 from fxamp.capture.objects import FUNCTIONS
 from fxamp.capture.reached import Reached
 from fxamp.capture.recomputed import Recomputed, check_plain
-from fxamp.capture.unseen import CONTAINERS, outside_of_the_call
+from fxamp.capture.unseen import outside_of_the_call
 from fxamp.errors import OptionError
 from fxamp.fakes import memory_of
 from fxamp.opnames import canonical_name
@@ -190,7 +191,7 @@ def _containers(value: Any) -> list[Any]:
     found: list[Any] = []
 
     def note(part: Any) -> bool:
-        if type(part) in CONTAINERS:
+        if isinstance(part, CONTAINERS):
             found.append(part)
         return False
 

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from fxamp.capture.leaves import TABLES
 from fxamp.capture.objects import MISSING, walk
+from fxamp.capture.snapshots import Elements
 from fxamp.capture.traces import Attribute
-from fxamp.capture.unseen import refill
 from fxamp.errors import CaptureError
 from fxamp.ir import module_at
 
@@ -157,10 +157,9 @@ def containers_kept(*models: nn.Module) -> Iterator[None]:
     """Context: afterwards the lists and dictionaries that are attributes of modules hold what they held."""
     modules = (module for model in models for module in model.modules())
     attributes = (value for module in modules for name, value in vars(module).items() if name not in TABLES)
-    found = {id(value): value for value in attributes if type(value) in _KINDS}
-    before = [(container, container.copy()) for container in found.values()]
+    before = [Elements(value) for value in attributes if type(value) in _KINDS]
     try:
         yield
     finally:
-        for container, elements in before:
-            refill(container, elements)
+        for each in before:
+            each.put_back()

@@ -158,15 +158,19 @@ def _parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
     if isinstance(value, CONTAINERS):
         if is_pythons(value):
             return None
-        return named_elements(value) if not is_too_long(value) else [("length", length_of(value))]
+        elements = named_elements(value) if not is_too_long(value) else [("length", length_of(value))]
+        return [*elements, *attributes_named(value, scope)]
     if is_array(value):
         return [("numbers", numbers_of(value))] if memoryview(value).nbytes <= _MOST_BYTES else None
+    has_any = namespace_of(value) is not None or any(name in scope.names for name in slots_of(class_of(value)))
+    return attributes_named(value, scope) if has_any else None
+
+
+def attributes_named(value: Any, scope: Scope) -> list[tuple[str, Any]]:
+    """The attributes of an object, those in slots too, that the model's functions name."""
     is_foreign = is_library(class_of(value))
     slots = [] if is_foreign else [name for name in slots_of(class_of(value)) if name in scope.names]
-    own = namespace_of(value)
-    if not slots and own is None:
-        return None
-    held = own or {}
+    held = namespace_of(value) or {}
     if EVERYTHING in scope.names and not is_foreign:
         held_names = {name for name in held if isinstance(name, str) and name.isidentifier()}
     else:
@@ -177,6 +181,18 @@ def _parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
 def pointed_at(value: Any) -> Any:
     """What a context variable holds in this thread and task, or what a weak reference is to; MISSING for nothing."""
     return value.get(MISSING) if isinstance(value, contextvars.ContextVar) else value()
+
+
+def read(holder: Any, name: str) -> Any:
+    """What a holder has now; MISSING for nothing."""
+    if isinstance(holder, types.FunctionType):
+        return getattr(holder, name)
+    if isinstance(holder, types.CellType):
+        try:
+            return holder.cell_contents
+        except ValueError:
+            return MISSING
+    return holder.get(name, MISSING)
 
 
 def class_of(value: Any) -> type:
@@ -251,9 +267,14 @@ def is_descriptor(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=512)
 def slots_of(kind: type) -> tuple[str, ...]:
-    """The attributes for which a class and its bases declare slots."""
-    declared = [vars(each).get("__slots__", ()) for each in kind.__mro__]
-    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
+    """The attributes for which a class and its bases declare slots, by the names that `getattr` takes."""
+    names: list[str] = []
+    for each in kind.__mro__:
+        declared = vars(each).get("__slots__", ())
+        own = each.__name__.lstrip("_")
+        for name in (declared,) if isinstance(declared, str) else declared:
+            is_private = name.startswith("__") and not name.endswith("__") and own
+            names.append(f"_{own}{name}" if is_private else name)
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
@@ -292,12 +313,10 @@ def namespace_of(value: Any) -> dict[str, Any] | None:
 
 
 def foreign_attributes_of(value: Any) -> dict[str, Any] | None:
-    """The `__dict__` of a tensor, or of a library's object that `namespace_of` tells of; None for anything else, and
-    for what a thread sets for itself when it first asks.
-    """
+    """The `__dict__` of a tensor, or of a library's object that `namespace_of` tells of; None for anything else."""
     if isinstance(value, torch.Tensor):
         return value.__dict__
-    return namespace_of(value) if is_library(class_of(value)) and not isinstance(value, threading.local) else None
+    return namespace_of(value) if is_library(class_of(value)) else None
 
 
 # Of their objects nothing is watched: they stand for functions and types, are asked for at each line that logs, or are
@@ -323,26 +342,30 @@ def walk(value: Any, depth: int = _WALKED, into_libraries: bool = False) -> Iter
             seen[id(part)] = left, part
         if is_scalar or looked_into < 0:
             yield part
-        if left == 0 or is_scalar or isinstance(part, (torch.Tensor, nn.Module)):
+        if left == 0 or is_scalar or isinstance(part, nn.Module):
             continue
         with contextlib.suppress(Exception):  # its class forbids the question
-            waiting += [(each, left - 1) for each in reversed(_inside(part, into_libraries))]
+            waiting += [(each, left - 1) for each in reversed(inside_of(part, into_libraries))]
 
 
-def _inside(value: Any, into_libraries: bool) -> list[Any]:
+def inside_of(value: Any, into_libraries: bool = True) -> list[Any]:
+    """What a container or an object holds, and what a method, a partial or a reference is of."""
     if isinstance(value, METHODS):
         return [part for _, part in method_parts(value) or ()]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, POINTERS):
         return [pointed_at(value)]
-    if isinstance(value, CONTAINERS):
-        held = plain_copy(value) if is_looked_into(value) else ()
-        return list(held.values() if isinstance(held, dict) else held)
     if is_numpys(value) and value.dtype.hasobject:
         return value.ravel().tolist() if value.size <= MOST else []
+    if isinstance(value, torch.Tensor):
+        return [part for name, part in value.__dict__.items() if not name.startswith("_")]
+    inside: list[Any] = []
+    if isinstance(value, CONTAINERS) and is_looked_into(value):
+        held = plain_copy(value)
+        inside += held.values() if isinstance(held, dict) else held
     if isinstance(value, FUNCTIONS) or (is_library(type(value)) and not into_libraries):
-        return []
-    own = (namespace_of(value) if into_libraries else attributes_of(value)) or {}
-    slots = [getattr(value, name) for name in slots_of(class_of(value)) if hasattr(value, name)]
-    return [*slots, *dict.values(own)] if dict.__len__(own) <= MOST else []
+        return inside
+    inside += [getattr(value, name) for name in slots_of(class_of(value)) if hasattr(value, name)]
+    attributes = (namespace_of(value) if into_libraries else attributes_of(value)) or {}
+    return [*inside, *dict.values(attributes)] if dict.__len__(attributes) <= MOST else inside

@@ -21,6 +21,7 @@ from fxamp.capture.functions_of import (
     codes_of,
     functions_in,
     globals_of,
+    handed_on,
     imports_in,
     strings_in,
     supers_in,
@@ -37,9 +38,9 @@ from fxamp.capture.objects import (
     is_of_a_tool,
     method_parts,
     namespace_of,
+    read,
     walk,
 )
-from fxamp.capture.state import read
 from fxamp.capture.torch_settings import SETTINGS
 from fxamp.capture.unnamed import MAKERS, Unnamed
 
@@ -126,7 +127,7 @@ class Outside:
             if id(function) in self._functions or is_library_function(function) or is_of_a_tool(function):
                 continue
             self._functions[id(function)] = function
-            self._effects.remember_containers(vars(function), f"the attributes of {function.__qualname__}()")
+            self._effects.remember_held(vars(function), f"the attributes of {function.__qualname__}()")
             codes = list(codes_of(function.__code__))
             texts = {text for code in codes for text in (*strings_in(code), *code.co_names)}
             self._named({name for text in texts for name in (text, *text.split("."))})
@@ -138,6 +139,9 @@ class Outside:
                     self._asked.listen(function.__globals__)
                 for name in names:
                     self._global(function.__globals__, name, code.co_names)
+                for name in handed_on(code):
+                    if isinstance(module := function.__globals__.get(name), types.ModuleType):
+                        self.follow(module)
                 for name in supers_in(code):
                     self._above(function, name)
                 if "sys" in names and "modules" in attributes_in(code):
@@ -206,7 +210,7 @@ class Outside:
         """What an argument is where it is not given: state that stays from call to call."""
         held = {"__name__": f"the defaults of {function.__qualname__}()"}
         for place, default in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
-            self._effects.remember_containers(default, f"{DEFAULT}{function.__qualname__}()")
+            self._effects.remember_held(default, f"{DEFAULT}{function.__qualname__}()")
             if not isinstance(default, SCALARS):
                 held[str(place)] = default
                 self._keep(held, str(place), default)

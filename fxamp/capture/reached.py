@@ -7,33 +7,35 @@ def look(kinds):
 
 import contextlib
 import inspect
+import itertools
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fxamp.capture.contents import contents_of, put_contents
-from fxamp.capture.elements import SCALARS, is_pythons
-from fxamp.capture.functions_of import functions_in
+from fxamp.capture.elements import SCALARS
+from fxamp.capture.functions_of import codes_of, functions_in
 from fxamp.capture.locations import is_library_function
-from fxamp.capture.numbers import is_numpys
-from fxamp.capture.objects import (
-    FUNCTIONS,
-    MISSING,
-    attributes_of,
-    foreign_attributes_of,
-    held_in_slots,
-    is_library,
+from fxamp.capture.objects import MISSING, inside_of, is_library_module, read, walk
+from fxamp.capture.snapshots import (
+    Elements,
+    Numbers,
+    OfClass,
+    OfModule,
+    Snapshot,
+    Variable,
+    is_lost_by_dynamo,
+    is_users_class,
+    put,
+    snapshots_of,
 )
-from fxamp.capture.state import read
-from fxamp.capture.unseen import CONTAINERS, is_refilled, refill
+from fxamp.randomness import generators_kept
 
-_MOST = 65536
-"""So many objects are looked at; a tensor of more numbers is only asked whether it was written."""
+_MOST = 65536  # objects that are looked at
 
 
 class Name(NamedTuple):
@@ -64,14 +66,27 @@ def functions_reached(functions: Iterable[Any], kinds: Iterable[type]) -> tuple[
             if function in seen or is_library_function(function):
                 continue
             seen[function] = None
-            texts = set(_names_of(function.__code__))
-            for text in texts:
-                name = Name(function.__globals__, text, "random" in texts)
-                if name.value is not MISSING:
-                    found[id(name.space), text] = name
-                waiting += (name.value, *(inspect.getattr_static(kind, text, None) for kind in known))
+            texts = {text for code in codes_of(function.__code__) for text in code.co_names}
+            for name in _named_from(function.__globals__, texts):
+                found[id(name.space), name.name] = name
+                waiting.append(name.value)
+            waiting += [inspect.getattr_static(kind, text, None) for kind in known for text in texts]
             waiting += _held_by(function)
     return list(found.values()), list(seen)
+
+
+def _named_from(space: dict[str, Any], texts: set[str]) -> Iterator[Name]:
+    """What is named there, and in the Python modules that are: `config.TABLE`."""
+    spaces = {id(space): space}
+    waiting = [space]
+    while waiting:
+        inside = waiting.pop()
+        for text in texts & inside.keys():
+            yield Name(inside, text, "random" in texts)
+            value = inside[text]
+            if isinstance(value, types.ModuleType) and not is_library_module(value) and id(vars(value)) not in spaces:
+                spaces[id(vars(value))] = vars(value)
+                waiting.append(vars(value))
 
 
 def _held_by(function: types.FunctionType) -> list[Any]:
@@ -94,11 +109,14 @@ def draws_random_numbers(names: Iterable[Name]) -> bool:
     )
 
 
-def _names_of(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names_of(inner)
+def is_frozen_by_dynamo(forward: Callable[..., Any], model: nn.Module) -> bool:
+    """Whether functions of a model's name something that Dynamo would read once and for good."""
+    modules = list(model.modules())
+    names, functions = functions_reached([forward], {type(module) for module in modules})
+    texts = {text for function in functions for code in codes_of(function.__code__) for text in code.co_names}
+    held = [value for module in modules for name, value in vars(module).items() if name in texts]
+    parts = (part for value in (*held, *(name.value for name in names)) for part in walk(value))
+    return any(is_lost_by_dynamo(part) for part in parts)
 
 
 class Reached:
@@ -111,16 +129,16 @@ class Reached:
 
     def __init__(self, names: list[Name], values: Iterable[Any] = ()) -> None:
         self._names = [(name, name.value) for name in names]
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, tuple[Any, list[Snapshot]]] = {}  # id -> an object, of what it holds
         waiting = [*values, *(value for _, value in self._names)]
         while waiting and len(self._held) < _MOST:
             value = waiting.pop()
             if id(value) in self._held or isinstance(value, SCALARS):
                 continue
             with contextlib.suppress(Exception):  # its class forbids the question
-                held = _Held(value)
-                self._held[id(value)] = held
-                waiting += held.parts
+                snapshots = list(_snapshots_of(value))
+                self._held[id(value)] = value, snapshots
+                waiting += _parts_of(value, snapshots)
 
     def holds(self, value: Any) -> bool:
         """Whether this very object is among what is reached."""
@@ -129,92 +147,48 @@ class Reached:
     def are_changed(self) -> bool:
         """Whether anything is not as it was."""
         are_others = any(name.value is not value for name, value in self._names)
-        return are_others or any(held.is_changed() for held in self._held.values())
+        return are_others or any(each.changes() for each in self._snapshots())
 
-    def put_back(self) -> None:
-        """Let all be as it was."""
-        for name, value in self._names:
-            if name.value is not value:
-                name.space[name.name] = value
-        for held in self._held.values():
-            if held.is_changed():
-                held.put_back()
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Context: afterwards all is as it was, and so are the random generators that all code shares."""
+        try:
+            with generators_kept():
+                yield
+        finally:
+            for name, value in self._names:
+                if name.value is not value:
+                    put(name.space, name.name, value)
+            for each in reversed(list(self._snapshots())):  # a view may come after the whole
+                each.put_back()
 
-
-class _Held:
-    """What one object holds now.
-
-    Attributes:
-        parts: objects that it holds.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self._table = _table_of(value)
-        self._kept: Any = None if self._table is None else self._table.copy()
-        self._named = _named_in(value)
-        self._contents = contents_of(value)
-        self._copy = value.copy() if self._contents is not None and is_numpys(value) else None
-        self._version = None if not isinstance(value, torch.Tensor) or value.is_inference() else value._version
-        if self._version is not None and value.numel() <= _MOST:
-            self._copy = value.detach().clone()
-        kept = self._kept.values() if isinstance(self._kept, dict) else self._kept or ()
-        self.parts = [*kept, *self._named.values()]
-        if type(value) is tuple:
-            self.parts += value
-        elif isinstance(value, types.FunctionType) and not is_library_function(value):
-            self.parts += [*(value.__closure__ or ()), *_held_by(value)]
-        elif isinstance(value, nn.Module):
-            self.parts = [part for part in self.parts if part is not value._parameters and part is not value._buffers]
-
-    def is_changed(self) -> bool:
-        return (
-            (self._table is not None and is_refilled(self._table, self._kept))
-            or bool(self._renamed())
-            or contents_of(self._value) != self._contents
-            or (self._version is not None and self._value._version != self._version)
-        )
-
-    def _renamed(self) -> list[str]:
-        now = _named_in(self._value)
-        return [name for name in {**self._named, **now} if now.get(name, MISSING) is not self._named.get(name, MISSING)]
-
-    def put_back(self) -> None:
-        if self._table is not None:
-            refill(self._table, self._kept)
-        for name in self._renamed():
-            _set(self._value, name, self._named.get(name, MISSING))
-        if self._contents is not None:
-            put_contents(self._value, self._copy, self._contents)
-        if self._version is not None and self._copy is not None:
-            with torch.no_grad():
-                self._value.detach().copy_(self._copy)
+    def _snapshots(self) -> Iterator[Snapshot]:
+        return itertools.chain.from_iterable(snapshots for _, snapshots in self._held.values())
 
 
-def _table_of(value: Any) -> Any:
-    """The container in which an object holds what may be changed; None where there is none."""
-    if type(value) in CONTAINERS:
-        return None if is_pythons(value) else value
-    if isinstance(value, types.FunctionType):
-        return None if is_library_function(value) else vars(value)
-    if isinstance(value, (*FUNCTIONS, types.CellType)):
-        return None
-    held = value.__dict__ if isinstance(value, nn.Module) else attributes_of(value)
-    return foreign_attributes_of(value) if held is None else held
+def _snapshots_of(value: Any) -> Iterator[Snapshot]:
+    yield from snapshots_of(value)
+    if isinstance(value, nn.Module):
+        yield Elements(value.__dict__)
+    elif isinstance(value, types.CellType):
+        yield Variable(value)
+    elif is_users_class(value):
+        yield OfClass(value)
+    elif isinstance(value, types.ModuleType) and not is_library_module(value):
+        yield OfModule(value)
+    elif isinstance(value, types.FunctionType) and not is_library_function(value):
+        yield Elements(vars(value))
+    elif isinstance(value, torch.Tensor) and not value.is_inference():
+        yield Numbers(value)
 
 
-def _named_in(value: Any) -> dict[str, Any]:
-    """What is held by name and in no dictionary: in slots, by a class of the user's, in a closure's cell."""
-    if isinstance(value, types.CellType):
-        return {"cell_contents": read(value, "")}
-    if isinstance(value, type) and not is_library(value):
-        return {name: held for name, held in vars(value).items() if not name.startswith("__")}
-    return held_in_slots(value)
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    change = object.__setattr__ if not isinstance(owner, type) else type.__setattr__
-    if value is not MISSING:
-        change(owner, name, value)
-    elif hasattr(owner, name):
-        delattr(owner, name)
+def _parts_of(value: Any, snapshots: list[Snapshot]) -> list[Any]:
+    parts = [part for each in snapshots for part in each.parts]
+    if isinstance(value, type):
+        return [*parts, *value.__mro__, type(value)]
+    parts.append(type(value))
+    if isinstance(value, types.FunctionType) and not is_library_function(value):
+        return [*parts, *(value.__closure__ or ()), *_held_by(value)]
+    if isinstance(value, nn.Module):  # parameters and buffers are looked after by whoever calls
+        return [part for part in parts if part is not value._parameters and part is not value._buffers]
+    return [*parts, *inside_of(value)]

@@ -24,6 +24,7 @@ from fxamp.capture.objects import MISSING, Scope, frozen, is_descriptor, is_libr
 from fxamp.capture.outside import Outside
 from fxamp.capture.places import paths_of, ties_of
 from fxamp.capture.process import VARIABLES, process_noted, title_of
+from fxamp.capture.refusals import is_for_python
 from fxamp.capture.selves import check_agrees
 from fxamp.capture.settings import Settings
 from fxamp.capture.state import LIFTED, NOT_NONE, Cell
@@ -79,8 +80,7 @@ class Reads:
 
         Raises:
             CaptureError: forward wrote Python state, which a graph would not do again, or read what a hook may write.
-            OptionError: a hook sets an attribute of the original model that forward reads, or forward draws from a
-                random.Random.
+            OptionError: a hook sets an attribute of the original model that forward reads.
         """
 
         def getattribute(module: nn.Module, name: str) -> Any:
@@ -117,7 +117,9 @@ class Reads:
             del space.__getattribute__, space.__reduce_ex__
             self._outside.restore()
             done = self._effects.undo()
-        if isinstance(done, FxampError):
+            if isinstance(done, CaptureError) and is_for_python(done):
+                raise done  # whatever else has ended the trace: Dynamo is not to go on
+        if isinstance(done, CaptureError):
             raise done
         self.settings = done
 

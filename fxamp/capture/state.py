@@ -5,14 +5,13 @@ A graph holds what was read as constants, so it is valid only while the state is
 """
 
 import dataclasses
-import types
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxamp.capture.kept_items import without
-from fxamp.capture.objects import MISSING, Scope, frozen
+from fxamp.capture.objects import Scope, frozen
 from fxamp.fakes import is_sharded
 
 LIFTED = object()  # a number that the graph reads anew at each call: its type alone matters
@@ -107,15 +106,3 @@ def type_of_weight(tensor: torch.Tensor) -> tuple[Any, ...]:
 def type_of_kept(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What the graph takes for granted of a tensor that is a plain attribute of a module."""
     return (tensor.dtype, tensor.shape, tensor.device, tensor.layout)
-
-
-def read(holder: Any, name: str) -> Any:
-    """What a holder has now; MISSING for nothing."""
-    if isinstance(holder, types.FunctionType):
-        return getattr(holder, name)
-    if isinstance(holder, types.CellType):
-        try:
-            return holder.cell_contents
-        except ValueError:
-            return MISSING
-    return holder.get(name, MISSING)

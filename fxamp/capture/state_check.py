@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fxamp.capture.contents import numbers_of
-from fxamp.capture.elements import SCALARS, elements_of, holds_the_same, is_too_long, length_of, plain_copy
+from fxamp.capture.elements import CONTAINERS, SCALARS, elements_of, holds_the_same, is_too_long, length_of, plain_copy
 from fxamp.capture.kept_items import without
 from fxamp.capture.objects import (
     DEPTH,
@@ -25,14 +25,17 @@ from fxamp.capture.objects import (
     MISSING,
     POINTERS,
     Scope,
+    attributes_named,
     depth_inside,
     is_array,
+    is_library,
     namespace_of,
     parts_of,
     pointed_at,
+    read,
 )
 from fxamp.capture.places import paths_of
-from fxamp.capture.state import LIFTED, Cell, read, type_of_kept, type_of_weight
+from fxamp.capture.state import LIFTED, Cell, type_of_kept, type_of_weight
 
 
 class StateCheck:
@@ -186,9 +189,12 @@ class _Identities:
         if depth <= self._watched.get(id(value), 0) or isinstance(value, SCALARS):
             return
         self._watched[id(value)] = depth
-        parts = parts_of(value, Scope(self._names, {}))
+        scope = Scope(self._names, {})
+        parts = parts_of(value, scope)
         if parts is None:
             return
+        if isinstance(value, CONTAINERS) and not is_library(type(value)):
+            self._watch_object(value, attributes_named(value, scope))
         if is_too_long(value):
             self._terms.append(f"length_of({self._named(value)}) == {parts[0][1]}")
         elif isinstance(value, set):

@@ -30,7 +30,7 @@ from fxamp.capture.effects import clear_caches
 from fxamp.capture.frames import captures_apart, compile_apart
 from fxamp.capture.reached import Reached, functions_reached
 from fxamp.capture.surroundings import idle_autocast
-from fxamp.capture.unseen import no_saved_tensor_hooks, unseen
+from fxamp.capture.unseen import no_saved_tensor_hooks
 from fxamp.dtypes import autocast_kind, device_of
 from fxamp.dynamo.variant import Rewrite, rewrite_dynamo_graph
 from fxamp.errors import OptionError
@@ -129,19 +129,19 @@ def visit_graphs(
         return mode.from_tensor(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
     try:
-        with FakeCopyMode(mode):
-            twin = copy.deepcopy(plain_tree(model))
-            fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
-        with mode, unseen(model), no_saved_tensor_hooks(), without_cudnn(model):
-            run = compile_apart(base.forward, show)
-            with captures_apart(), kept_switches():
-                run(twin, *fake_args, **fake_kwargs)
+        with outside.kept():
+            with FakeCopyMode(mode):
+                twin = copy.deepcopy(plain_tree(model))
+                fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
+            with mode, no_saved_tensor_hooks(), without_cudnn(model):
+                run = compile_apart(base.forward, show)
+                with captures_apart(), kept_switches():
+                    run(twin, *fake_args, **fake_kwargs)
     except OptionError:
         raise
     except Exception as error:
         return error
     finally:
-        outside.put_back()
         show_to.clear()
         clear_caches(lambda kept: issubclass(type(kept), FakeTensor) and kept.fake_mode is mode)
     return None

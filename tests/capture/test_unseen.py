@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp.capture.unseen import unseen
+from fxamp.capture.reached import Reached, functions_reached
 
 SPEAKS_OF = "autocast"  # so the lines that are protected from it are looked for, by a run on fake tensors
 STATE, LOG, SEEN, RECENT, CALLS = {"calls": 0}, [], set(), collections.deque(maxlen=3), 0
@@ -58,7 +58,8 @@ def test_side_effects_happen_once_a_call(example):
 
 def test_everything_is_put_back_after_an_error():
     model = started_again()
-    with pytest.raises(ZeroDivisionError), unseen(model):
+    reached = Reached(functions_reached([Counting.forward], ())[0])
+    with pytest.raises(ZeroDivisionError), reached.kept():
         model(torch.ones(2, 4))
         raise ZeroDivisionError
     assert (STATE, LOG, SEEN, list(RECENT), CALLS) == ({"calls": 0}, [], set(), [], 0)
