@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import importlib
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,17 +26,16 @@ ASKED_BY = frozenset({"getattr", "hasattr", "vars"})
 
 
 class Asked:
-    """The names that a trace asks for, in this thread.
+    """The names that a trace asks for.
 
     Args:
         note: is given an object of the user's, a class, a function or a Python module, and the name of an attribute.
-        is_paused: whether what happens now is no part of the model's forward.
+        is_paused: whether what happens now is no part of the model's forward; another thread's is none.
     """
 
     def __init__(self, note: Callable[[Any, str], None], is_paused: Callable[[], bool]) -> None:
         self._note = note
         self._is_paused = is_paused
-        self._thread = threading.get_ident()
         self._is_over = False
         self._kinds: dict[type, bool] = {}
         self._instead = {"getattr": self._getattr, "hasattr": self._hasattr, "vars": self._vars}
@@ -71,7 +69,7 @@ class Asked:
 
         def import_module(*args: Any, **kwargs: Any) -> types.ModuleType:
             module = load(*args, **kwargs)
-            if self._is_asked() and not is_library_frame(sys._getframe(1)):
+            if not self._is_paused() and not is_library_frame(sys._getframe(1)):
                 loaded(module)
             return module
 
@@ -82,15 +80,12 @@ class Asked:
         finally:
             importlib.import_module = load
 
-    def _is_asked(self) -> bool:
-        return threading.get_ident() == self._thread and not self._is_paused()
-
     def _ask(self, value: Any, name: Any) -> None:
         kind = type(value)
         if kind not in self._kinds:
             self._kinds[kind] = _matters(kind)
         is_own = type(name) is str and not name.startswith("__")  # what Python and dataclasses keep stays as it is
-        if self._kinds[kind] and is_own and self._is_asked():
+        if self._kinds[kind] and is_own and not self._is_paused():
             self._note(value, name)
 
     def _getattr(self, value: Any, name: Any, *default: Any) -> Any:

@@ -8,7 +8,6 @@ A trace that comes to one ends there, the module is loaded, and forward is trace
 
 import contextlib
 import importlib
-import threading
 from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from typing import Any, TypeVar
@@ -50,13 +49,13 @@ class Imports:
     @contextlib.contextmanager
     def noted(self, tracer: Any) -> Iterator[None]:
         """Around a trace: it ends where forward loads a module, in this thread."""
-        thread, loaders = threading.get_ident(), (SourceFileLoader, SourcelessFileLoader)
+        loaders = (SourceFileLoader, SourcelessFileLoader)
         saved = [(loader, vars(loader).get("exec_module"), loader.exec_module) for loader in loaders]
 
         def noting(original: Any) -> Any:
             def exec_module(loader: Any, module: Any) -> None:
                 name = module.__name__
-                if tracer.is_recording and threading.get_ident() == thread and name not in self._tried:
+                if tracer.is_recording and name not in self._tried:
                     self._asked = name
                     raise _NotLoaded(name)
                 original(loader, module)

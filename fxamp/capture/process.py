@@ -7,7 +7,6 @@ import builtins
 import contextlib
 import os
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,13 +30,12 @@ def process_noted(keep: Callable[[Any, Any, Any], None], is_paused: Callable[[],
     Args:
         keep: takes an owner, a name and what it holds.
     """
-    kind, thread = type(os.environ), threading.get_ident()
+    kind = type(os.environ)
     read, write, delete = methods = [getattr(kind, name) for name in _NAMES]
     plain_open = builtins.open
 
     def is_asked() -> bool:
-        by_the_model = threading.get_ident() == thread and not is_paused()
-        return by_the_model and _is_asked_by_the_model(sys._getframe(2))
+        return not is_paused() and _is_asked_by_the_model(sys._getframe(2))
 
     def getitem(environ: Any, name: Any) -> Any:
         if is_asked():

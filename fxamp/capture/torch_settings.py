@@ -5,7 +5,6 @@ if torch.backends.cudnn.benchmark: ...
 """
 
 import contextlib
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -87,14 +86,10 @@ class _Asker:
 
     def __init__(self, keep: Callable[[Any, Any, Any], None], is_paused: Callable[[], bool]) -> None:
         self._keep, self._is_paused = keep, is_paused
-        self._thread = threading.get_ident()
         self._before = {getter: SETTINGS[SETTINGS.known_by(getter)] for getter in _GETTERS}
 
-    def _is_recorded(self) -> bool:
-        return threading.get_ident() == self._thread and not self._is_paused()
-
     def _is_asked_by_the_model(self) -> bool:
-        return self._is_recorded() and not is_library_frame(asker(2))
+        return not self._is_paused() and not is_library_frame(asker(2))
 
     def noting(self, teller: Callable[[], Any]) -> Callable[[], Any]:
         """The function, of which a note is taken, with what it told before forward: that may have set it."""
@@ -113,7 +108,7 @@ class _Asker:
         name = SETTINGS.known_by(_ranks)
 
         def tell(*args: Any, **kwargs: Any) -> Any:
-            if self._is_recorded():
+            if not self._is_paused():
                 self._keep(SETTINGS, name, SETTINGS[name])
             return teller(*args, **kwargs)
 
