@@ -26,7 +26,7 @@ class NumberFits:
     def __init__(self, graph: fx.Graph, low: torch.dtype) -> None:
         asked = [node for node in graph.nodes if ASKED in node.meta]
         leaves, self._compute = _computation(asked)
-        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        inputs = graph.find_nodes(op="placeholder")
         self._given = [inputs.index(node) for node in leaves if node.op == "placeholder"]
         self._places = [str(node.target).rpartition(".") for node in leaves if node.op == "get_attr"]
         self._is_added = [bool(node.meta[ASKED]) for node in asked]

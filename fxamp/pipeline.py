@@ -139,7 +139,7 @@ def rewrite(captured: Captured, fakes: Fakes | None, options: Options, fuses_cas
     run_passes(captured.graph, pipeline, (*ALWAYS, keeps_state(root)))
     outputs_have(options.output_dtype)(captured.graph)
     if fakes is not None and captured.example is not None:
-        types_hold(root, fakes, captured.example)(captured.graph)
+        types_hold(fakes, captured.example)(captured.graph)
     return {path: fit for path, fit in fits.items() if path not in captured.constants}
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fxamp.sparse import is_sparse
-from fxamp.tree import every_parameter
+from fxamp.tree import every_parameter, without_common_end
 
 _NUMBERS = 1024  # of each matrix, by which copies are found
 _ENOUGH = 64  # numbers whose correlation is no chance
@@ -28,7 +28,7 @@ def weights_of_teachers(model: nn.Module) -> list[str]:
     weights = dict(every_parameter(model))
     copies: dict[str, str] = {}
     for copy, original in _pairs(weights):
-        copies.setdefault(*_without_common_end(copy, original))
+        copies.setdefault(*without_common_end(copy, original))
     return [name for name, weight in weights.items() if not weight.requires_grad and _is_in(copies, name, weights)]
 
 
@@ -61,15 +61,6 @@ def _numbers(weight: torch.Tensor) -> torch.Tensor:
     step = max(1, weight.numel() // _NUMBERS)
     numbers = weight.detach().flatten()[::step][:_NUMBERS].float().nan_to_num(0, 0, 0)
     return nn.functional.normalize(numbers - numbers.mean(), dim=0)
-
-
-def _without_common_end(copy: str, original: str) -> tuple[str, str]:
-    """Paths of the modules in which two parameters have the same place."""
-    ours, theirs = copy.split("."), original.split(".")
-    while ours and theirs and ours[-1] == theirs[-1]:
-        ours.pop()
-        theirs.pop()
-    return ".".join(ours), ".".join(theirs)
 
 
 def _is_in(copies: Mapping[str, str], name: str, names: Container[str]) -> bool:

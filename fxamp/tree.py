@@ -1,4 +1,4 @@
-"""The modules, parameters and buffers of a model under all of their paths.
+"""The modules, parameters and buffers of a model under all of their paths, and what paths have in common.
 
 What torch's `named_modules(remove_duplicate=False)` gives, also where a class has a `named_modules` or
 `named_parameters` of its own: those from before torch 2.0 take no `remove_duplicate`, others give further names.
@@ -32,3 +32,12 @@ def every_buffer(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 yield f"{path}.{name}" if path else name, buffer
+
+
+def without_common_end(one: str, other: str) -> tuple[str, str]:
+    """Paths of the modules in which two parameters have the same place."""
+    ours, theirs = one.split("."), other.split(".")
+    while ours and theirs and ours[-1] == theirs[-1]:
+        ours.pop()
+        theirs.pop()
+    return ".".join(ours), ".".join(theirs)

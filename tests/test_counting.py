@@ -72,7 +72,7 @@ def tiny_on_fake_cuda(on_fake_cuda) -> dict:
 
 
 def counted(forward, *parameters) -> Counts:
-    return count_step(forward, parameters)[0]
+    return count_step(forward, parameters)
 
 
 def test_every_number_of_a_small_step():

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -118,11 +118,20 @@ _NUMBERS_OF = frozenset(
 
 def holds_tensor(arguments: Any) -> bool:
     """Whether a real tensor is among the arguments."""
+    return _holds(arguments, lambda value: isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor))
+
+
+def holds_proxy(arguments: Any) -> bool:
+    """Whether a traced value is among the arguments."""
+    return _holds(arguments, lambda value: isinstance(value, fx.Proxy))
+
+
+def _holds(arguments: Any, is_one: Callable[[Any], bool]) -> bool:
     found = False
 
     def look(value: Any) -> Any:
         nonlocal found
-        found = found or (isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor))
+        found = found or is_one(value)
         return value
 
     fx.node.map_aggregate(arguments, look)
@@ -222,15 +231,3 @@ _CREATORS = _RANDOM | frozenset(
         *(torch.triu_indices, torch.hann_window, torch.hamming_window, torch.empty_strided),
     }
 )
-
-
-def holds_proxy(arguments: Any) -> bool:
-    found = False
-
-    def look(value: Any) -> Any:
-        nonlocal found
-        found = found or isinstance(value, fx.Proxy)
-        return value
-
-    fx.node.map_aggregate(arguments, look)
-    return found

@@ -70,7 +70,7 @@ def adopt(
             node.meta["autocast"] = "off"
     name_first_states(graph)
     _note_kernels(graph, module)
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = graph.find_nodes(op="placeholder")
     note_memory(inputs, example_inputs)
     for node, value in zip(inputs, example_inputs, strict=True):
         kind = _weight_kind(node, value)

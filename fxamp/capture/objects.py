@@ -327,11 +327,11 @@ _LET_BE = (
 )
 
 
-def walk(value: Any, depth: int = _WALKED, into_libraries: bool = False) -> Iterator[Any]:
+def walk(value: Any, into_libraries: bool = False) -> Iterator[Any]:
     """A value, and what its containers and the user's objects in it hold, each once; where asked for, objects of
     libraries too.
     """
-    waiting, seen = [(value, depth)], dict[int, tuple[int, Any]]()
+    waiting, seen = [(value, _WALKED)], dict[int, tuple[int, Any]]()
     while waiting:
         part, left = waiting.pop()
         is_scalar = isinstance(part, SCALARS)

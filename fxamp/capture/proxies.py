@@ -174,7 +174,7 @@ class ValueProxy(fx.Proxy):
 
     def _place(self) -> int:
         """Of an input among all."""
-        return [node for node in self.node.graph.nodes if node.op == "placeholder"].index(self.node)
+        return self.node.graph.find_nodes(op="placeholder").index(self.node)
 
     def _note_kind(self, name: str) -> None:
         """An input may be a parameter in one call, and none in the next; the graph is for what it is in this one."""

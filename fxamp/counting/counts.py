@@ -161,7 +161,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def count_step(forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor]) -> tuple[Counts, Counter]:
+def count_step(forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor]) -> Counts:
     """Cost of `forward().backward()`, which runs once.
 
     Args:
@@ -176,4 +176,4 @@ def count_step(forward: Callable[[], torch.Tensor], parameters: Iterable[torch.T
         # In this thread: a thread of autograd's own could still hold the counter when the interpreter ends.
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()  # type: ignore[no-untyped-call]
-    return dataclasses.replace(counter.counts, saved_nbytes=saved.nbytes), counter
+    return dataclasses.replace(counter.counts, saved_nbytes=saved.nbytes)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from fxamp.convert import convert
 from fxamp.counting import fake_cuda
-from fxamp.counting.counts import Counter, Counts, count_step
+from fxamp.counting.counts import Counts, count_step
 from fxamp.counting.gpu_kernels import gpu_kernels
 from fxamp.counting.zoo import COUNTED, MODELS, MakeStep, Step
 from fxamp.errors import CaptureError
@@ -43,7 +43,6 @@ class Counted:
     """Counts of one model prepared in one way; `report` is fxamp's own account where it converted the model."""
 
     counts: Counts
-    counter: Counter
     report: Report | None
 
 
@@ -71,15 +70,15 @@ def count(
     prepared, loss = _prepare(step, way, dtype, device)
     kernels = gpu_kernels() if device == "cuda" else contextlib.nullcontext()
     with mode, torch.device(device), kernels:
-        counts, counter = count_step(loss, list(prepared.parameters()))
+        counts = count_step(loss, list(prepared.parameters()))
     if not way.startswith("O"):
-        return Counted(counts, counter, None)
+        return Counted(counts, None)
     ours = report(prepared)
     if "dynamo" in ours.captures:
         raise CaptureError(
             f"{step.model.__class__.__name__} was captured by Dynamo, which runs nothing while ops are counted"
         )
-    return Counted(counts, counter, ours)
+    return Counted(counts, ours)
 
 
 def _mode(device: str) -> contextlib.AbstractContextManager[Any]:

@@ -285,7 +285,7 @@ class DynamoForward(Way):
         names: dict[int, list[str]] = {}
         for name, weight in every_parameter(root):
             names.setdefault(id(weight), []).append(name)
-        placeholders = [node for node in variant.graph.nodes if node.op == "placeholder"]
+        placeholders = variant.graph.find_nodes(op="placeholder")
         for node, value in zip(placeholders, inputs, strict=False):
             found = names.get(id(value), [])
             self.weights.update(found)

@@ -120,7 +120,7 @@ def run_checkpoints(module: fx.GraphModule) -> Call:
 
 def _copy_of(captured: Captured) -> Captured:
     """A captured graph with nodes and metadata of its own; its example is fake tensors, which hold no data."""
-    inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    inputs = captured.graph.find_nodes(op="placeholder")
     example = captured.example or []
     fakes = [
         node.meta.get("val") if isinstance(value, torch.Tensor) else value
@@ -139,7 +139,7 @@ def _name_from_root(captured: Captured, model: nn.Module) -> None:
     for name, value in (*every_parameter(model), *every_buffer(model)):
         names.setdefault(id(value), []).append(name)
     prefixes = []
-    inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    inputs = captured.graph.find_nodes(op="placeholder")
     for node, value in zip(inputs, captured.example or [], strict=False):
         path = str(node.meta.get(ir.WEIGHT_PATH, ""))
         own = names.get(id(value), [])

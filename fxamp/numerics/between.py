@@ -64,5 +64,5 @@ def of_gradient(call: CallFlow) -> Origin | None:
     if bad is None or not call.parts:
         return None
     flow = call.parts[-1]
-    output = next(node for node in flow.variant.graph.nodes if node.op == "output")
+    output = flow.variant.graph.output_node()
     return Origin(output.name, "between graphs", bad[1], flow, weight=f"{bad[0]}'s gradient")

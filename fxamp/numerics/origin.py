@@ -83,7 +83,7 @@ def of_loss(call: CallFlow) -> Origin | None:
     if call.loss is None or call.loss.is_finite or not all(extent.is_finite for extent in call.outputs):
         return None
     flow = call.parts[-1]
-    output = next(node for node in flow.variant.graph.nodes if node.op == "output")
+    output = flow.variant.graph.output_node()
     return Origin(output.name, "loss", call.loss, flow)
 
 
@@ -98,7 +98,7 @@ def of_output(call: CallFlow, exact: CallFlow | None = None) -> Origin | None:
     meant = [extent.infs for extent in (call if exact is None else exact).outputs]
     bad = [extent for extent, infs in zip(call.outputs, meant, strict=False) if extent.nans or extent.infs != infs]
     flow = call.parts[-1]
-    output = next(node for node in flow.variant.graph.nodes if node.op == "output")
+    output = flow.variant.graph.output_node()
     return Origin(output.name, "output", bad[0], flow) if bad else None
 
 

@@ -17,7 +17,7 @@ from fxamp.dtypes import LOW_DTYPES
 from fxamp.model.variant import Variant
 from fxamp.numerics.exact import exact_weight, has_master
 from fxamp.numerics.parts import Turn
-from fxamp.tree import every_parameter
+from fxamp.tree import every_parameter, without_common_end
 
 Identity = tuple[int, int, tuple[torch.Size, ...]]
 """(the graph's turn in the call, its number in the report, the sizes of what came in)"""
@@ -73,17 +73,15 @@ class Part:
 
 def served(variant: Variant, inputs: Sequence[Any], model: nn.Module) -> tuple[str, str] | None:
     """For whom a graph of Dynamo's runs that was made for an equal module: the paths of both, None for itself."""
-    nodes = (node for node in variant.graph.nodes if node.op == "placeholder")
+    nodes = variant.graph.find_nodes(op="placeholder")
     for node, value in zip(nodes, inputs, strict=False):
         path = node.meta.get(ir.WEIGHT_PATH)
         if path is None or not isinstance(value, torch.Tensor) or ir.attribute(model, path) is value:
             continue
         for name in (name for name, weight in every_parameter(model) if weight is value):
-            mine, other = str(path).split("."), name.split(".")
-            while mine and other and mine[-1] == other[-1]:
-                mine, other = mine[:-1], other[:-1]
+            mine, other = without_common_end(str(path), name)
             if mine and other:
-                return ".".join(mine), ".".join(other)
+                return mine, other
     return None
 
 

@@ -107,11 +107,11 @@ def sequence_call(node: fx.Node) -> tuple[list[fx.Node], RecurrentCall] | None:
     op, at = ir.mark(node).op, _weights_at(node)
     if op not in GATES or node.op != "call_function" or node.kwargs or at is None:
         return None
-    has_biases, layers, _, _, is_both = node.args[at + 1 : at + 6]
+    _, layers, _, _, is_both = node.args[at + 1 : at + 6]
     weights = ir.nodes_in(node.args[at])
     if not isinstance(layers, int) or not weights or len(weights) % (layers * (2 if is_both else 1)):
         return None
-    return weights, RecurrentCall(op, layers, bool(has_biases), bool(is_both), tuple(range(len(weights))))
+    return weights, RecurrentCall(op, layers, bool(is_both), tuple(range(len(weights))))
 
 
 def _weights_at(node: fx.Node) -> int | None:

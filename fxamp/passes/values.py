@@ -140,9 +140,7 @@ def _only_reduces(equation: str) -> bool:
 
 def is_elementwise_product(node: fx.Node) -> bool:
     """Whether a node is an einsum that adds up nothing: einsum("bld,dn->bldn", a, b), einsum("i,j->ij", a, b)."""
-    if ir.mark(node).op != "einsum" or not node.args or not isinstance(node.args[0], str):
-        return False
-    operands, result = _terms(node.args[0])
+    operands, result = _terms_of(node)
     return len(operands) > 1 and set().union(*operands) == set(result)
 
 
@@ -167,10 +165,14 @@ def is_rearrangement(node: fx.Node) -> bool:
 
     einsum("nhwc->nchw", a), einsum("ii->i", a)
     """
-    if ir.mark(node).op != "einsum" or not node.args or not isinstance(node.args[0], str):
-        return False
-    operands, result = _terms(node.args[0])
+    operands, result = _terms_of(node)
     return len(operands) == 1 and set(operands[0]) == set(result)
+
+
+def _terms_of(node: fx.Node) -> tuple[list[str], str]:
+    """The same of a node; of one that is no einsum in such words no operands."""
+    is_einsum = ir.mark(node).op == "einsum" and node.args and isinstance(node.args[0], str)
+    return _terms(str(node.args[0])) if is_einsum else ([], "")
 
 
 def _terms(equation: str) -> tuple[list[str], str]:

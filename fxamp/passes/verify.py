@@ -158,7 +158,7 @@ def _state_of(root: nn.Module) -> dict[str, tuple[int, torch.dtype, int]]:
     return {name: (id(value), value.dtype, value._version) for name, value in named if not value.is_inference()}
 
 
-def types_hold(root: nn.Module, fakes: Fakes, inputs: list[object]) -> Invariant:
+def types_hold(fakes: Fakes, inputs: list[object]) -> Invariant:
     """An invariant: running the graph on fake tensors gives every node the dtype that is recorded.
 
     With gradients, as the types were found: what fails without them fails for the caller, in torch's words.

@@ -10,12 +10,12 @@ nodes is none of them: a decision is rather lost, and said to be, than given to 
 
 import bisect
 import difflib
-import linecache
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+from fxamp.numerics.places import text_of
 from fxamp.review.rows import Row
 
 
@@ -50,11 +50,9 @@ def place_of(row: Row, rows: Mapping[str, Row]) -> Place:
     Args:
         rows: of the same graph, by name.
     """
-    file, _, line = row.source.rpartition(":")
-    text = " ".join(linecache.getline(file, int(line)).split()) if line.isdigit() else ""
     reads = [_read(_without_casts(rows[name], rows), row.module) for name in row.inputs if name in rows]
     shape = "" if row.shape is None else "x".join(map(str, row.shape))
-    return Place(row.module, row.op.rstrip("_"), text.replace(" | ", " "), ", ".join(reads), shape)
+    return Place(row.module, row.op.rstrip("_"), text_of(row.source).replace(" | ", " "), ", ".join(reads), shape)
 
 
 def place_of_key(key: str) -> Place:

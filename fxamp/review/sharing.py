@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxamp.model.engine import Engine
+from fxamp.tree import without_common_end
 from fxamp.words import listed
 
 _NAMED = 3
@@ -15,12 +16,9 @@ def shared_modules(engine: Engine) -> dict[str, str]:
     """Module -> the equal module whose graph runs it: {"blocks.2": "blocks.1"}."""
     found: dict[str, str] = {}
     for other, own in engine.way.shared.items():
-        parts, own_parts = other.split("."), own.split(".")
-        while parts and own_parts and parts[-1] == own_parts[-1]:
-            parts.pop()
-            own_parts.pop()
-        if parts and own_parts:
-            found[".".join(parts)] = ".".join(own_parts)
+        path, own_path = without_common_end(other, own)
+        if path and own_path:
+            found[path] = own_path
     return found
 
 

@@ -29,7 +29,6 @@ class RecurrentCall(NamedTuple):
 
     op: str
     layers: int
-    has_biases: bool
     is_bidirectional: bool
     numbers: tuple[int, ...]
 
@@ -85,7 +84,7 @@ def _lay_together(layer: nn.RNNBase) -> None:
     if len(kinds) > 1 or type(weights[0]) is not nn.Parameter:  # a shard (DTensor), say, has no memory of its own
         return
     numbers = tuple(range(len(weights)))
-    call = RecurrentCall(layer.mode.lower(), layer.num_layers, layer.bias, layer.bidirectional, numbers)
+    call = RecurrentCall(layer.mode.lower(), layer.num_layers, layer.bidirectional, numbers)
     shapes = [weight.shape for weight in weights]
     places = empty_together((call,), shapes, weights[0].dtype, weights[0])
     with torch.no_grad():

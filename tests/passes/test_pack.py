@@ -216,7 +216,7 @@ def test_no_copy_is_made_of_which_only_sizes_are_read(low):
     run_steps(PIPELINE, plain)
     run_steps(ALL, setting)
     assert_same(run_graph(setting, X), run_graph(plain, X))
-    types_hold(setting.captured.root, setting.fakes, setting.captured.example)(setting.graph)
+    types_hold(setting.fakes, setting.captured.example)(setting.graph)
     made = [node for node in setting.graph.nodes if ir.mark(node).op in ("zeros_like", "full_like", "ones_like")]
     assert [ir.mark(node).type.dtype for node in made] == [low] * 3
     assert all(node.args[0].op == "get_attr" for node in made)

@@ -51,7 +51,7 @@ def rewritten(function=product, *inputs, **options):
 
 def holds(setting):
     """The invariant that recorded types are what running gives."""
-    return types_hold(setting.captured.root, Fakes(setting.captured.root), setting.captured.example)
+    return types_hold(Fakes(setting.captured.root), setting.captured.example)
 
 
 def test_the_pipeline_s_result_breaks_nothing():
