@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "fxamp"
 
 # What each room may import, besides itself. A file of its own line comes before its folder's.
-GROUND = {"errors", "dtypes", "logs", "randomness", "references", "tree", "words"}
+GROUND = {"errors", "dtypes", "logs", "patched", "randomness", "references", "tree", "words"}
 NAMES = GROUND | {"opnames", "spellings"}
 CALLED = {"switches", "checks", "draws", "authors", "derived", "function_modes"}
 FAKES = {"fake_limits", "grouped", "leaf_fakes", "recurrent_fakes", "sparse_fakes"}
@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "logs": {"errors"},
     "tree": set(),
     "words": set(),
+    "patched": set(),
     "randomness": set(),
     "references": set(),
     "dtypes": {"errors"},

@@ -20,6 +20,7 @@ from torch import fx, nn
 from fxamp.capture.elements import SCALARS
 from fxamp.capture.locations import is_library_frame
 from fxamp.capture.objects import EVERYTHING, is_library
+from fxamp.patched import patched
 
 _KNOWN_OTHERWISE = (nn.Module, torch.Tensor, fx.Proxy, *SCALARS)
 ASKED_BY = frozenset({"getattr", "hasattr", "vars"})
@@ -73,12 +74,9 @@ class Asked:
                 loaded(module)
             return module
 
-        importlib.import_module = import_module
         self.listen(vars(dataclasses))
-        try:
+        with patched((importlib, "import_module", import_module)):
             yield
-        finally:
-            importlib.import_module = load
 
     def _ask(self, value: Any, name: Any) -> None:
         kind = type(value)

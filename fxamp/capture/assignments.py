@@ -11,6 +11,7 @@ from fxamp.capture.objects import is_library
 from fxamp.capture.traces import Attribute, Change, State, restore, snapshot
 from fxamp.errors import CaptureError
 from fxamp.module_hooks import has_hooks
+from fxamp.patched import patched
 
 
 class Assignments:
@@ -52,12 +53,10 @@ class Assignments:
                 self._note(module, name, value)
             original_set(module, name, value)
 
-        space: Any = nn.Module
-        space.__init__, space.__setattr__ = init, set_attribute
         try:
-            yield
+            with patched((nn.Module, "__init__", init), (nn.Module, "__setattr__", set_attribute)):
+                yield
         finally:
-            space.__init__, space.__setattr__ = original_init, original_set
             for module, before, _ in self._outside.values():
                 restore(module, before)
         for module, _, name in self._outside.values():

@@ -18,6 +18,7 @@ from fxamp.capture.identity import may_be_compared_by_identity
 from fxamp.capture.locations import asker, user_line
 from fxamp.errors import CaptureError
 from fxamp.function_modes import default_device
+from fxamp.patched import patched
 
 
 class Creations(TorchFunctionMode):
@@ -180,13 +181,8 @@ def traced_sizes(tracer: Any) -> Iterator[None]:
     """`torch.zeros(batch, 4, dtype=x.dtype)`: torch's own parser takes no traced sizes beside traced dtypes."""
     original = {function.__name__: function for function in _CREATORS if function.__module__ == "torch"}
     original = {name: function for name, function in original.items() if getattr(torch, name, None) is function}
-    try:
-        for name, function in original.items():
-            setattr(torch, name, _taking_proxies(tracer, function))
+    with patched(*((torch, name, _taking_proxies(tracer, function)) for name, function in original.items())):
         yield
-    finally:
-        for name, function in original.items():
-            setattr(torch, name, function)
 
 
 def _taking_proxies(tracer: Any, function: Any) -> Any:
@@ -203,7 +199,7 @@ def _taking_proxies(tracer: Any, function: Any) -> Any:
 def variables_made() -> Iterator[None]:
     """`Variable(x)`, as older code makes tensors, takes no proxies: it is `x.detach()`."""
     kind: Any = type(torch.autograd.Variable)
-    outer = vars(kind).get("__call__", type.__call__)  # of a trace around this one
+    outer = vars(kind).get("__call__", type.__call__)
 
     def call(variable: Any, *args: Any, **kwargs: Any) -> Any:
         if not args or not issubclass(type(args[0]), fx.Proxy):
@@ -211,14 +207,8 @@ def variables_made() -> Iterator[None]:
         made = args[0].detach()
         return made.requires_grad_() if kwargs.get("requires_grad", (*args, False)[1]) else made
 
-    try:
-        kind.__call__ = call
+    with patched((kind, "__call__", call)):
         yield
-    finally:
-        if outer is type.__call__:
-            del kind.__call__
-        else:
-            kind.__call__ = outer
 
 
 _RANDOM = frozenset(

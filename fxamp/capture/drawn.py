@@ -11,6 +11,7 @@ from torch import fx
 from fxamp.draws import DRAWS, draw
 from fxamp.errors import CaptureError
 from fxamp.opnames import canonical_name
+from fxamp.patched import patched
 
 # What each comparison with a number that is not above what can be drawn gives.
 _CERTAIN: dict[Any, bool] = {operator.lt: False, operator.ge: True}
@@ -20,7 +21,6 @@ _CERTAIN: dict[Any, bool] = {operator.lt: False, operator.ge: True}
 def drawn_at_each_call(tracer: Any) -> Iterator[None]:
     """Calls of `random.uniform` and its like become nodes; a use of what they give is an error."""
     found = {name: sys.modules[name] for name in DRAWS if name in sys.modules}
-    originals = [(name, module, each, getattr(module, each)) for name, module in found.items() for each in DRAWS[name]]
 
     def drawing(module: str, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*bounds: Any, **kwargs: Any) -> Any:
@@ -31,13 +31,9 @@ def drawn_at_each_call(tracer: Any) -> Iterator[None]:
 
         return call
 
-    try:
-        for name, module, each, original in originals:
-            setattr(module, each, drawing(name, each, original))
+    places = [(module, each, name) for name, module in found.items() for each in DRAWS[name]]
+    with patched(*((module, each, drawing(name, each, getattr(module, each))) for module, each, name in places)):
         yield
-    finally:
-        for _, module, each, original in originals:
-            setattr(module, each, original)
 
 
 def whatever_is_drawn(node: fx.Node) -> bool | None:

@@ -17,6 +17,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from fxamp.capture.creations import holds_proxy
 from fxamp.capture.recompute import Region
+from fxamp.patched import patched
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 if hasattr(torch_checkpoint, f"{_GENERATOR}_impl"):  # since torch 2.14, where the other only calls it
@@ -44,14 +45,13 @@ def whole_functions(call: Callable[..., Any], enter: Enter) -> Iterator[None]:
 
     utils = torch._functorch.utils
     unwrap, regions = utils.unwrap_dead_wrappers, getattr(torch_checkpoint, _GENERATOR)
-    utils.unwrap_dead_wrappers = lambda args: args if holds_proxy(args) else unwrap(args)
-    setattr(torch_checkpoint, _GENERATOR, _generator(regions, enter))
-    try:
-        with _applied_by(apply):
-            yield
-    finally:
-        utils.unwrap_dead_wrappers = unwrap
-        setattr(torch_checkpoint, _GENERATOR, regions)
+
+    def unwrapped(args: Any) -> Any:
+        return args if holds_proxy(args) else unwrap(args)
+
+    places = (utils, "unwrap_dead_wrappers", unwrapped), (torch_checkpoint, _GENERATOR, _generator(regions, enter))
+    with patched(*places, *_applied_by(apply)):
+        yield
 
 
 # In what `Function.apply` ends; since torch 2.14 that is `Function.apply` itself.
@@ -60,21 +60,11 @@ _IS_APPLY_OF_C = vars(Function)["apply"] is _APPLY
 _NO_SETUP = Function.setup_context
 
 
-@contextlib.contextmanager
-def _applied_by(apply: Callable[..., Any]) -> Iterator[None]:
-    """Context: `MyFunction.apply` is this function, and so is one that was bound before (`swish = Swish.apply`)."""
-    owner: Any = Function if _IS_APPLY_OF_C else _SingleLevelFunction
-    owner.apply, meta = classmethod(apply), type(Function)
-    if _IS_APPLY_OF_C:
-        meta.__getattribute__ = _look_ups_of(apply)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if _IS_APPLY_OF_C:
-            owner.apply = _APPLY
-            del meta.__getattribute__
-        else:
-            del owner.apply
+def _applied_by(apply: Callable[..., Any]) -> list[tuple[Any, str, Any]]:
+    """What makes `MyFunction.apply` this function, and one that was bound before (`swish = Swish.apply`)."""
+    if not _IS_APPLY_OF_C:
+        return [(_SingleLevelFunction, "apply", classmethod(apply))]
+    return [(Function, "apply", classmethod(apply)), (type(Function), "__getattribute__", _look_ups_of(apply))]
 
 
 def _look_ups_of(apply: Callable[..., Any]) -> Callable[[Any, str], Any]:

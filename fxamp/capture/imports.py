@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from typing import Any, TypeVar
 
+from fxamp.patched import patched
+
 Result = TypeVar("Result")
 
 
@@ -49,8 +51,6 @@ class Imports:
     @contextlib.contextmanager
     def noted(self, tracer: Any) -> Iterator[None]:
         """Around a trace: it ends where forward loads a module, in this thread."""
-        loaders = (SourceFileLoader, SourcelessFileLoader)
-        saved = [(loader, vars(loader).get("exec_module"), loader.exec_module) for loader in loaders]
 
         def noting(original: Any) -> Any:
             def exec_module(loader: Any, module: Any) -> None:
@@ -62,13 +62,6 @@ class Imports:
 
             return exec_module
 
-        try:
-            for loader, _, original in saved:
-                loader.exec_module = noting(original)  # type: ignore[method-assign]
+        loaders = (SourceFileLoader, SourcelessFileLoader)
+        with patched(*((loader, "exec_module", noting(loader.exec_module)) for loader in loaders)):
             yield
-        finally:
-            for loader, own, _ in saved:
-                if own is None:
-                    del loader.exec_module
-                else:
-                    loader.exec_module = own  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ from fxamp.capture.locations import is_installed, is_library_frame, user_line
 from fxamp.capture.objects import MISSING
 from fxamp.capture.refusals import for_python
 from fxamp.errors import CaptureError
+from fxamp.patched import patched
 
 VARIABLES: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
 """What `os.environ` keeps, which gives the same object at each look."""
@@ -31,7 +32,7 @@ def process_noted(keep: Callable[[Any, Any, Any], None], is_paused: Callable[[],
         keep: takes an owner, a name and what it holds.
     """
     kind = type(os.environ)
-    read, write, delete = methods = [getattr(kind, name) for name in _NAMES]
+    read, write, delete = [getattr(kind, name) for name in _NAMES]
     plain_open = builtins.open
 
     def is_asked() -> bool:
@@ -59,21 +60,12 @@ def process_noted(keep: Callable[[Any, Any, Any], None], is_paused: Callable[[],
             raise CaptureError(f"{user_line()}: forward opens a file, which a graph would do once")
         return plain_open(*args, **kwargs)
 
-    try:
-        _put(kind, getitem, refusing(write), refusing(delete))
-        builtins.open = opened
+    instead = zip(_NAMES, (getitem, refusing(write), refusing(delete)), strict=True)
+    with patched(*((kind, name, method) for name, method in instead), (builtins, "open", opened)):
         yield
-    finally:
-        _put(kind, *methods)
-        builtins.open = plain_open
 
 
 _NAMES = "__getitem__", "__setitem__", "__delitem__"
-
-
-def _put(kind: Any, *methods: Any) -> None:
-    for name, method in zip(_NAMES, methods, strict=True):
-        setattr(kind, name, method)
 
 
 def title_of(key: Any) -> str:

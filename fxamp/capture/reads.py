@@ -32,6 +32,7 @@ from fxamp.capture.torch_settings import SETTINGS, torch_settings_reads
 from fxamp.errors import CaptureError, FxampError
 from fxamp.ir import ENGINE, RUN
 from fxamp.module_hooks import HOOKS, recomputed_weights
+from fxamp.patched import patched
 
 # What nn.Module itself keeps in an instance; Structure looks after parameters, modules and hooks.
 _OWN = frozenset({*nn.Module().__dict__, "__dict__", "__class__", ENGINE, RUN})
@@ -93,19 +94,18 @@ class Reads:
 
         if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self._root.modules())):
             raise CaptureError("the call is made inside parametrize.cached(), and a graph computes its weights itself")
-        space: Any = nn.Module
-        space.__getattribute__, space.__reduce_ex__ = getattribute, reduce_ex
         try:
-            self._outside.function(type(self._root).forward)
-            for module in self._root.modules():
-                self._effects.remember_class(module)
-                self._outside.methods_of(module, is_made=False)
-                self._code_of(type(module))
             with (
+                patched((nn.Module, "__getattribute__", getattribute), (nn.Module, "__reduce_ex__", reduce_ex)),
                 process_noted(self._keep, self._is_paused),
                 torch_settings_reads(self._keep, self._is_paused),
                 self._outside.noted(),
             ):
+                self._outside.function(type(self._root).forward)
+                for module in self._root.modules():
+                    self._effects.remember_class(module)
+                    self._outside.methods_of(module, is_made=False)
+                    self._code_of(type(module))
                 try:
                     yield
                 except Exception as error:  # perhaps for what a hook has left from another call
@@ -114,7 +114,6 @@ class Reads:
             self._outside.finish()
             self._check_hooks()
         finally:
-            del space.__getattribute__, space.__reduce_ex__
             self._outside.restore()
             done = self._effects.undo()
             if isinstance(done, CaptureError) and is_for_python(done):

@@ -29,6 +29,7 @@ from fxamp.errors import CaptureError
 from fxamp.fakes import UNKNOWN
 from fxamp.leaf_fakes import TWIN_OF
 from fxamp.opnames import canonical_name
+from fxamp.patched import patched
 from fxamp.randomness import generator_states, moved_since, set_generators
 
 
@@ -71,11 +72,8 @@ def training_reads(root: nn.Module, reads: dict[str, bool]) -> Iterator[None]:
     def delete(module: nn.Module) -> None:
         del module.__dict__["training"]
 
-    nn.Module.training = property(read, write, delete)  # type: ignore[assignment]
-    try:
+    with patched((nn.Module, "training", property(read, write, delete))):
         yield
-    finally:
-        del nn.Module.training
 
 
 @contextlib.contextmanager
@@ -102,11 +100,10 @@ def grad_mode_reads(tracer: Any) -> Iterator[None]:
             raise CaptureError(f"{user_line()}: forward asks torch.is_inference_mode_enabled(). Ask is_grad_enabled().")
         return original_inference()
 
-    try:
-        torch.is_grad_enabled, torch.is_inference_mode_enabled = is_grad_enabled, is_inference_mode_enabled
+    with patched(
+        (torch, "is_grad_enabled", is_grad_enabled), (torch, "is_inference_mode_enabled", is_inference_mode_enabled)
+    ):
         yield
-    finally:
-        torch.is_grad_enabled, torch.is_inference_mode_enabled = original, original_inference
 
 
 @contextlib.contextmanager
@@ -141,11 +138,8 @@ def honest_questions() -> Iterator[None]:
     def callable_(value: Any) -> bool:
         return not is_value(value) and original_callable(value)
 
-    try:
-        builtins.isinstance, builtins.callable = isinstance_, callable_  # type: ignore[assignment]
+    with patched((builtins, "isinstance", isinstance_), (builtins, "callable", callable_)):
         yield
-    finally:
-        builtins.isinstance, builtins.callable = original, original_callable
 
 
 @contextlib.contextmanager
@@ -173,13 +167,9 @@ def plain_answers(tracer: Any) -> Iterator[None]:
             message = messages.heard(message)
         originals["_check_with"](error, answer, message)
 
-    try:
-        for name, original in originals.items():
-            setattr(torch, name, check_with if name == "_check_with" else asking(name, original))
+    instead = {name: asking(name, original) for name, original in originals.items()} | {"_check_with": check_with}
+    with patched(*((torch, name, answer) for name, answer in instead.items())):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch, name, original)
 
 
 @contextlib.contextmanager
@@ -213,11 +203,8 @@ def _refused(holder: Any, name: str) -> Iterator[None]:
             )
         return original(*args, **kwargs)
 
-    try:
-        setattr(holder, name, call)
+    with patched((holder, name, call)):
         yield
-    finally:
-        setattr(holder, name, original)
 
 
 @contextlib.contextmanager
@@ -286,11 +273,8 @@ def scripted_functions_opened() -> Iterator[None]:
         written = getattr(function, "_torchdynamo_inline", None) if is_traced else None
         return original(function, *args, **kwargs) if written is None else written(*args, **kwargs)
 
-    try:
-        kind.__call__ = call
+    with patched((kind, "__call__", call)):
         yield
-    finally:
-        kind.__call__ = original
 
 
 # torch functions whose questions about values only guard a `raise`: the kernels behind them check again.

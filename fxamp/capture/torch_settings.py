@@ -14,6 +14,7 @@ from torch import distributed
 
 from fxamp.capture.locations import asker, is_library_frame, user_line
 from fxamp.errors import CaptureError
+from fxamp.patched import patched
 
 _OF_TORCH = (
     *("are_deterministic_algorithms_enabled", "is_deterministic_algorithms_warn_only_enabled"),
@@ -146,11 +147,6 @@ def torch_settings_reads(keep: Callable[[Any, Any, Any], None], is_paused: Calla
     places += [(torch.backends.cuda, name, asker.refusing) for name in _OF_ATTENTION]
     places += [(distributed, name, asker.noting_ranks) for name in _OF_RANKS if distributed.is_available()]
     places += [(_PROPERTY, "__get__", asker.reading)]
-    originals = [(space, name, getattr(space, name), wrap) for space, name, wrap in places if hasattr(space, name)]
-    try:
-        for space, name, teller, wrap in originals:
-            setattr(space, name, wrap(teller))
+    found = [(space, name, wrap(getattr(space, name))) for space, name, wrap in places if hasattr(space, name)]
+    with patched(*found):
         yield
-    finally:
-        for space, name, teller, _ in originals:
-            setattr(space, name, teller)

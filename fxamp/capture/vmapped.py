@@ -26,6 +26,7 @@ from fxamp.capture.low_samples import all_may_be_low, ops_inside
 from fxamp.checks import require
 from fxamp.draws import draw
 from fxamp.errors import CaptureError
+from fxamp.patched import patched
 from fxamp.powers import call_power
 from fxamp.switches import set_switches, switches_found
 
@@ -47,11 +48,8 @@ def vmapped_functions(tracer: "SymbolicTracer") -> Iterator[None]:
         run_all = functools.partial(torch.vmap, randomness=randomness, chunk_size=chunk_size)
         return _Sample(tracer, function, in_dims, args, kwargs).node(run_all, out_dims)
 
-    module.vmap_impl = vmap_impl
-    try:
+    with patched((module, "vmap_impl", vmap_impl)):
         yield
-    finally:
-        module.vmap_impl = original
 
 
 class _Sample:

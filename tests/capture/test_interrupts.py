@@ -1,16 +1,38 @@
 """Ctrl-C while a capture switches what is the whole process's: it is as it was afterwards."""
 
 import builtins
+import importlib
 import logging
+import os
+import random
 import sys
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 
 import pytest
 import torch
 from torch import nn
+from torch._functorch import apis
+from torch.autograd import Function
+from torch.autograd.function import _SingleLevelFunction
 from torch.fx import _symbolic_trace
 from torch.nn.modules import transformer
+from torch.utils import checkpoint
 
-from fxamp.capture import attention, creations, surroundings, unseen
+from fxamp.capture import (
+    assignments,
+    attention,
+    creations,
+    drawn,
+    functions,
+    imports,
+    process,
+    reads,
+    surroundings,
+    torch_settings,
+    unseen,
+    vmapped,
+)
+from fxamp.capture.traces import State
 from fxamp.fakes import quietly
 from fxamp.recurrent_fakes import without_cudnn
 
@@ -26,7 +48,41 @@ SWITCHES = {
     "traced_sizes": lambda: creations.traced_sizes(None),
     "without_cudnn": lambda: without_cudnn(nn.LSTM(2, 2)),
     "no_jit_trace": unseen.no_jit_trace,
+    "training_reads": lambda: surroundings.training_reads(nn.Linear(2, 2), {}),
+    "scripted_functions_opened": surroundings.scripted_functions_opened,
+    "variables_made": creations.variables_made,
+    "drawn_at_each_call": lambda: drawn.drawn_at_each_call(None),
+    "whole_functions": lambda: functions.whole_functions(None, None),
+    "vmapped_functions": lambda: vmapped.vmapped_functions(None),
+    "process_noted": lambda: process.process_noted(None, None),
+    "torch_settings_reads": lambda: torch_settings.torch_settings_reads(None, None),
+    "assignments": lambda: assignments.Assignments(State(nn.Linear(2, 2)), None).noted(),
+    "loads": lambda: imports.Imports().noted(None),
+    "reads": lambda: reads.Reads(nn.Linear(2, 2), lambda: True, None, None).noted(),
 }
+
+HOLDERS = (
+    *(
+        torch,
+        torch.random,
+        torch.backends.cuda,
+        torch.distributed,
+        torch._functorch.utils,
+        apis,
+        checkpoint,
+        transformer,
+    ),
+    *(
+        torch_settings._PROPERTY,
+        nn.Module,
+        Function,
+        type(Function),
+        _SingleLevelFunction,
+        torch.jit.ScriptFunction,
+        type(torch.autograd.Variable),
+    ),
+    *(type(os.environ), importlib, SourceFileLoader, SourcelessFileLoader, random),
+)
 
 
 def state():
@@ -38,9 +94,8 @@ def state():
         torch.backends.mha.get_fastpath_enabled(),
         logging.getLogger("torch._subclasses.fake_tensor").disabled,
         dict(_symbolic_trace._wrapped_fns_to_patch),
-        *({name: id(value) for name, value in vars(space).items()} for space in (torch, torch.random, transformer)),
-        builtins.isinstance,
-        builtins.callable,
+        *({name: id(value) for name, value in vars(holder).items()} for holder in HOLDERS),
+        *(builtins.isinstance, builtins.callable, builtins.open),
     )
 
 
