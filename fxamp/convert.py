@@ -86,7 +86,7 @@ def convert(
             torch.autocast's default for the device (CUDA float16, CPU bfloat16); of a module without parameters, such
             as a loss, for the machine's accelerator.
         example_inputs: those of one call: a tensor, a tuple or list of args, (args, kwargs), or a dict of keywords;
-            only shapes and dtypes are used.
+            shapes, dtypes, and what forward asks of the data are used.
         opt_level: "O0" fp32, unchanged; "O1" casts, fp32 parameters; "O2" low-precision parameters, with fp32
             masters in fxamp.MasterWeightOptimizer; "O3" all low.
         level: how far low precision spreads: "strict" (as autocast), "balanced", "aggressive" (as grappler).

@@ -65,7 +65,7 @@ def build_variant(
     Args:
         plain: the model, of its own class.
         spec: structure of the call; None: a preview for a call with assumed types.
-        inputs: the call's tensors and numbers; only their types are used.
+        inputs: the call's tensors and numbers, of which types are used, and what forward asks of the data.
         live: numbers of modules that the graph reads at each call.
         sizes: where forward decides on sizes, whether the graph holds for those of the call, for all that turn out to
             be decided alike when they are met, or for those of a condition, which Dynamo can trace.

@@ -44,6 +44,8 @@ def put_contents(value: Any, saved: Any, contents: Any) -> None:
         contents: what `contents_of` gave.
     """
     if is_numpys(value):
+        if value.shape != saved.shape:  # it was resized
+            value.resize(saved.shape, refcheck=False)
         value[...] = saved
     elif isinstance(value, array.array):
         value[:] = array.array(value.typecode, contents)

@@ -10,7 +10,8 @@ from fxamp.ir import ENGINE
 from fxamp.module_hooks import has_hooks
 
 # Modules that keep state between calls or read `self.training` themselves; subclasses too (timm's
-# BatchNormAct2d traced into would move `num_batches_tracked` at trace time).
+# BatchNormAct2d traced into would move `num_batches_tracked` at trace time). Of recurrent layers those that have a
+# forward of their own.
 _STATEFUL = (_NormBase, _DropoutNd, nn.RNNBase, nn.RNNCellBase)
 # Python control flow on values that no example can decide.
 _OPAQUE = (nn.AdaptiveLogSoftmaxWithLoss,)

@@ -53,7 +53,7 @@ def capture_symbolic(
         left_out: what of forward is known by now to run before the graph.
 
     Raises:
-        CaptureError: control flow on values, an attribute set in forward, and what else a graph cannot hold.
+        CaptureError: control flow on values, an attribute set to what no graph gives, and what else none can hold.
         OptionError: the example inputs make an operation of the model fail.
     """
     left_out = left_out if again is None else again.left_out

@@ -1,14 +1,14 @@
 """Capture by symbolic tracing: an own `fx.Tracer` with explicit weights.
 
-1. GEMM, norm and activation modules are traced into, so that weights are values of the graph; modules that keep
-   state between calls (batch norm, recurrent layers), dropout, and modules with hooks stay `call_module`.
+1. GEMM, norm, activation and recurrent modules are traced into, so that weights are values of the graph; modules that
+   keep state between calls (batch norm), dropout, and modules with hooks stay `call_module`.
 2. With an example call every proxy carries a fake value; Python's `bool`, `len`, iteration and `int` on a value
-   that comes from shapes use it, and the source line of each such decision is recorded. Values that depend on
-   data are never guessed.
+   that comes from shapes use it, and the source line of each such decision is recorded. What the data decides is
+   asked of each call's data, where it hangs on inputs alone, and guessed nowhere.
 3. Functions that make tensors (`arange`, `rand`...) become nodes, in-place operators and item assignments stay
    in-place, `torch.no_grad` regions become nodes, and regions where the user switched autocast off are marked.
-4. Tracing leaves no mark on the model; what the graph could not repeat (a changed attribute, a drawn random
-   number) is an error that names it.
+4. Tracing leaves no mark on the model; attributes that forward sets are outputs of the graph, and what it could not
+   repeat (a global that is set, a drawn random number) is an error that names it.
 """
 
 import contextlib

@@ -81,8 +81,10 @@ class DynamoForward(Way):
     Args:
         options: what convert() was asked for.
         rewrite: the pipeline.
-
     """
+
+    # Dynamo would trace through, into what the user wrote, and run that in float32.
+    reason_outside = "fxamp leaves {} to Dynamo itself; torch.compile(model, backend='fxamp') makes one graph of it"
 
     def __init__(self, options: Options, rewrite: Rewrite) -> None:
         self.options = options
@@ -107,7 +109,6 @@ class DynamoForward(Way):
         self._compiled: Any = None
         self._seen: weakref.ref[nn.Module] | None = None
         self._nested: list[str] = []
-        self._outside: Any = None
         self._tells_of_transforms = False
 
     def how(self, module: nn.Module) -> str:
@@ -123,16 +124,6 @@ class DynamoForward(Way):
         finally:
             self._given = None
 
-    def stay_outside(self, name: str) -> None:
-        """Let a Dynamo that traces the model from outside break its graph here: it would trace through, into what the
-        user wrote, and run that in float32. (It is imported by then.)
-        """
-        if self._outside is None:
-            reason = (
-                f"fxamp leaves {name} to Dynamo itself; torch.compile(model, backend='fxamp') makes one graph of it"
-            )
-            self._outside = torch.compiler.disable(self._call, reason=reason)  # type: ignore[no-untyped-call]
-
     def __reduce__(self) -> Any:
         return DynamoForward, (self.options, self.rewrite)
 
@@ -141,11 +132,6 @@ class DynamoForward(Way):
         if self._stopped_by is None:
             self.protected, self._stopped_by = protected_lines(base, module, args, kwargs)
         return self._stopped_by
-
-    def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling() and self._outside is not None:
-            return self._outside(base, module, args, kwargs)
-        return self._call(base, module, args, kwargs)
 
     def _call(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stays_away(module):

@@ -1,7 +1,8 @@
 """What runs a converted model: its rewritten graphs, and which of them a call takes.
 
 A graph is made for one call structure and for the Python state it read; the engine finds the one that holds, or has
-one made, and falls back to Dynamo where a graph cannot hold the model. Copies of a model share one engine.
+one made. Calls that no graph can hold go another way: to Dynamo, or as they are written. Copies of a model share one
+engine.
 """
 
 import copy
@@ -212,8 +213,7 @@ class Engine:
         return structure is not None and structure.holds()
 
     def fall_back(self, module: nn.Module, reason: CaptureError) -> None:
-        """Leave calls that symbolic capture cannot follow to Dynamo, or at O2 and O3 to torch.autocast, saying why the
-        first time.
+        """Let calls that symbolic capture cannot follow go another way, saying why the first time.
 
         Before any call was captured it is convert()'s preview that failed, which says nothing of the calls to come.
 
@@ -276,7 +276,7 @@ class Engine:
         is_example: bool = False,
         sizes_vary: bool | None = None,
     ) -> Variant:
-        """Make, or find, the variant for one call; nothing is run on the real inputs. One thread at a time.
+        """Make, or find, the variant for one call; no layer is run on the real inputs. One thread at a time.
 
         Args:
             is_example: the call itself is not made: the model keeps the state that it had.

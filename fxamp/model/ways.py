@@ -5,6 +5,7 @@ from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxamp.model.variant import Variant
@@ -30,6 +31,7 @@ class Way:
         rewrite: the pipeline; None where no graphs are made.
         watch: while it is set, it runs Dynamo's graphs in the place of their compiled forwards.
         may_be_written: whether forward can run as it is written, with graphs inside.
+        reason_outside: why a Dynamo that traces the model from outside may not trace through; "" where it may.
     """
 
     variants: Sequence[Variant] = ()
@@ -46,6 +48,8 @@ class Way:
     rewrite: Callable[..., Any] | None = None
     watch: Any = None
     may_be_written: bool = False
+    reason_outside: str = ""
+    _outside: Any = None  # `_call`, where Dynamo may not trace through it
 
     @property
     def present(self) -> "Way":
@@ -72,7 +76,12 @@ class Way:
         raise NotImplementedError
 
     def stay_outside(self, name: str) -> None:
-        """Let a Dynamo that traces the model from outside break its graph here, where it may not trace through."""
+        """Let a Dynamo that traces the model from outside break its graph here, where it may not trace through. (It is
+        imported by then.)
+        """
+        if self.reason_outside and self._outside is None:
+            reason = self.reason_outside.format(name)
+            self._outside = torch.compiler.disable(self._call, reason=reason)  # type: ignore[no-untyped-call]
 
     def prefer_written(self) -> None:
         """Run all calls as they are written, where `may_be_written`."""
@@ -91,4 +100,9 @@ class Way:
 
     def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of `module`, whose own class is `base`."""
+        if torch.compiler.is_compiling() and self._outside is not None:
+            return self._outside(base, module, args, kwargs)
+        return self._call(base, module, args, kwargs)
+
+    def _call(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError

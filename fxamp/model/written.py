@@ -42,6 +42,7 @@ class Written(Way):
 
     may_be_written = True
     runs = "as under torch.autocast"
+    reason_outside = "no graph of fxamp's holds this call of {}, which runs as under torch.autocast"  # in views
     takes_products = False
     """Whether linear layers and convolutions that autocast would run, as a graph does, are to be graphs."""
 
@@ -55,7 +56,6 @@ class Written(Way):
         self.calls_itself = False
         self.calls_as_written = 0
         self._views: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
-        self._outside: Any = None
 
     def __reduce__(self) -> Any:
         return Written, (self.options, self.rewrite)
@@ -64,23 +64,12 @@ class Written(Way):
         """How calls run, in a sentence about the model."""
         return "runs as under torch.autocast, and what it calls as graphs"
 
-    def stay_outside(self, name: str) -> None:
-        """Let a Dynamo that traces the model from outside break its graph here: it knows no views."""
-        if self._outside is None:
-            reason = f"no graph of fxamp's holds this call of {name}, which runs as under torch.autocast"
-            self._outside = torch.compiler.disable(self._call, reason=reason)  # type: ignore[no-untyped-call]
-
-    def __call__(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward as it is written.
 
         At O3 floating inputs are made low, as the weights are. Low results of the model come in
         `options.output_dtype`, those of its parts as they are computed.
         """
-        if torch.compiler.is_compiling() and self._outside is not None:
-            return self._outside(base, module, args, kwargs)
-        return self._call(base, module, args, kwargs)
-
-    def _call(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.calls_as_written += 1
         view = self._view_of(module)
         part = part_of(view)
