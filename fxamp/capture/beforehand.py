@@ -163,6 +163,8 @@ class Beforehand:
         if draws_random_numbers(names):
             raise CannotRunBefore(f"{name} draws random numbers")
         before, reached, generators = State(self._root), Reached(names, values), generator_states()
+        if reached.has_iterator:
+            raise CannotRunBefore(f"{name} may take the next element of an iterator")
         try:
             with reached.kept(), torch.set_grad_enabled(torch.is_grad_enabled() and self._has_gradients):
                 given = run_call(call, self._root, self._tracer.example, reached)

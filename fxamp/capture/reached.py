@@ -19,6 +19,7 @@ from torch import nn
 
 from fxamp.capture.elements import SCALARS
 from fxamp.capture.functions_of import codes_of, functions_in
+from fxamp.capture.iterators import is_iterator
 from fxamp.capture.locations import is_library_function
 from fxamp.capture.objects import MISSING, inside_of, is_library_module, read, walk
 from fxamp.capture.snapshots import (
@@ -143,6 +144,11 @@ class Reached:
     def holds(self, value: Any) -> bool:
         """Whether this very object is among what is reached."""
         return id(value) in self._held
+
+    @property
+    def has_iterator(self) -> bool:
+        """Whether an iterator is among it: the element that one gives cannot be put back."""
+        return any(is_iterator(value) for value, _ in self._held.values())
 
     def are_changed(self) -> bool:
         """Whether anything is not as it was."""

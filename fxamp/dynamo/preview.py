@@ -4,6 +4,7 @@ Dynamo runs what it cannot capture, so what forward does outside of the model is
 """
 
 import ast
+import contextvars
 import copy
 import functools
 import inspect
@@ -33,7 +34,7 @@ from fxamp.capture.surroundings import idle_autocast
 from fxamp.capture.unseen import no_saved_tensor_hooks
 from fxamp.dtypes import autocast_kind, device_of
 from fxamp.dynamo.variant import Rewrite, rewrite_dynamo_graph
-from fxamp.errors import OptionError
+from fxamp.errors import CaptureError, OptionError
 from fxamp.model.variant import Variant
 from fxamp.model.views import plain_tree
 from fxamp.options import Options
@@ -122,6 +123,8 @@ def visit_graphs(
     held = (value for module in model.modules() for value in vars(module).values())
     names, functions = functions_reached([base.forward, *held], kinds)
     outside = Reached(names, [*functions, *kinds, model])
+    if outside.has_iterator:
+        return CaptureError("forward may take the next element of an iterator, which nobody can put back")
     show_to = [visit]  # Dynamo's caches keep `show`, and must not keep what it shows the graphs to
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -136,7 +139,7 @@ def visit_graphs(
             with mode, no_saved_tensor_hooks(), without_cudnn(model):
                 run = compile_apart(base.forward, show)
                 with captures_apart(), kept_switches():
-                    run(twin, *fake_args, **fake_kwargs)
+                    contextvars.copy_context().run(run, twin, *fake_args, **fake_kwargs)
     except OptionError:
         raise
     except Exception as error:

@@ -369,6 +369,51 @@ def test_each_call_counts_once(name, holds, decides, is_given, fresh_dynamo, mon
         assert torch.allclose(given, eager(X), rtol=1e-6)
 
 
+def in_turn(held, x):
+    return float(next(held))
+
+
+WITH_ITERATORS = {**HELD, "iterator": (lambda: iter(range(1, 9)), in_turn)}
+
+
+@pytest.mark.parametrize("name", WITH_ITERATORS)
+def test_a_preview_leaves_everything_as_it_was(name, fresh_dynamo, monkeypatch):
+    torch.manual_seed(0)
+    make, count = WITH_ITERATORS[name]
+    model = Counts(make, count, holds=False)
+    monkeypatch.setitem(globals(), "GLOBAL", make())
+    expected = model(X)
+    globals()["GLOBAL"] = make()
+    fxamp.convert(model, torch.bfloat16, (X,), capture="dynamo")
+    assert torch.equal(model(X), expected)
+
+
+class LooksFirst(nn.Module):
+    """A function looks into the data of an input, and counts."""
+
+    def __init__(self, make, count):
+        super().__init__()
+        held = make()
+
+        def rows_of(mask):
+            return [value * torch.as_tensor(count(held, X)).float().mean() for value in mask.sum(1).tolist()]
+
+        self.fc, self.rows_of = nn.Linear(8, 8), rows_of
+
+    def forward(self, x, mask):
+        return sum(self.fc(x) * rows for rows in self.rows_of(mask))
+
+
+@pytest.mark.parametrize("name", WITH_ITERATORS)
+def test_a_function_that_looks_into_inputs_counts_as_often_as_in_eager(name, fresh_dynamo):
+    torch.manual_seed(0)
+    eager, model = (LooksFirst(*WITH_ITERATORS[name]) for _ in range(2))
+    model.load_state_dict(eager.state_dict())
+    converted, mask = fxamp.convert(model, torch.bfloat16, overrides={"*": "deny"}), torch.ones(2, 4)
+    for _ in range(3):
+        assert torch.allclose(converted(X, mask), eager(X, mask), rtol=1e-6)
+
+
 def closed(held):
     held.close() if hasattr(held, "close") else held.release()
     return held
