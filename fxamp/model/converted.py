@@ -57,17 +57,20 @@ def _make_class(base: Any) -> type:
     _keep_unwrapped(forward, base.forward)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        return _rebuild, (plain_view(self), self.__dict__.get(ENGINE), marks_of(self))
+        return _rebuild, (plain_view(self), self.__dict__.get(ENGINE), marks_of(self)), _forward_around(self)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         take_over_writes()  # the copy's parameters know nothing of the state dicts that were written into
         memo[id(self)] = twin = object.__new__(type(self))  # before its parts are copied, which may lead back to it
         _with_state(twin, copy.deepcopy(plain_view(self), memo), copy.deepcopy(self.__dict__.get(ENGINE), memo))
         mark(twin, marks_of(self), is_copy=True)
+        twin.__dict__.update(copy.deepcopy(_forward_around(self), memo) or {})
         return twin
 
     def __copy__(self: Any) -> Any:
-        return _rebuild(base.__copy__(plain_view(self)), self.__dict__.get(ENGINE), marks_of(self))
+        twin = _rebuild(base.__copy__(plain_view(self)), self.__dict__.get(ENGINE), marks_of(self))
+        twin.__dict__.update(_forward_around(self) or {})
+        return twin
 
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         base._load_from_state_dict(self, state_dict, prefix, *args)
@@ -131,6 +134,11 @@ def _keep_unwrapped(forward: Any, plain: Any) -> None:
     with contextlib.suppress(ValueError, TypeError):
         forward.__signature__ = inspect.signature(plain)
     del forward.__wrapped__
+
+
+def _forward_around(model: nn.Module) -> dict[str, Any] | None:
+    """The forward that was set on a converted model, around its own; None where there is none."""
+    return {"forward": model.__dict__["forward"]} if "forward" in model.__dict__ else None
 
 
 def _rebuild(plain: nn.Module, engine: Engine | None, marks: Marks) -> nn.Module:

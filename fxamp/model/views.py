@@ -1,6 +1,7 @@
 """A converted model without its engine: an instance of the user's own class on the same state."""
 
 import contextlib
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,15 +17,21 @@ from fxamp.references import copy_slots, repointed
 from fxamp.tree import every_module
 
 
-def plain_view(model: nn.Module) -> nn.Module:
-    """The model without its engine: an instance of the user's own class on the same state."""
+def plain_view(model: nn.Module, runs_around: bool = False) -> nn.Module:
+    """The model without its engine: an instance of the user's own class on the same state.
+
+    Args:
+        runs_around: whether it has the forward, too, that was set on a converted model since, around its own: by the
+            user, by Accelerate.
+    """
     plain: nn.Module = object.__new__(quiet(base_of(model)))
     take_state(model, plain, functions=False)
     plain.__dict__.pop(RUN, None)
     plain.__dict__.pop(ORIGINAL, None)
     if plain.__dict__.pop(ENGINE, None) is not None:
-        for wraps_converted in ("forward", "_compiled_call_impl"):  # set since, by Accelerate and `model.compile()`
-            plain.__dict__.pop(wraps_converted, None)
+        plain.__dict__.pop("_compiled_call_impl", None)  # of the converted one, by `model.compile()`
+        if not runs_around:
+            plain.__dict__.pop("forward", None)
     return plain
 
 
@@ -54,7 +61,7 @@ def plain_tree(model: nn.Module) -> nn.Module:
 
     def view(module: nn.Module) -> nn.Module:
         if id(module) not in views:
-            views[id(module)] = plain = plain_view(module)
+            views[id(module)] = plain = plain_view(module, runs_around=module is not model)
             for name, child in module._modules.items():
                 if child is not None and not is_boundary(child) and nested(child, itself=True):
                     plain._modules[name] = view(child)
@@ -122,8 +129,11 @@ def keep_alive(model: nn.Module, twin: nn.Module) -> None:
 
 
 def to_convert_again(model: nn.Module) -> nn.Module:
-    """The plain view of a converted model, with what keeps the original alive."""
-    plain = plain_view(model)
+    """The plain view of a converted model, with what keeps the original alive; with a forward that was set on it since,
+    which is no conversion's.
+    """
+    own = types.MethodType(type(model).forward, model)  # Accelerate sets it when it takes its wrappers off
+    plain = plain_view(model, runs_around=model.__dict__.get("forward") != own)
     plain.__dict__.update({name: held for name, held in model.__dict__.items() if name == ORIGINAL})
     return plain
 

@@ -322,6 +322,42 @@ def test_a_forward_set_on_the_instance_is_refused(model):
         bf16(model)
 
 
+def tripled(forward, *args):
+    return 3 * forward(*args)
+
+
+WAYS_TO_COPY = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("options", [{}, {"opt_level": "O2"}, {"boundaries": ["0"]}], ids=["O1", "O2", "block"])
+@pytest.mark.parametrize("is_inside", [False, True], ids=["whole", "inside"])
+@pytest.mark.parametrize("way", WAYS_TO_COPY)
+def test_a_forward_set_on_a_converted_model_goes_with_its_copies(way, is_inside, options, x):
+    model = bf16(nn.Sequential(Net(), nn.Identity()).eval(), **options)
+    part = model[0] if is_inside else model
+    part.forward = functools.partial(tripled, part.forward)
+    expected, twin = model(x), WAYS_TO_COPY[way](model)
+    assert torch.equal(twin(x), expected)
+    if way != "copy":  # which shares its parts, as in eager
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.zero_()
+        assert torch.equal(twin(x), expected)
+
+
+def test_a_forward_set_on_a_converted_model_is_no_part_of_another_conversion(model, x):
+    converted = bf16(model)
+    converted.forward = functools.partial(tripled, converted.forward)
+    with pytest.raises(fxamp.OptionError, match="set on the instance"):
+        fxamp.convert(converted, dtype=torch.float16)
+    converted.forward = types.MethodType(type(converted).forward, converted)  # Accelerate's way of taking it back
+    assert fxamp.convert(converted, dtype=torch.float16)(x).dtype == torch.float32
+    around = nn.Sequential(bf16(Net().eval()))
+    around[0].forward = functools.partial(tripled, around[0].forward)
+    expected = around(x)
+    torch.testing.assert_close(bf16(around)(x), expected, rtol=0.03, atol=0.03)
+
+
 def test_moving_and_retyping_the_converted_model(model, x):
     converted = bf16(model).eval()
     expected = converted(x)
