@@ -26,7 +26,7 @@ from fxamp.capture.refusals import Refusals, is_for_python
 from fxamp.capture.selves import OtherSelves
 from fxamp.capture.symbolic import one_at_a_time
 from fxamp.capture.unseen import outside_of_the_call
-from fxamp.errors import CaptureError, InvariantError, OpListError, OptionError
+from fxamp.errors import CaptureError, InvariantError, OpListError, OptionError, ShardedParameterError
 from fxamp.ir import ENGINE
 from fxamp.model.autocasting import outside_autocast
 from fxamp.model.blocks import mark_block, mark_blocks
@@ -383,7 +383,7 @@ class Engine:
             with temporarily_clear_interpreter_stack():
                 plain, live = plain_tree(module), self.changes.live
                 variant = self.workshop.build(plain, spec, inputs, options, live, sizes, left_out=self.left_out)
-        except OptionError as error:
+        except (OptionError, ShardedParameterError) as error:
             if ENGINE in module.__dict__:
                 raise
             raise CaptureError(str(error)) from error

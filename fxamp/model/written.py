@@ -23,6 +23,7 @@ from fxamp.model.seen import Family, running
 from fxamp.model.view_class import itself, may_be_viewed, part_of
 from fxamp.model.ways import Way
 from fxamp.model.wide_copies import taking_back_writes
+from fxamp.runtime.masters import is_stored_low
 
 
 class Written(Way):
@@ -67,15 +68,18 @@ class Written(Way):
     def _call(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward as it is written.
 
-        At O3 floating inputs are made low, as the weights are. Low results of the model come in
-        `options.output_dtype`, those of its parts as they are computed.
+        At O3 floating inputs are made low, as the weights are, and those of a denied part of float32 weights float32:
+        what is around it may have given it low ones. Low results of the model come in `options.output_dtype`, those of
+        its parts as they are computed.
         """
         self.calls_as_written += 1
         view = self._view_of(module)
         part = part_of(view)
         if self.options.opt_level == "O3":
-            args, kwargs = _floats_as(self.options.low, (args, kwargs))
+            args, kwargs = _all_as(self.options.low, (args, kwargs), been=torch.float32)
         is_on = part is None or not part.is_denied
+        if not is_on and all(weight.dtype == torch.float32 or is_stored_low(weight) for weight in module.parameters()):
+            args, kwargs = _all_as(torch.float32, (args, kwargs), been=self.options.low)
         with taking_back_writes(), _autocast(autocast_kind(device_of(module)), self.options.low, is_on=is_on):
             result = base.forward(view, *args, **kwargs)
         wanted = self.options.output_dtype
@@ -108,8 +112,8 @@ def _autocast(device: str, low: torch.dtype, is_on: bool) -> Iterator[None]:
         running.is_on, running.has_gradients = before, had_gradients
 
 
-def _floats_as(dtype: torch.dtype, values: Any) -> Any:
+def _all_as(dtype: torch.dtype, values: Any, been: torch.dtype) -> Any:
     def converted(tensor: torch.Tensor) -> torch.Tensor:
-        return in_dtype(dtype, tensor) if tensor.dtype == torch.float32 else tensor
+        return in_dtype(dtype, tensor) if tensor.dtype == been else tensor
 
     return pytree.tree_map_only(torch.Tensor, converted, values)

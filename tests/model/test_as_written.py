@@ -951,3 +951,27 @@ def test_a_forward_may_parametrize_a_part_for_its_call(opt_level, monkeypatch):
             assert (found.grad.float() - expected.grad).norm() < 0.03 * expected.grad.norm(), name
     assert kept[-1] == kept[2]  # nothing is kept of a call
     assert not any(name.startswith("Parametrized") for name in built), built
+
+
+class AsksProduct(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x):
+        y = F.linear(x, self.weight)
+        return -y if y.detach().sum() > 1e30 else y
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_denied_part_that_runs_as_written_is_given_float32(opt_level, caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), AsksProduct(), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    expected = model(x).detach()
+    converted = fxamp.convert(model, torch.bfloat16, opt_level=opt_level, overrides={"1": "deny"})
+    for _ in range(2):
+        result = converted(x)
+        result.sum().backward()
+        torch.testing.assert_close(result, expected, rtol=0.05, atol=0.05)
+    assert "0" in blocks_of(converted) and "left to Dynamo" not in caplog.text
