@@ -112,12 +112,17 @@ def draws_random_numbers(names: Iterable[Name]) -> bool:
 
 def is_frozen_by_dynamo(forward: Callable[..., Any], model: nn.Module) -> bool:
     """Whether functions of a model's name something that Dynamo would read once and for good."""
+    names, held = named_by(forward, model)
+    parts = (part for value in (*held, *(name.value for name in names)) for part in walk(value))
+    return any(is_lost_by_dynamo(part) for part in parts)
+
+
+def named_by(forward: Callable[..., Any], model: nn.Module) -> tuple[list[Name], list[Any]]:
+    """What the functions of a model's forward name: globals, and what attributes of its modules hold."""
     modules = list(model.modules())
     names, functions = functions_reached([forward], {type(module) for module in modules})
     texts = {text for function in functions for code in codes_of(function.__code__) for text in code.co_names}
-    held = [value for module in modules for name, value in vars(module).items() if name in texts]
-    parts = (part for value in (*held, *(name.value for name in names)) for part in walk(value))
-    return any(is_lost_by_dynamo(part) for part in parts)
+    return names, [value for module in modules for name, value in vars(module).items() if name in texts]
 
 
 class Reached:

@@ -5,7 +5,7 @@ import copy
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -235,6 +235,11 @@ class Reads:
             for name in sorted(names & vars(kind).keys())
         ]
         found += [
+            Cell(name, frozen(MISSING, scope), None, kind, f"{kind.__qualname__}.{name}", names)
+            for kind in self._outside.classes
+            for name in sorted(_inherited_values(kind, names))
+        ]
+        found += [
             Cell(name, frozen(value, scope), None, kind, f"{kind.__qualname__}.{name}", names)
             for kind, held in self._effects.classes.items()
             for name, value in held.items()
@@ -358,6 +363,13 @@ class Reads:
             self._found[id(owner), name] = (owner, value)
             self._effects.remember(owner, name, value, self._title(owner, name))
             self._outside.follow(value)
+
+
+def _inherited_values(kind: type, names: Set[str]) -> set[str]:
+    """The named values that a class of the user's has from one above it, and may be given itself."""
+    above = [vars(each) for each in kind.__mro__[1:] if not is_library(each)]
+    held = {name: value for each in reversed(above) for name, value in each.items() if name in names}
+    return {name for name, value in held.items() if name not in vars(kind) and not is_descriptor(value)}
 
 
 def _is_code_of_a_model(frame: types.FrameType) -> bool:

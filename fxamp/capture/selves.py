@@ -6,6 +6,7 @@ the converted model, and refused where the two differ.
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from fxamp.capture.elements import SCALARS
 from fxamp.capture.leaves import TABLES
 from fxamp.capture.objects import MISSING, is_other_self, walk
+from fxamp.capture.reached import named_by
 from fxamp.errors import OptionError
 
 log = logging.getLogger("fxamp")
@@ -25,10 +27,14 @@ class OtherSelves:
         self._known: weakref.WeakKeyDictionary[nn.Module, nn.Module | None] = weakref.WeakKeyDictionary()
         self._said: set[str] = set()
 
-    def check(self, root: nn.Module) -> None:
-        """Warn, once for each name, where a model and what its parts hold of it differ in a number, flag or part."""
+    def check(self, root: nn.Module, forward: Callable[..., Any]) -> None:
+        """Warn, once for each name, where a model and what its parts hold of it differ in a number, flag or part.
+
+        Args:
+            forward: of the user's class, whose functions may read what the parts hold.
+        """
         if root not in self._known:
-            self._known[root] = _other_self_of(root)  # once: it looks through the whole model
+            self._known[root] = _other_self_of(root, forward)  # once: it looks through the whole model
         other = self._known[root]
         if other is None:
             return
@@ -39,8 +45,8 @@ class OtherSelves:
             log.warning("if %s", _difference(other, root, name))
 
 
-def _other_self_of(root: nn.Module) -> nn.Module | None:
-    held = (value for part in root.modules() for name, value in part.__dict__.items() if name not in TABLES)
+def _other_self_of(root: nn.Module, forward: Callable[..., Any]) -> nn.Module | None:
+    _, held = named_by(forward, root)
     found = (each for value in held for each in walk(value) if isinstance(each, nn.Module))
     return next((each for each in found if is_other_self(each, root)), None)
 

@@ -240,7 +240,7 @@ class Engine:
 
     def _call_otherwise(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.compiler.is_compiling():  # Dynamo of torch 2.11 cannot follow the check
-            self.others.check(module)
+            self.others.check(module, base_of(module).forward)
         result = outside_autocast(self.otherwise, base_of(module), module, args, kwargs)
         self.announce_new(module)
         return result

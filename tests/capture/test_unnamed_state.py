@@ -152,8 +152,12 @@ class OfMeta(metaclass=Meta):
         return TABLE[key]
 
 
+class Given:
+    given = 1.0
+
+
 @dataclasses.dataclass(order=True, unsafe_hash=True)
-class Settings:
+class Settings(Given):
     scale: float = 1.0
     other: int = 2
 
@@ -216,7 +220,7 @@ def on(name, value):
 
 
 def drops(owner, name):
-    return lambda model: hasattr(owner, name) and delattr(owner, name)
+    return lambda model: name in vars(owner) and delattr(owner, name)
 
 
 def scaled(scale=1.0, **others):
@@ -297,6 +301,10 @@ READ = {
     "of a class that gets it later": (
         lambda m: getattr(m.settings, m.prefix + "_late", 1.0),
         [lambda m: None, lambda m: setattr(Settings, "a_late", 3.0), drops(Settings, "a_late")],
+    ),
+    "of a class that takes it from another": (
+        lambda m: m.settings.given,
+        [lambda m: None, lambda m: setattr(Settings, "given", 3.0), drops(Settings, "given")],
     ),
     "of a class itself": (
         lambda m: getattr(Settings, "late", 1.0),

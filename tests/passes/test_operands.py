@@ -80,7 +80,7 @@ def test_what_no_floating_operand_decides_has_the_default_dtype(name, way, low):
     given = (X, W, X > 0.5, torch.arange(1, 9).expand(8, 8))
     op = next((op for op in (name, "where") if op in OpLists.default()), name)
     setting = rewritten(model, *given, chosen=policy(low, **OF_NUMBERS[way](op)))
-    types_hold(setting.captured.root, setting.fakes, setting.captured.example)(setting.graph)
+    types_hold(setting.fakes, setting.captured.example)(setting.graph)
     found, expected = run_graph(setting, *given)[0], model(*given)
     assert found.dtype == FP32 and torch.isfinite(found).all()
     # Each of two products of 8 rounds its operands (2 * eps/2 a product) and its result; the factor in between rounds.
@@ -95,7 +95,7 @@ def test_a_mask_of_numbers_is_cast_where_it_is_read_low(level):
 
     given = (X, W, (X > 0.5)[None])
     setting = rewritten(model, *given, chosen=policy(BF16, level=level))
-    types_hold(setting.captured.root, setting.fakes, setting.captured.example)(setting.graph)
+    types_hold(setting.fakes, setting.captured.example)(setting.graph)
     assert_precision(setting, {"where": "high", "scaled_dot_product_attention": "low"})
     run_graph(setting, *given)
 
