@@ -4,6 +4,7 @@ Elements of containers, attributes, slots, closures' variables, memory, the stat
 """
 
 import collections
+import contextlib
 import contextvars
 import inspect
 import io
@@ -299,20 +300,25 @@ class Position(Snapshot):
         return [] if position_of(self.owner) == self._place else [f"reads or writes {self._named()}"]
 
     def put_back(self) -> None:
-        if self.changes():
+        if not self.changes():
+            return
+        with contextlib.suppress(ValueError, OSError):  # it is written in one direction, as an archive is
             self.owner.seek(self._place)
             if self.owner.writable():
                 self.owner.truncate()
 
 
 def position_of(value: Any) -> int | None:
-    """Where an open file of the user's stands; None for anything else."""
+    """Where an open file of the user's stands; None for anything else, and for what the whole process writes to."""
     if not isinstance(value, io.IOBase) or isinstance(value, (io.StringIO, io.BytesIO)):
         return None
     try:
-        return value.tell() if value.seekable() else None
-    except (ValueError, OSError):  # it is closed, or is being read line by line
+        return value.tell() if value.seekable() and value.fileno() not in _OF_THE_PROCESS else None
+    except (ValueError, OSError):  # it is closed, is being read line by line, or is none of the system's
         return None
+
+
+_OF_THE_PROCESS = (0, 1, 2)  # a log may be among them
 
 
 class Numbers(Snapshot):

@@ -1,16 +1,20 @@
 """Forward writes into objects of many kinds: as often as in eager, whichever way a call is captured and how often."""
 
 import array
+import bz2
 import collections
 import contextvars
 import copy
 import ctypes
 import dataclasses
 import functools
+import gzip
 import io
 import mmap
 import multiprocessing
 import random
+import subprocess
+import sys
 import tempfile
 import threading
 import types
@@ -367,6 +371,36 @@ def test_each_call_counts_once(name, holds, decides, is_given, fresh_dynamo, mon
         given = converted(X)
         globals()["GLOBAL"] = theirs
         assert torch.allclose(given, eager(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [gzip.open, bz2.open])
+def test_a_file_that_is_written_in_one_direction_is_no_error(kind, tmp_path, fresh_dynamo):
+    with kind(tmp_path / "file", "wb") as file:
+        converted = fxamp.convert(Counts(lambda: file, writes_to_a_file), torch.bfloat16, overrides={"*": "deny"})
+        for _ in range(2):
+            assert converted(X).isfinite().all()
+
+
+def test_what_the_whole_process_writes_to_loses_nothing(tmp_path):
+    script = """
+import sys, torch, fxamp
+from torch import nn
+
+class Says(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.out = nn.Linear(2, 2), sys.stdout
+
+    def forward(self, x):
+        self.out.write("said")
+        return self.fc(x)
+
+print("before")
+fxamp.convert(Says(), torch.bfloat16)(torch.ones(1, 2))
+"""
+    with open(tmp_path / "log", "w") as log:
+        subprocess.run([sys.executable, "-c", script], stdout=log, check=True, timeout=300)
+    assert (tmp_path / "log").read_text().startswith("before\nsaid")
 
 
 def in_turn(held, x):
