@@ -57,6 +57,7 @@ class Effects:
         self._elements: dict[int, Elements] = {}  # by the id of the container
         self._taken: set[int] = set()  # of containers
         self._others: dict[tuple[int, type], Snapshot] = {}  # (id of an object, kind of snapshot)
+        self._noted: dict[tuple[int, bool], Any] = {}  # (id of an object, whether it is the user's) -> it
         self._opened: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # (id of owner, name) -> owner, name, value
         self._caches: dict[int, tuple[Any, int]] = {}  # id -> cached function, values it has kept
 
@@ -83,14 +84,17 @@ class Effects:
         """Remember what a value and the objects in it hold, but for containers of libraries' objects."""
         own = set(map(id, walk(value)))
         for part in walk(value, into_libraries=True):
-            found = snapshots_of(part, title)
-            self._note(each for each in found if id(part) in own or not isinstance(each, Elements))
+            is_own = id(part) in own
+            if isinstance(part, SCALARS) or (id(part), is_own) in self._noted:  # as it was when it was first read
+                continue
+            self._noted[id(part), is_own] = part
+            self._note(each for each in snapshots_of(part, title) if is_own or not isinstance(each, Elements))
 
     def _note(self, snapshots: Iterable[Snapshot]) -> None:
         for each in snapshots:
             if not isinstance(each, Elements):
                 self._others.setdefault((id(each.owner), type(each)), each)
-            elif id(each.owner) not in self._elements:  # as it was when it was first read
+            elif id(each.owner) not in self._elements:
                 self._elements[id(each.owner)] = each
                 self._stop_iterators(each.owner, each.title)
 
