@@ -39,7 +39,13 @@ from fxamp.capture.further_inputs import (
     Value,
     run_call,
 )
-from fxamp.capture.reached import Reached, draws_random_numbers, functions_reached
+from fxamp.capture.reached import (
+    Reached,
+    draws_random_numbers,
+    functions_reached,
+    may_take_an_element,
+    named_values,
+)
 from fxamp.capture.recomputed import Copies, Recomputed
 from fxamp.capture.sizes import is_made_up
 from fxamp.capture.traces import State
@@ -163,7 +169,7 @@ class Beforehand:
         if draws_random_numbers(names):
             raise CannotRunBefore(f"{name} draws random numbers")
         before, reached, generators = State(self._root), Reached(names, values), generator_states()
-        if reached.has_iterator:
+        if may_take_an_element(names, named_values(self._functions, self._root)):
             raise CannotRunBefore(f"{name} may take the next element of an iterator")
         try:
             with reached.kept(), torch.set_grad_enabled(torch.is_grad_enabled() and self._has_gradients):

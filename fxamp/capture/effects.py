@@ -3,6 +3,7 @@
 A graph makes no such writes, and a trace would leave its own values in the user's objects.
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -26,6 +27,7 @@ from fxamp.capture.snapshots import (
     Snapshot,
     is_lost_by_dynamo,
     put,
+    put_all_back,
     snapshots_of,
 )
 from fxamp.capture.torch_settings import SETTINGS
@@ -57,7 +59,7 @@ class Effects:
         self._elements: dict[int, Elements] = {}  # by the id of the container
         self._taken: set[int] = set()  # of containers
         self._others: dict[tuple[int, type], Snapshot] = {}  # (id of an object, kind of snapshot)
-        self._noted: dict[tuple[int, bool], Any] = {}  # (id of an object, whether it is the user's) -> it
+        self._noted: dict[tuple[int, bool, bool], Any] = {}  # (id of an object, is it the user's, is_all) -> it
         self._opened: dict[tuple[int, str], tuple[Any, str, Any]] = {}  # (id of owner, name) -> owner, name, value
         self._caches: dict[int, tuple[Any, int]] = {}  # id -> cached function, values it has kept
 
@@ -80,15 +82,21 @@ class Effects:
             self._opened[id(owner), name] = (owner, name, value)
             put(owner, name, Drawn(value, title))
 
-    def remember_held(self, value: Any, title: str) -> None:
-        """Remember what a value and the objects in it hold, but for containers of libraries' objects."""
+    def remember_held(self, value: Any, title: str, is_all: bool = True) -> None:
+        """Remember what a value and the objects in it hold, but for containers of libraries' objects.
+
+        Args:
+            is_all: or the user's containers alone, as forward may not come to it.
+        """
         own = set(map(id, walk(value)))
-        for part in walk(value, into_libraries=True):
-            is_own = id(part) in own
-            if isinstance(part, SCALARS) or (id(part), is_own) in self._noted:  # as it was when it was first read
+        for part in walk(value, into_libraries=is_all):
+            key = id(part), id(part) in own, is_all
+            if isinstance(part, SCALARS) or key in self._noted:  # as it was when it was first read
                 continue
-            self._noted[id(part), is_own] = part
-            self._note(each for each in snapshots_of(part, title) if is_own or not isinstance(each, Elements))
+            self._noted[key] = part
+            with contextlib.suppress(Exception):  # its class forbids the question
+                found = list(snapshots_of(part, title))
+                self._note(each for each in found if (id(part) in own if isinstance(each, Elements) else is_all))
 
     def _note(self, snapshots: Iterable[Snapshot]) -> None:
         for each in snapshots:
@@ -123,7 +131,7 @@ class Effects:
             self.remember_class(type(kind))
             for name, held in snapshot.saved.items():
                 if not is_descriptor(held):
-                    self.remember_held(held, f"{kind.__qualname__}.{name}")
+                    self.remember_held(held, f"{kind.__qualname__}.{name}", is_all=False)
                 self._open_cache(kind, name, held)
 
     def _open_cache(self, owner: Any, name: str, value: Any) -> None:
@@ -157,8 +165,7 @@ class Effects:
         done = [*self._set_variables(), *self._filled_caches(), *itertools.chain.from_iterable(others.values())]
         set_once = [] if done else self._plain_values_set()
         done += itertools.chain.from_iterable(written.values())
-        for snapshot in (*reversed(self._others.values()), *self._elements.values()):  # a view may come after the whole
-            snapshot.put_back()
+        put_all_back((*self._elements.values(), *self._others.values()))
         if not done:
             return None
         text = (

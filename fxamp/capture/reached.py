@@ -26,12 +26,12 @@ from fxamp.capture.snapshots import (
     Elements,
     Numbers,
     OfClass,
-    OfModule,
     Snapshot,
     Variable,
     is_lost_by_dynamo,
     is_users_class,
     put,
+    put_all_back,
     snapshots_of,
 )
 from fxamp.randomness import generators_kept
@@ -96,6 +96,18 @@ def _held_by(function: types.FunctionType) -> list[Any]:
     return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *cells]
 
 
+def may_take_an_element(names: Iterable[Name], values: Iterable[Any]) -> bool:
+    """Whether an iterator is among what functions name or hold: the element that one gives cannot be put back.
+
+    Args:
+        values: functions, and what attributes that they name hold.
+    """
+    held = [name.value for name in names]
+    for value in values:
+        held += _held_by(value) if isinstance(value, types.FunctionType) else [value]
+    return any(map(is_iterator, held))
+
+
 def draws_random_numbers(names: Iterable[Name]) -> bool:
     """Whether Python's or numpy's generator is among these: a function may draw in some calls alone."""
     numpy = sys.modules.get("numpy")
@@ -119,10 +131,15 @@ def is_frozen_by_dynamo(forward: Callable[..., Any], model: nn.Module) -> bool:
 
 def named_by(forward: Callable[..., Any], model: nn.Module) -> tuple[list[Name], list[Any]]:
     """What the functions of a model's forward name: globals, and what attributes of its modules hold."""
-    modules = list(model.modules())
-    names, functions = functions_reached([forward], {type(module) for module in modules})
+    names, functions = functions_reached([forward], {type(module) for module in model.modules()})
+    return names, named_values(functions, model)
+
+
+def named_values(functions: Iterable[types.FunctionType], model: nn.Module) -> list[Any]:
+    """Functions, and what attributes of a model's modules hold that they name."""
+    functions = list(functions)
     texts = {text for function in functions for code in codes_of(function.__code__) for text in code.co_names}
-    return names, [value for module in modules for name, value in vars(module).items() if name in texts]
+    return [*functions, *(value for each in model.modules() for name, value in vars(each).items() if name in texts)]
 
 
 class Reached:
@@ -150,11 +167,6 @@ class Reached:
         """Whether this very object is among what is reached."""
         return id(value) in self._held
 
-    @property
-    def has_iterator(self) -> bool:
-        """Whether an iterator is among it: the element that one gives cannot be put back."""
-        return any(is_iterator(value) for value, _ in self._held.values())
-
     def are_changed(self) -> bool:
         """Whether anything is not as it was."""
         are_others = any(name.value is not value for name, value in self._names)
@@ -170,8 +182,7 @@ class Reached:
             for name, value in self._names:
                 if name.value is not value:
                     put(name.space, name.name, value)
-            for each in reversed(list(self._snapshots())):  # a view may come after the whole
-                each.put_back()
+            put_all_back(self._snapshots())
 
     def _snapshots(self) -> Iterator[Snapshot]:
         return itertools.chain.from_iterable(snapshots for _, snapshots in self._held.values())
@@ -185,8 +196,6 @@ def _snapshots_of(value: Any) -> Iterator[Snapshot]:
         yield Variable(value)
     elif is_users_class(value):
         yield OfClass(value)
-    elif isinstance(value, types.ModuleType) and not is_library_module(value):
-        yield OfModule(value)
     elif isinstance(value, types.FunctionType) and not is_library_function(value):
         yield Elements(vars(value))
     elif isinstance(value, torch.Tensor) and not value.is_inference():

@@ -94,6 +94,7 @@ class Reads:
 
         if parametrize._cache_enabled and any(map(parametrize.is_parametrized, self._root.modules())):
             raise CaptureError("the call is made inside parametrize.cached(), and a graph computes its weights itself")
+        failure: Exception | None = None
         try:
             with (
                 patched((nn.Module, "__getattribute__", getattribute), (nn.Module, "__reduce_ex__", reduce_ex)),
@@ -113,11 +114,14 @@ class Reads:
                     raise
             self._outside.finish()
             self._check_hooks()
+        except (CaptureError, fx.proxy.TraceError) as error:
+            failure = error
+            raise
         finally:
             self._outside.restore()
             done = self._effects.undo()
-            if isinstance(done, CaptureError) and is_for_python(done):
-                raise done  # whatever else has ended the trace: Dynamo is not to go on
+            if failure is not None and isinstance(done, CaptureError) and is_for_python(done):
+                raise done from failure  # whatever else a graph cannot hold: Dynamo is not to go on
         if isinstance(done, CaptureError):
             raise done
         self.settings = done

@@ -11,7 +11,7 @@ import io
 import random
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -148,25 +148,6 @@ class OfClass(_Names):
         put(self.owner, name, value)
 
 
-class OfModule(_Names):
-    """Names in a Python module of the user's. (One that was imported inside it since is no write.)"""
-
-    def _now(self) -> dict[str, Any]:
-        held = vars(self.owner).items()
-        return {name: value for name, value in held if not name.startswith("__") and not _is_module(value)}
-
-    @property
-    def parts(self) -> list[Any]:
-        return []  # there is too much: those that functions name are looked at as globals are
-
-    def _put(self, name: str, value: Any) -> None:
-        put(self.owner.__dict__, name, value)
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, types.ModuleType)
-
-
 class Variable(_Names):
     """Of an enclosing function: a closure's cell."""
 
@@ -290,7 +271,7 @@ class OfContext(Snapshot):
 
 
 class Position(Snapshot):
-    """In an open file."""
+    """In an open file. What was written there stays: others may write into it, too."""
 
     def __init__(self, owner: Any, place: int, title: str = "") -> None:
         super().__init__(owner, title)
@@ -300,12 +281,8 @@ class Position(Snapshot):
         return [] if position_of(self.owner) == self._place else [f"reads or writes {self._named()}"]
 
     def put_back(self) -> None:
-        if not self.changes():
-            return
-        with contextlib.suppress(ValueError, OSError):  # it is written in one direction, as an archive is
+        if self.changes() and not self.owner.writable():
             self.owner.seek(self._place)
-            if self.owner.writable():
-                self.owner.truncate()
 
 
 def position_of(value: Any) -> int | None:
@@ -314,7 +291,7 @@ def position_of(value: Any) -> int | None:
         return None
     try:
         return value.tell() if value.seekable() and value.fileno() not in _OF_THE_PROCESS else None
-    except (ValueError, OSError):  # it is closed, is being read line by line, or is none of the system's
+    except Exception:  # it is closed, is being read line by line, is none of the system's, or of a class of the user's
         return None
 
 
@@ -349,7 +326,8 @@ def snapshots_of(value: Any, title: str = "") -> Iterator[Snapshot]:
     if held_in_slots(value):
         yield Slots(value, title)
     if is_generator(value):
-        yield Generator(value, title)
+        with contextlib.suppress(NotImplementedError):  # random.SystemRandom has no state
+            yield Generator(value, title)
     if isinstance(value, contextvars.ContextVar):
         yield OfContext(value, title)
     if (contents := contents_of(value)) is not None:
@@ -365,6 +343,13 @@ def is_lost_by_dynamo(value: Any) -> bool:
     if isinstance(value, collections.deque):
         return value.maxlen is not None
     return isinstance(value, random.Random) and is_generator(value)
+
+
+def put_all_back(snapshots: Iterable[Snapshot]) -> None:
+    """Put back whatever can be, the last first: a view may come after the whole."""
+    for each in reversed(list(snapshots)):
+        with contextlib.suppress(Exception):  # forward has closed it, or its class forbids that
+            each.put_back()
 
 
 def is_users_class(value: Any) -> bool:

@@ -29,7 +29,7 @@ from fxamp import ir
 from fxamp.capture.dynamo import adopt
 from fxamp.capture.effects import clear_caches
 from fxamp.capture.frames import captures_apart, compile_apart
-from fxamp.capture.reached import Reached, functions_reached
+from fxamp.capture.reached import Reached, functions_reached, may_take_an_element, named_values
 from fxamp.capture.surroundings import idle_autocast
 from fxamp.capture.unseen import no_saved_tensor_hooks
 from fxamp.dtypes import autocast_kind, device_of
@@ -123,7 +123,7 @@ def visit_graphs(
     held = (value for module in model.modules() for value in vars(module).values())
     names, functions = functions_reached([base.forward, *held], kinds)
     outside = Reached(names, [*functions, *kinds, model])
-    if outside.has_iterator:
+    if may_take_an_element(names, named_values(functions, model)):
         return CaptureError("forward may take the next element of an iterator, which nobody can put back")
     show_to = [visit]  # Dynamo's caches keep `show`, and must not keep what it shows the graphs to
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -25,6 +25,7 @@ from fxamp.model.methods import under_autocast
 from fxamp.model.state_dicts import load_exactly, take_over_writes
 from fxamp.model.storage import Marks, apply_exactly, mark, marks_of
 from fxamp.model.views import base_of, keep_alive, plain_view, take_state
+from fxamp.references import repointed
 
 
 def make_sibling(model: nn.Module, engine: Engine) -> nn.Module:
@@ -57,19 +58,25 @@ def _make_class(base: Any) -> type:
     _keep_unwrapped(forward, base.forward)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        return _rebuild, (plain_view(self), self.__dict__.get(ENGINE), marks_of(self)), _forward_around(self)
+        made = _rebuild, (plain_view(self), self.__dict__.get(ENGINE), marks_of(self))
+        around = self.__dict__.get("forward")  # set since, which may lead back to the model
+        return made if around is None else (*made, around, None, None, _set_forward)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         take_over_writes()  # the copy's parameters know nothing of the state dicts that were written into
         memo[id(self)] = twin = object.__new__(type(self))  # before its parts are copied, which may lead back to it
         _with_state(twin, copy.deepcopy(plain_view(self), memo), copy.deepcopy(self.__dict__.get(ENGINE), memo))
         mark(twin, marks_of(self), is_copy=True)
-        twin.__dict__.update(copy.deepcopy(_forward_around(self), memo) or {})
+        if "forward" in self.__dict__:
+            _set_forward(twin, repointed(copy.deepcopy(self.__dict__["forward"], memo), {id(self): twin}))
         return twin
 
     def __copy__(self: Any) -> Any:
-        twin = _rebuild(base.__copy__(plain_view(self)), self.__dict__.get(ENGINE), marks_of(self))
-        twin.__dict__.update(_forward_around(self) or {})
+        plain = plain_view(self)
+        plain = base.__copy__(plain) if hasattr(base, "__copy__") else plain
+        twin = _rebuild(plain, self.__dict__.get(ENGINE), marks_of(self))
+        if "forward" in self.__dict__:
+            _set_forward(twin, self.__dict__["forward"])
         return twin
 
     def _load_from_state_dict(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -88,7 +95,7 @@ def _make_class(base: Any) -> type:
         **under_autocast(base),
         **finalizer_of(base),
         **({} if hasattr(base, "freeze") else {"freeze": freeze}),
-        **({"__copy__": __copy__} if hasattr(base, "__copy__") else {}),
+        "__copy__": __copy__,
         "forward": forward,
         "__reduce_ex__": __reduce_ex__,
         "__deepcopy__": __deepcopy__,
@@ -136,9 +143,9 @@ def _keep_unwrapped(forward: Any, plain: Any) -> None:
     del forward.__wrapped__
 
 
-def _forward_around(model: nn.Module) -> dict[str, Any] | None:
-    """The forward that was set on a converted model, around its own; None where there is none."""
-    return {"forward": model.__dict__["forward"]} if "forward" in model.__dict__ else None
+def _set_forward(model: nn.Module, forward: Any) -> None:
+    """Give a copy of a converted model the forward that was set on that, around its own."""
+    model.__dict__["forward"] = forward
 
 
 def _rebuild(plain: nn.Module, engine: Engine | None, marks: Marks) -> nn.Module:

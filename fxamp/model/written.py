@@ -68,20 +68,24 @@ class Written(Way):
     def _call(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward as it is written.
 
-        At O3 floating inputs are made low, as the weights are, and those of a denied part of float32 weights float32:
-        what is around it may have given it low ones. Low results of the model come in `options.output_dtype`, those of
-        its parts as they are computed.
+        At O3 floating inputs are made low, as the weights are, and low arguments of a denied part of float32 weights
+        float32, as what is around it may have made them low. Low results of the model come in `options.output_dtype`,
+        those of its parts as they are computed.
         """
         self.calls_as_written += 1
         view = self._view_of(module)
         part = part_of(view)
         if self.options.opt_level == "O3":
-            args, kwargs = _all_as(self.options.low, (args, kwargs), been=torch.float32)
+            args, kwargs = _floats_as(self.options.low, (args, kwargs))
         is_on = part is None or not part.is_denied
-        if not is_on and all(weight.dtype == torch.float32 or is_stored_low(weight) for weight in module.parameters()):
-            args, kwargs = _all_as(torch.float32, (args, kwargs), been=self.options.low)
+        given: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if not is_on and _is_of_float32(module):
+            args, kwargs, given = _low_arguments_wide(self.options.low, args, kwargs)
         with taking_back_writes(), _autocast(autocast_kind(device_of(module)), self.options.low, is_on=is_on):
             result = base.forward(view, *args, **kwargs)
+            for low, wide in given:
+                if not wide.is_inference() and wide._version:
+                    low.copy_(wide)
         wanted = self.options.output_dtype
         return result if wanted is None else Results(wanted).of(result)
 
@@ -112,8 +116,27 @@ def _autocast(device: str, low: torch.dtype, is_on: bool) -> Iterator[None]:
         running.is_on, running.has_gradients = before, had_gradients
 
 
-def _all_as(dtype: torch.dtype, values: Any, been: torch.dtype) -> Any:
+def _is_of_float32(module: nn.Module) -> bool:
+    weights = list(module.parameters())
+    return bool(weights) and all(weight.dtype == torch.float32 or is_stored_low(weight) for weight in weights)
+
+
+def _low_arguments_wide(
+    low: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Low tensors among the arguments in float32, and both of each; containers stay the caller's, who may read them."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def wide(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype != low:
+            return value
+        return made.setdefault(id(value), (value, value.float()))[1]
+
+    return tuple(map(wide, args)), {name: wide(value) for name, value in kwargs.items()}, list(made.values())
+
+
+def _floats_as(dtype: torch.dtype, values: Any) -> Any:
     def converted(tensor: torch.Tensor) -> torch.Tensor:
-        return in_dtype(dtype, tensor) if tensor.dtype == been else tensor
+        return in_dtype(dtype, tensor) if tensor.dtype == torch.float32 else tensor
 
     return pytree.tree_map_only(torch.Tensor, converted, values)

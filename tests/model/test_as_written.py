@@ -975,3 +975,36 @@ def test_a_denied_part_that_runs_as_written_is_given_float32(opt_level, caplog):
         result.sum().backward()
         torch.testing.assert_close(result, expected, rtol=0.05, atol=0.05)
     assert "0" in blocks_of(converted) and "left to Dynamo" not in caplog.text
+
+
+class Fills(nn.Module):
+    def __init__(self, has_weights):
+        super().__init__()
+        self.fc = nn.Linear(8, 8) if has_weights else None
+
+    def forward(self, x, cache, mask):
+        y = x if self.fc is None else self.fc(x)
+        cache.append(y.shape[0])
+        mask.mul_(0)
+        return -y if y.detach().sum() > 1e30 else y
+
+
+class GivesOn(nn.Module):
+    def __init__(self, has_weights):
+        super().__init__()
+        self.first, self.part = nn.Linear(8, 8), Fills(has_weights)
+
+    def forward(self, x, cache, mask):
+        y = self.part(self.first(x), cache, mask)
+        return -y if y.detach().sum() > 1e30 else y
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_denied_part_writes_into_what_it_is_given(dtype, has_weights, opt_level):
+    converted = fxamp.convert(GivesOn(has_weights), torch.bfloat16, opt_level=opt_level, overrides={"part": "deny"})
+    for _ in range(2):
+        cache, mask = [], torch.ones(4, dtype=dtype)
+        converted(torch.randn(4, 8), cache, mask).sum().backward()
+        assert cache == [4] and mask.tolist() == [0.0] * 4

@@ -345,6 +345,34 @@ def test_a_forward_set_on_a_converted_model_goes_with_its_copies(way, is_inside,
         assert torch.equal(twin(x), expected)
 
 
+class Restored(Net):
+    """Has a state of its own for pickles."""
+
+    def __getstate__(self):
+        return {"d": self.__dict__, "n": 1}
+
+    def __setstate__(self, state):
+        assert state["n"] == 1
+        self.__dict__ = state["d"]
+
+
+def test_a_class_that_unpickles_itself_is_given_its_own_state_alone(x):
+    model = bf16(Restored().eval())
+    model.forward = functools.partial(tripled, model.forward)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+def test_a_closure_around_a_converted_model_leads_to_the_copy(model, x):
+    converted = bf16(model.eval())
+    own = converted.forward
+    converted.forward = lambda x: 3 * own(x)
+    expected, twin = converted(x), copy.deepcopy(converted)
+    with torch.no_grad():
+        for weight in converted.parameters():
+            weight.zero_()
+    assert torch.equal(twin(x), expected)
+
+
 def test_a_forward_set_on_a_converted_model_is_no_part_of_another_conversion(model, x):
     converted = bf16(model)
     converted.forward = functools.partial(tripled, converted.forward)
