@@ -77,14 +77,17 @@ def functions_reached(functions: Iterable[Any], kinds: Iterable[type]) -> tuple[
 
 
 def _named_from(space: dict[str, Any], texts: set[str]) -> Iterator[Name]:
-    """What is named there, and in the Python modules that are: `config.TABLE`."""
+    """What is named there, and in the Python modules that are: `config.TABLE`, but for functions: `plugins.load()` may
+    load others, and note that, and what is loaded stays so.
+    """
     spaces = {id(space): space}
     waiting = [space]
     while waiting:
         inside = waiting.pop()
         for text in texts & inside.keys():
-            yield Name(inside, text, "random" in texts)
             value = inside[text]
+            if inside is space or not functions_in(value):
+                yield Name(inside, text, "random" in texts)
             if isinstance(value, types.ModuleType) and not is_library_module(value) and id(vars(value)) not in spaces:
                 spaces[id(vars(value))] = vars(value)
                 waiting.append(vars(value))

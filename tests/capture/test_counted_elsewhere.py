@@ -9,6 +9,7 @@ import ctypes
 import dataclasses
 import functools
 import gzip
+import importlib
 import io
 import itertools
 import mmap
@@ -475,6 +476,39 @@ fxamp.convert(Says(), torch.bfloat16)(torch.ones(1, 2))
     with open(tmp_path / "log", "w") as log:
         subprocess.run([sys.executable, "-c", script], stdout=log, check=True, timeout=300)
     assert (tmp_path / "log").read_text().startswith("before\nsaid")
+
+
+ELSEWHERE = """
+import sys
+
+IS_READY = False
+
+def load():
+    global IS_READY
+    if not IS_READY:
+        sys.modules.setdefault("plugin_of_a_test", sys)
+        IS_READY = True
+"""
+
+
+class Loads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.fc(x)
+        GLOBAL.load()
+        return -y if y.detach().sum() > 1e30 else y
+
+
+def test_what_another_file_has_loaded_stays_noted_there(fresh_dynamo, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere_of_a_test.py").write_text(ELSEWHERE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(globals(), "GLOBAL", importlib.import_module("elsewhere_of_a_test"))
+    fxamp.convert(Loads(), torch.bfloat16, (X,), capture="dynamo")
+    assert ("plugin_of_a_test" in sys.modules) == GLOBAL.IS_READY
+    sys.modules.pop("plugin_of_a_test", None)
 
 
 def in_turn(held, x):
