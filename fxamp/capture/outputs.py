@@ -288,8 +288,7 @@ def is_plain(value: Any) -> bool:
         return True
     makes: Any = kind.__new__
     has_attributes = hasattr(value, "__dict__") or bool(slots)
-    is_private = any(name.startswith("__") for name in slots)
-    return makes is object.__new__ and has_attributes and not is_private and not _is_special(kind)
+    return makes is object.__new__ and has_attributes and not _is_special(kind)
 
 
 def _is_special(kind: type) -> bool:

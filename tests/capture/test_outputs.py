@@ -325,6 +325,14 @@ class Private:
         self.__x = self.y = x
 
 
+def test_what_private_slots_hold_comes_back():
+    model, plain = converted_and_plain(lambda cache, x: Private(x))
+    x = torch.randn(4, 8)
+    found, expected = model(x), plain(x)
+    assert type(found) is Private and found._Private__x is found.y
+    torch.testing.assert_close(found.y, expected.y, rtol=0.05, atol=0.05)
+
+
 class OfItsOwn(dict):
     pass
 
@@ -356,7 +364,6 @@ def with_an_object_of_unknown_age(cache, x):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda cache, x: Private(x),
         lambda cache, x: OfItsOwn(x=x),
         lambda cache, x: Ring(x),
         with_what_was_there,
