@@ -4,13 +4,13 @@ import concurrent.futures
 import importlib
 import random
 import sys
-import types
 
 import pytest
 import torch
 from torch import nn
 
 import fxamp
+from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.imports import Imports
 
 X = torch.linspace(-1, 1, 16).reshape(2, 8)
@@ -97,10 +97,21 @@ def test_a_module_that_cannot_be_loaded_is_the_models_own_affair(module):
         fxamp.convert(Importing(), torch.bfloat16, example_inputs=(X,), capture="symbolic")
 
 
+class Tracing:
+    """Records what its own thread does, as a tracer."""
+
+    def __init__(self):
+        self.values = FakeValues(None, None)
+
+    @property
+    def is_recording(self):
+        return not self.values.is_running
+
+
 def test_another_thread_loads_modules_meanwhile(module):
     module()
     imports = Imports()
-    with imports.noted(types.SimpleNamespace(is_recording=True)), concurrent.futures.ThreadPoolExecutor(1) as pool:
+    with imports.noted(Tracing()), concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert pool.submit(importlib.import_module, NAME).result().TABLE.shape == (8,)
 
 
