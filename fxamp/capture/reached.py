@@ -134,7 +134,8 @@ def is_frozen_by_dynamo(forward: Callable[..., Any], model: nn.Module) -> bool:
 
 def named_by(forward: Callable[..., Any], model: nn.Module) -> tuple[list[Name], list[Any]]:
     """What the functions of a model's forward name: globals, and what attributes of its modules hold."""
-    names, functions = functions_reached([forward], {type(module) for module in model.modules()})
+    kinds = {type(module) for module in model.modules()}
+    names, functions = functions_reached([forward, *(kind.forward for kind in kinds)], kinds)
     return names, named_values(functions, model)
 
 
