@@ -121,7 +121,7 @@ def visit_graphs(
 
     kinds = {type(module) for module in model.modules()}
     held = (value for module in model.modules() for value in vars(module).values())
-    names, functions = functions_reached([base.forward, *held], kinds)
+    names, functions = functions_reached([base.forward, *(kind.forward for kind in kinds), *held], kinds)
     outside = Reached(names, [*functions, *kinds, model])
     if may_take_an_element(names, named_values(functions, model)):
         return CaptureError("forward may take the next element of an iterator, which nobody can put back")
