@@ -1,4 +1,6 @@
-"""The random generators that all code shares: Python's, numpy's, and torch's of the CPU and of CUDA devices."""
+"""The random generators that all code shares: Python's, numpy's, and torch's of the CPU and of CUDA devices; and those
+that somebody has made for himself.
+"""
 
 import contextlib
 import random
@@ -57,12 +59,49 @@ def generators_kept(devices: Iterable[int] = ()) -> Iterator[None]:
         set_generators(before)
 
 
+def is_generator(value: Any) -> bool:
+    """Whether it is a generator that somebody has made, whose state can be had: not the random module's own, which
+    `from random import random` gives the method of, nor a random.SystemRandom, which has none.
+    """
+    if isinstance(value, random.Random):
+        return value is not _THE_MODULES and not isinstance(value, random.SystemRandom)
+    is_of_numpy = type(value).__module__.startswith("numpy.random")
+    is_one = hasattr(value, "bit_generator") or hasattr(value, "get_state")
+    return isinstance(value, torch.Generator) or (is_of_numpy and is_one)
+
+
+_THE_MODULES: Any = random.random.__self__  # type: ignore[attr-defined]
+
+
+def state_of(generator: Any) -> Any:
+    """The state of such a generator, in its own form."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        with torch._C.DisableTorchFunction():
+            return generator.get_state()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Let it go on from there."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
 def _numpy_random() -> ModuleType | None:
     return sys.modules.get("numpy.random")
 
 
 def as_lists(state: Any) -> Any:
-    """The state of a generator of numpy's, of Python's own numbers and lists."""
+    """The state of a generator, in Python's own numbers and lists."""
     if isinstance(state, dict):
         return {key: as_lists(value) for key, value in state.items()}
-    return state.tolist() if hasattr(state, "tolist") else state
+    with torch._C.DisableTorchFunction():  # a trace refuses to read a tensor's numbers
+        return state.tolist() if hasattr(state, "tolist") else state

@@ -31,9 +31,9 @@ from fxamp.capture.objects import (
     pointed_at,
     read,
 )
-from fxamp.randomness import as_lists
+from fxamp.randomness import as_lists, is_generator, set_state, state_of
 
-_THE_MODULES: Any = random.random.__self__  # type: ignore[attr-defined]
+_OF_THE_PROCESS = (0, 1, 2)  # files: a log may be among them
 _MOST = 65536  # numbers of a tensor that are copied; of a larger one is only told that it was written
 
 
@@ -206,48 +206,18 @@ class Generator(Snapshot):
 
     def __init__(self, owner: Any, title: str = "") -> None:
         super().__init__(owner, title)
-        self._state, self._numbers = _random_state(owner)
+        self._state = state_of(owner)
+        self._numbers = as_lists(self._state)
 
     def changes(self) -> list[str]:
         return [] if self._is_same() else [f"draws from a {type(self.owner).__qualname__}"]
 
     def put_back(self) -> None:
-        if self._is_same():
-            return
-        if isinstance(self.owner, random.Random):
-            self.owner.setstate(self._state)
-        elif hasattr(self.owner, "bit_generator"):
-            self.owner.bit_generator.state = self._state
-        else:
-            self.owner.set_state(self._state)
+        if not self._is_same():
+            set_state(self.owner, self._state)
 
     def _is_same(self) -> bool:
-        return bool(_random_state(self.owner)[1] == self._numbers)
-
-
-def _random_state(generator: Any) -> tuple[Any, Any]:
-    """The state of a generator, and the same in Python's own numbers."""
-    with torch._C.DisableTorchFunction():
-        state: Any
-        if isinstance(generator, random.Random):
-            state = generator.getstate()
-        elif isinstance(generator, torch.Generator):
-            state = generator.get_state()
-        elif hasattr(generator, "bit_generator"):
-            state = generator.bit_generator.state
-        else:
-            state = generator.get_state(legacy=False)
-        return state, as_lists(state)
-
-
-def is_generator(value: Any) -> bool:
-    """Whether it draws random numbers. (The random module's own, which `from random import random` gives the method
-    of, is looked after by whoever traces.)
-    """
-    if isinstance(value, (random.Random, torch.Generator)):
-        return value is not _THE_MODULES
-    is_of_numpy = type(value).__module__.startswith("numpy.random")
-    return is_of_numpy and (hasattr(value, "bit_generator") or hasattr(value, "get_state"))
+        return bool(as_lists(state_of(self.owner)) == self._numbers)
 
 
 class OfContext(Snapshot):
@@ -295,9 +265,6 @@ def position_of(value: Any) -> int | None:
         return None
 
 
-_OF_THE_PROCESS = (0, 1, 2)  # a log may be among them
-
-
 class Numbers(Snapshot):
     """Of a tensor."""
 
@@ -326,8 +293,7 @@ def snapshots_of(value: Any, title: str = "") -> Iterator[Snapshot]:
     if held_in_slots(value):
         yield Slots(value, title)
     if is_generator(value):
-        with contextlib.suppress(NotImplementedError):  # random.SystemRandom has no state
-            yield Generator(value, title)
+        yield Generator(value, title)
     if isinstance(value, contextvars.ContextVar):
         yield OfContext(value, title)
     if (contents := contents_of(value)) is not None:

@@ -203,6 +203,10 @@ def draws_below(held, x):
     return float(held.randint(1, 100))
 
 
+def draws_a_tensor(held, x):
+    return torch.rand(1, generator=held)
+
+
 def reads_on(held, x):
     return float(held.read(1)[0])
 
@@ -325,6 +329,7 @@ HELD = {
     "Python module": (python_module, adds("n")),
     "what an attribute of a tensor holds": (annotated, in_an_attribute),
     "random.Random": (lambda: random.Random(0), draws),
+    "torch's generator": (torch.Generator, draws_a_tensor),
     "numpy's generator": (lambda: np.random.default_rng(0), draws),
     "numpy's random state": (lambda: np.random.RandomState(0), draws_below),
     "open file": (written, reads_on),
@@ -417,19 +422,19 @@ def test_a_file_that_is_read_and_may_be_written_keeps_what_it_holds(tmp_path):
 class Closes(nn.Module):
     def __init__(self, file):
         super().__init__()
-        self.fc, self.file, self.seen, self.other = nn.Linear(8, 8), file, {}, {"n": 0.0}
+        self.fc, self.file, self.seen = nn.Linear(8, 8), file, {"inside": {}}
 
     def forward(self, x):
-        self.other["n"] = y = self.fc(x)
-        self.seen["y"] = y
+        y = self.fc(x)
+        self.seen["inside"]["y"] = y
         self.file.close()
-        return y + len(self.other)
+        return y + len(self.seen)
 
 
 def test_what_cannot_be_put_back_keeps_nothing_else_from_it(fresh_dynamo):
     model = Closes(io.BytesIO(b"text"))
     fxamp.convert(model, torch.bfloat16)(X)
-    assert all(type(value) is torch.Tensor for value in (*model.seen.values(), model.other["n"]))
+    assert type(model.seen["inside"]["y"]) is torch.Tensor
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ZeroDivisionError])
@@ -457,7 +462,7 @@ def test_what_a_class_keeps_for_its_making_costs_no_graph():
     assert fxamp.report(converted).captures == ("symbolic",)
 
 
-def test_what_the_whole_process_writes_to_loses_nothing(tmp_path):
+def test_what_the_whole_process_writes_to_loses_nothing_and_costs_no_graph(tmp_path):
     script = """
 import sys, torch, fxamp
 from torch import nn
@@ -472,11 +477,14 @@ class Says(nn.Module):
         return self.fc(x)
 
 print("before")
-fxamp.convert(Says(), torch.bfloat16)(torch.ones(1, 2))
+converted = fxamp.convert(Says(), torch.bfloat16)
+converted(torch.ones(1, 2))
+print("", *fxamp.report(converted).captures)
 """
     with open(tmp_path / "log", "w") as log:
         subprocess.run([sys.executable, "-c", script], stdout=log, check=True, timeout=300)
-    assert (tmp_path / "log").read_text().startswith("before\nsaid")
+    written = (tmp_path / "log").read_text()
+    assert written.startswith("before\nsaid") and written.endswith("said symbolic\n")
 
 
 ELSEWHERE = """
