@@ -31,6 +31,11 @@ def contents_of(value: Any) -> Any:
     return None
 
 
+def is_file(value: Any) -> bool:
+    """Whether it is an open or closed file, and no text in memory."""
+    return isinstance(value, io.IOBase) and not isinstance(value, (io.StringIO, io.BytesIO))
+
+
 def numbers_of(value: Any) -> bytes:
     """The numbers of an array."""
     return bytes(value) if isinstance(value, (bytearray, memoryview, *OF_C)) else value.tobytes()

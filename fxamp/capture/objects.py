@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.capture.contents import IN_MEMORY, numbers_of
+from fxamp.capture.contents import IN_MEMORY, is_file, numbers_of
 from fxamp.capture.elements import (
     CONTAINERS,
     MOST,
@@ -364,7 +364,7 @@ def inside_of(value: Any, into_libraries: bool = True) -> list[Any]:
     if isinstance(value, CONTAINERS) and is_looked_into(value):
         held = plain_copy(value)
         inside += held.values() if isinstance(held, dict) else held
-    if isinstance(value, FUNCTIONS) or (is_library(type(value)) and not into_libraries):
+    if isinstance(value, FUNCTIONS) or is_file(value) or (is_library(type(value)) and not into_libraries):
         return inside
     inside += [getattr(value, name) for name in slots_of(class_of(value)) if hasattr(value, name)]
     attributes = (namespace_of(value) if into_libraries else attributes_of(value)) or {}

@@ -7,7 +7,6 @@ import collections
 import contextlib
 import contextvars
 import inspect
-import io
 import random
 import threading
 import types
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from fxamp.capture.containers import CONTAINERS, forget_traced_types, has_equals_for, holds_still, restore
-from fxamp.capture.contents import contents_of, put_contents
+from fxamp.capture.contents import contents_of, is_file, put_contents
 from fxamp.capture.elements import elements_of, is_pythons, plain_copy
 from fxamp.capture.numbers import is_numpys
 from fxamp.capture.objects import (
@@ -255,12 +254,10 @@ class Position(Snapshot):
             self.owner.seek(self._place)
 
 
-def position_of(value: Any) -> int | None:
-    """Where an open file of the user's stands; None for anything else, and for what the whole process writes to."""
-    if not isinstance(value, io.IOBase) or isinstance(value, (io.StringIO, io.BytesIO)):
-        return None
+def position_of(file: Any) -> int | None:
+    """Where an open file stands; None for one that has no place, and for what the whole process writes to."""
     try:
-        return value.tell() if value.seekable() and value.fileno() not in _OF_THE_PROCESS else None
+        return file.tell() if file.seekable() and file.fileno() not in _OF_THE_PROCESS else None
     except Exception:  # it is closed, is being read line by line, is none of the system's, or of a class of the user's
         return None
 
@@ -283,7 +280,11 @@ class Numbers(Snapshot):
 
 
 def snapshots_of(value: Any, title: str = "") -> Iterator[Snapshot]:
-    """Of all that an object holds itself."""
+    """Of all that an object holds itself; of a file, whose own attributes tell how far it is, that alone."""
+    if is_file(value):
+        if (place := position_of(value)) is not None:
+            yield Position(value, place, title)
+        return
     if isinstance(value, CONTAINERS) and not is_pythons(value):
         yield Elements(value, title)
     if (attributes := attributes_of(value)) is not None:
@@ -298,8 +299,6 @@ def snapshots_of(value: Any, title: str = "") -> Iterator[Snapshot]:
         yield OfContext(value, title)
     if (contents := contents_of(value)) is not None:
         yield Contents(value, contents, title)
-    if (place := position_of(value)) is not None:
-        yield Position(value, place, title)
 
 
 def is_lost_by_dynamo(value: Any) -> bool:
