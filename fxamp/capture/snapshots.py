@@ -289,7 +289,8 @@ def snapshots_of(value: Any, title: str = "") -> Iterator[Snapshot]:
         yield Elements(value, title)
     if (attributes := attributes_of(value)) is not None:
         yield Elements(attributes, title, of=value)
-    if foreign_attributes_of(value) is not None:
+    foreign = foreign_attributes_of(value)
+    if foreign is not None and not any(map(is_file, foreign.values())):  # as an archive's, they tell what is in it
         yield Foreign(value, title)
     if held_in_slots(value):
         yield Slots(value, title)

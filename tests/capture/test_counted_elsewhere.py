@@ -23,6 +23,7 @@ import threading
 import types
 import typing
 import weakref
+import zipfile
 
 import numpy as np
 import pytest
@@ -413,6 +414,19 @@ def test_whatever_is_written_to_a_file_stays_there(kind, mode, tmp_path, fresh_d
     os.close(runs)
     with kind(tmp_path / "file", "rb") as file:
         assert file.read() == b"said" * (tmp_path / "runs").stat().st_size
+
+
+def test_what_is_written_to_an_archive_stays_there(tmp_path, fresh_dynamo):
+    def adds(archive, x):
+        archive.writestr(f"{len(archive.namelist())}", b"said")
+        return 1.0
+
+    with zipfile.ZipFile(tmp_path / "file", "w") as archive:
+        converted = fxamp.convert(Counts(lambda: archive, adds), torch.bfloat16, overrides={"*": "deny"})
+        for _ in range(2):
+            converted(X)
+    with zipfile.ZipFile(tmp_path / "file") as archive:
+        assert archive.testzip() is None and archive.namelist() == [str(n) for n in range(len(archive.namelist()))]
 
 
 def test_what_others_have_appended_to_a_file_stays_there(tmp_path, fresh_dynamo):
