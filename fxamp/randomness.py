@@ -65,9 +65,9 @@ def is_generator(value: Any) -> bool:
     """
     if isinstance(value, random.Random):
         return value is not _THE_MODULES and not isinstance(value, random.SystemRandom)
-    is_of_numpy = type(value).__module__.startswith("numpy.random")
-    is_one = hasattr(value, "bit_generator") or hasattr(value, "get_state")
-    return isinstance(value, torch.Generator) or (is_of_numpy and is_one)
+    if not type(value).__module__.startswith("numpy.random"):  # of others nothing is asked
+        return isinstance(value, torch.Generator)
+    return hasattr(value, "bit_generator") or hasattr(value, "get_state")
 
 
 _THE_MODULES: Any = random.random.__self__  # type: ignore[attr-defined]
