@@ -1,8 +1,8 @@
 """What a forward that runs as it is written sees of its model: views (`fxamp.model.view_class`), whose calls look for a
 graph."""
 
+import contextlib
 import dataclasses
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +13,16 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.refusals import Refusals
-from fxamp.dtypes import LOW_DTYPES, device_of
+from fxamp.dtypes import LOW_DTYPES, autocast_kind, device_of
 from fxamp.ir import Colour
 from fxamp.lists import OpLists
+from fxamp.model.autocasting import autocast_around, running
 from fxamp.model.blocks import mark_block
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.likeness import kind, likeness
 from fxamp.model.part_options import decisions, is_decided, options_within
 from fxamp.model.view_class import may_be_viewed, new_view, part_of
+from fxamp.model.wide_arguments import WideArguments, computes_in_float32
 from fxamp.model.wide_copies import take_back_writes, wide_copy
 from fxamp.opnames import module_name
 from fxamp.override_keys import around, override_of
@@ -30,10 +32,6 @@ from fxamp.tree import every_module
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # those whose weights may have more than one dimension
 _BIASED = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)  # no norm reads a bias
 _PRODUCTS = (nn.Linear, nn.Bilinear, _ConvNd)
-
-running = threading.local()
-"""view: the innermost that is called; is_on: whether autocast was switched on around the innermost forward that runs as
-it is written; has_gradients: whether gradients were on around the outermost one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +62,32 @@ class Part:
         """A call of the module, in a graph or as it is written.
 
         1. Without gradients only what has a graph looks for one: who generates text calls each part for each token. In
-           a step of training it looks as well: it is a teacher, or a checkpoint of torch's older kind.
+           a step of training it looks as well: it is a teacher, or a checkpoint of torch's older kind; and where ops
+           are in other lists than by default, which autocast does not know.
         2. Where forward has switched autocast off, its author wants float32. So it is in the backward of a function
            of the model's own, which no region is around.
         3. A layer whose weights are shown in float32 there may be given low values that would be float32 if the
            weights were: a state that was joined with them.
+        4. A part that an override denies is given float32, as what is around it may have made its arguments low.
         """
+        module, family = self.module, self.family
+        if not self.is_denied or module is None or family.is_denied or not computes_in_float32(module):
+            return self._run(view, written, args, kwargs)
+        given = WideArguments(family.written.options.low)
+        args, kwargs = tuple(map(given.of, args)), {name: given.of(value) for name, value in kwargs.items()}
+        result = self._run(view, written, args, kwargs)
+        given.take_back()
+        return result
+
+    def _run(self, view: nn.Module, written: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module, engine = self.module, self.engine
         if module is None or engine is None or type(module) is not self.kind or self.family.is_protected():
             if isinstance(module, _PRODUCTS) and any(map(is_stored_low, module.parameters())):
                 args, kwargs = pytree.tree_map_only(torch.Tensor, _in_float32, (args, kwargs))
-            return written(view, *args, **kwargs)
-        if not engine.variants and not (torch.is_grad_enabled() or getattr(running, "has_gradients", False)):
-            return written(view, *args, **kwargs)
+            return self._as_written(view, written, args, kwargs)
+        looks = torch.is_grad_enabled() or getattr(running, "has_gradients", False) or self.family.has_moved_ops
+        if not engine.variants and not looks:
+            return self._as_written(view, written, args, kwargs)
         take_back_writes()
         before, running.view = getattr(running, "view", None), view
         calls = self.family.written.calls_as_written
@@ -85,6 +96,14 @@ class Part:
         finally:
             running.view = before
             self.family.note(self.path, engine, is_held=calls == self.family.written.calls_as_written)
+
+    def _as_written(
+        self, view: nn.Module, written: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self.is_denied:
+            return written(view, *args, **kwargs)
+        with self.family.without_autocast():
+            return written(view, *args, **kwargs)
 
     def child(self, view: nn.Module, name: str, value: Any) -> Any:
         """What forward is to see of a child."""
@@ -123,11 +142,22 @@ class Family:
         self._paths = [path for path, _ in every_module(model)]
         lists, default = written.options.lists, OpLists.default()
         self._moved = frozenset(op for op in lists if lists.colour(op) != default.colour(op))
-        self._device = device_of(model).type
+        self.has_moved_ops = bool(self._moved)
+        self.is_denied = self._colour_of("") == "deny"
+        self._model = weakref.ref(model)
         self._seen: dict[int, nn.Module] = {}
 
     def is_autocast_on(self) -> bool:
-        return torch.is_autocast_enabled(self._device)
+        return torch.is_autocast_enabled(self._device_kind())
+
+    def without_autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Around a part that an override denies, where no graph holds it."""
+        return autocast_around(self._device_kind(), self.written.options.low, is_on=False)
+
+    def _device_kind(self) -> str:
+        """Of the model as it is now: it may have been moved."""
+        model = self._model()
+        return "cpu" if model is None else autocast_kind(device_of(model))
 
     def is_protected(self) -> bool:
         """Whether forward has switched autocast off, which was on around it."""
@@ -161,7 +191,7 @@ class Family:
         return self.view(child, path, self._engine_of(child, path) if is_called else None)
 
     def _is_spoken_of(self, path: str, kind: type) -> bool:
-        is_moved = bool(self._moved) and module_name(kind) in self._moved
+        is_moved = self.has_moved_ops and module_name(kind) in self._moved
         return is_moved or self._colour_of(path) is not None or is_decided(path, self.written.options)
 
     def _colour_of(self, path: str) -> Colour | None:

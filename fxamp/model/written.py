@@ -6,9 +6,8 @@ and what is around them runs as torch.autocast would run it.
 """
 
 import collections
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,13 +16,14 @@ from torch.utils import _pytree as pytree
 
 from fxamp.capture.refusals import Refusals
 from fxamp.dtypes import autocast_kind, device_of
+from fxamp.model.autocasting import autocast_around, running
 from fxamp.model.engine import Engine, engine_of
 from fxamp.model.results import Results, in_dtype
-from fxamp.model.seen import Family, running
+from fxamp.model.seen import Family
 from fxamp.model.view_class import itself, may_be_viewed, part_of
 from fxamp.model.ways import Way
+from fxamp.model.wide_arguments import computes_in_float32
 from fxamp.model.wide_copies import taking_back_writes
-from fxamp.runtime.masters import is_stored_low
 
 
 class Written(Way):
@@ -68,24 +68,17 @@ class Written(Way):
     def _call(self, base: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward as it is written.
 
-        At O3 floating inputs are made low, as the weights are, and low arguments of a denied part of float32 weights
-        float32, as what is around it may have made them low. Low results of the model come in `options.output_dtype`,
-        those of its parts as they are computed.
+        At O3 floating inputs are made low, as the weights are, but for a denied part. Low results of the model come in
+        `options.output_dtype`, those of its parts as they are computed.
         """
         self.calls_as_written += 1
         view = self._view_of(module)
         part = part_of(view)
-        if self.options.opt_level == "O3":
-            args, kwargs = _floats_as(self.options.low, (args, kwargs))
         is_on = part is None or not part.is_denied
-        given: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if not is_on and _is_of_float32(module):
-            args, kwargs, given = _low_arguments_wide(self.options.low, args, kwargs)
-        with taking_back_writes(), _autocast(autocast_kind(device_of(module)), self.options.low, is_on=is_on):
+        if self.options.opt_level == "O3" and (is_on or not computes_in_float32(module)):
+            args, kwargs = _floats_as(self.options.low, (args, kwargs))
+        with taking_back_writes(), autocast_around(autocast_kind(device_of(module)), self.options.low, is_on=is_on):
             result = base.forward(view, *args, **kwargs)
-            for low, wide in given:
-                if not wide.is_inference() and wide._version:
-                    low.copy_(wide)
         wanted = self.options.output_dtype
         return result if wanted is None else Results(wanted).of(result)
 
@@ -101,38 +94,6 @@ class Written(Way):
             assert engine is not None
             self._views[module] = Family(self, engine, module).view(module, "", engine)
         return self._views[module]
-
-
-@contextlib.contextmanager
-def _autocast(device: str, low: torch.dtype, is_on: bool) -> Iterator[None]:
-    """torch.autocast around a forward, off for one that an override denies; noted, for forward may switch it off, and
-    gradients, too."""
-    before, had_gradients = getattr(running, "is_on", True), getattr(running, "has_gradients", False)
-    running.is_on, running.has_gradients = is_on, had_gradients or torch.is_grad_enabled()
-    try:
-        with torch.autocast(device, dtype=low, enabled=is_on):
-            yield
-    finally:
-        running.is_on, running.has_gradients = before, had_gradients
-
-
-def _is_of_float32(module: nn.Module) -> bool:
-    weights = list(module.parameters())
-    return bool(weights) and all(weight.dtype == torch.float32 or is_stored_low(weight) for weight in weights)
-
-
-def _low_arguments_wide(
-    low: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Low tensors among the arguments in float32, and both of each; containers stay the caller's, who may read them."""
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def wide(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dtype != low:
-            return value
-        return made.setdefault(id(value), (value, value.float()))[1]
-
-    return tuple(map(wide, args)), {name: wide(value) for name, value in kwargs.items()}, list(made.values())
 
 
 def _floats_as(dtype: torch.dtype, values: Any) -> Any:

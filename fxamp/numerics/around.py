@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fxamp.capture.locations import is_library_file, user_line_below
-from fxamp.model.seen import running
+from fxamp.model.autocasting import running
 from fxamp.model.view_class import part_of
 from fxamp.numerics.extent import Extent, extent_of, numbers_in, storage_of
 from fxamp.numerics.flow import CallFlow, Made

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from fxamp.model.autocasting import running
 from fxamp.model.engine import Engine
-from fxamp.model.seen import running
 from fxamp.model.variant import Variant
 from fxamp.model.view_class import part_of
 from fxamp.model.views import base_of

@@ -1,5 +1,6 @@
 """Models at O2 and O3 whose forward no graph holds: it runs as written, what it calls as graphs."""
 
+import collections
 import copy
 import gc
 import logging
@@ -10,12 +11,15 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp.model.engine import Engine, engine_of
+from fxamp.model.seen import Family
+from fxamp.model.written import Written
 from tests.choosing import Block, Choosing, batch, trained
 
 LOWS = [torch.float16, torch.bfloat16]
@@ -1008,3 +1012,110 @@ def test_a_denied_part_writes_into_what_it_is_given(dtype, has_weights, opt_leve
         cache, mask = [], torch.ones(4, dtype=dtype)
         converted(torch.randn(4, 8), cache, mask).sum().backward()
         assert cache == [4] and mask.tolist() == [0.0] * 4
+
+
+class InContainers(nn.Module):
+    """Reads features as a detection head does; tells which precision it computed in."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+        self.dtypes = set()
+
+    def forward(self, features, names, pair):
+        y = 0
+        for each in (*features, *names["inner"].values(), *pair):
+            self.dtypes.add(each.exp().dtype)
+            y = y + F.linear(each.exp(), self.weight)
+        features.append(y)
+        del names["gone"]
+        names["sum"] = y.detach().numpy().sum()
+        features[0].mul_(2)
+        return y
+
+
+class AroundContainers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.part = nn.Linear(8, 8), InContainers()
+
+    def forward(self, x):
+        y, z = self.first(x), self.first(x + 1)
+        features, inner = [y, x], collections.OrderedDict(z=z)
+        names, pair = {"inner": inner, "gone": y}, (z, features)[:1]
+        names["itself"] = names
+        result = self.part(features, names, pair)
+        self.seen = float(names["sum"]), list(names), names["itself"] is names, features[1] is x, features[0] is y
+        return result + features[2] + features[0] + names["inner"]["z"] * y.detach().float().numpy().size
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_containers_that_a_denied_part_is_given_hold_float32(opt_level):
+    torch.manual_seed(0)
+    model, x = AroundContainers(), torch.randn(4, 8)
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, opt_level=opt_level, overrides={"part": "deny"})
+    with torch.no_grad():
+        expected = model(x)
+        for _ in range(2):
+            torch.testing.assert_close(converted(x), expected, rtol=0.05, atol=0.5)
+            assert converted.seen[1:] == model.seen[1:] == (["inner", "itself", "sum"], True, True, True)
+            assert converted.seen[0] == pytest.approx(model.seen[0], rel=0.05)
+    assert converted.part.dtypes == {torch.float32}
+
+
+class Softened(nn.Module):
+    """Computes on weights of its own what no graph can hold, and notes in which precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+        self.inner, self.softmax = nn.Linear(8, 8), nn.Softmax(-1)
+        self.dtypes = []
+
+    def forward(self, x):
+        y = self.softmax(F.linear(x, self.weight)) + self.inner(x)
+        self.dtypes.append(y.dtype)
+        self.mean = y.detach().float().numpy().mean()
+        return y
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("denied", ["1", "1.inner", "1.softmax"])
+def test_what_is_denied_is_float32_without_gradients_too(denied, opt_level):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)), Softened()), torch.randn(4, 8)
+    found = []
+    expected = fxamp.convert(copy.deepcopy(model), torch.bfloat16, opt_level=opt_level, overrides={denied: "deny"})
+    expected(x)
+    part = expected.get_submodule(denied)
+    for module in (part, model.get_submodule(denied)):
+        module.register_forward_hook(lambda module, inputs, result: found.append((inputs[0].dtype, result.dtype)))
+    converted = fxamp.convert(model, torch.bfloat16, opt_level=opt_level, overrides={denied: "deny"})
+    with torch.no_grad():
+        torch.testing.assert_close(converted(x), expected(x), rtol=0, atol=0)
+    assert [result for _, result in found] == [torch.float32] * 2
+
+
+def test_ops_moved_to_other_lists_stay_there_without_gradients():
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), Softened()), torch.randn(4, 8)
+    lists = fxamp.OpLists.default().override(deny=["linear"])
+    converted = fxamp.convert(model, torch.bfloat16, opt_level="O2", lists=lists)
+    with torch.no_grad():
+        converted(x)
+    assert all(key.startswith(("0", "1.")) for key in blocks_of(converted)), blocks_of(converted)
+    assert blocks_of(converted)
+
+
+def test_views_ask_where_the_model_is_now():
+    model = fxamp.convert(nn.Linear(8, 8), torch.bfloat16)
+    engine = engine_of(model)
+    family = Family(Written(engine.options, None), engine, model)
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert not family.is_autocast_on()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.weight = nn.Parameter(torch.empty(8, 8, device="cuda"))
+            assert family.is_autocast_on()
+    finally:
+        torch.set_autocast_enabled("cuda", before)
