@@ -160,7 +160,10 @@ class Engine:
         made = (variant if may_ask else variant.captured).inputs_for(module, inputs)
         self.announce_new(module)
         if made is None:
-            raise CaptureError("what its graph was captured for does not hold for the call itself")
+            raise CaptureError(
+                "what its graph was captured for does not hold for the call itself: forward changes what it reads, as a "
+                "cache that a first call fills. Call the model once before it is converted."
+            )
         return variant, made
 
     def _recheck(self, module: nn.Module) -> "Engine":
