@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.configs import PACKAGES, inside_of_config, is_config, parts_of_config
 from fxamp.capture.contents import IN_MEMORY, is_file, numbers_of
 from fxamp.capture.elements import (
     CONTAINERS,
@@ -115,7 +116,10 @@ def frozen(value: Any, scope: Scope, depth: int = DEPTH, met: Met | None = None)
 
 
 def depth_inside(value: Any, depth: int) -> int:
-    """How deep parts of a value are compared: not at all where it is long, but for which they are."""
+    """How deep parts of a value are compared: not at all where it is long, but for which they are; of a configuration
+    all the way."""
+    if is_config(value):
+        return depth
     return depth - 1 if not isinstance(value, CONTAINERS) or is_looked_into(value) else 0
 
 
@@ -153,6 +157,8 @@ def _parts_of(value: Any, scope: Scope) -> list[tuple[Any, Any]] | None:
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     if isinstance(value, POINTERS):
         return [("value", pointed_at(value))]
+    if is_config(value):
+        return parts_of_config(value)
     if isinstance(value, types.MappingProxyType):
         return list(dict(value).items())
     if isinstance(value, CONTAINERS):
@@ -231,7 +237,7 @@ def method_parts(value: Any) -> list[tuple[str, Any]] | None:
 
 
 # Packages that hold no state of a model's, but much of their own, and are handed no tensors.
-_TOOLS = frozenset({"_pytest", "mpmath", "pandas", "pytest", "re", "scipy", "sympy", "tqdm"})
+_TOOLS = frozenset({"_pytest", "mpmath", "pandas", "pytest", "re", "scipy", "sympy", "tqdm", *PACKAGES})
 _LIBRARIES = frozenset({*sys.stdlib_module_names, *_TOOLS, "torch", "fxamp", "numpy"}) - {"__main__"}
 # Written in Python: their methods tell which attributes matter, as those of the user's classes do.
 _WRAPPERS = (
@@ -356,6 +362,8 @@ def inside_of(value: Any, into_libraries: bool = True) -> list[Any]:
         return [value.func, value.args, value.keywords]
     if isinstance(value, POINTERS):
         return [pointed_at(value)]
+    if is_config(value):
+        return inside_of_config(value)
     if is_numpys(value) and value.dtype.hasobject:
         return value.ravel().tolist() if value.size <= MOST else []
     if isinstance(value, torch.Tensor):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fxamp.capture.configs import held_by, is_config, place_of
 from fxamp.capture.containers import CONTAINERS, forget_traced_types, has_equals_for, holds_still, restore
 from fxamp.capture.contents import contents_of, is_file, put_contents
 from fxamp.capture.elements import elements_of, is_pythons, plain_copy
@@ -184,6 +185,16 @@ class Foreign(_Names):
         put(self.owner.__dict__, name, value)
 
 
+class OfConfig(_Names):
+    """What a node of a configuration holds."""
+
+    def _now(self) -> dict[str, Any]:
+        return {str(place_of(self.owner)): held_by(self.owner)}
+
+    def _put(self, name: str, value: Any) -> None:
+        vars(self.owner)[name] = value
+
+
 class Contents(Snapshot):
     """Of memory and texts: see contents.py."""
 
@@ -294,6 +305,8 @@ def snapshots_of(value: Any, title: str = "") -> Iterator[Snapshot]:
         yield Foreign(value, title)
     if held_in_slots(value):
         yield Slots(value, title)
+    if is_config(value):
+        yield OfConfig(value, title)
     if is_generator(value):
         yield Generator(value, title)
     if isinstance(value, contextvars.ContextVar):

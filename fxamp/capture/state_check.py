@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.configs import held_by, is_config, place_of
 from fxamp.capture.contents import numbers_of
 from fxamp.capture.elements import CONTAINERS, SCALARS, elements_of, holds_the_same, is_too_long, length_of, plain_copy
 from fxamp.capture.kept_items import without
@@ -203,6 +204,11 @@ class _Identities:
             self._terms.append(f"holds_the_same({self._named(value)}, {self._named(elements_of(value))})")
         elif is_array(value):
             self._terms.append(f"numbers_of({self._named(value)}) == {self._named(parts[0][1])}")
+        elif is_config(value):
+            held = held_by(value)
+            self._terms.append(f"{self._named(value)}.__dict__[{place_of(value)!r}] is {self._named(held)}")
+            if isinstance(held, (dict, list)):
+                self._terms.append(f"holds_the_same({self._named(held)}, {self._named(elements_of(held))})")
         elif isinstance(value, POINTERS):
             self._watch_pointer(value, parts[0][1])
         elif not isinstance(value, (tuple, frozenset, functools.partial, *METHODS)):

@@ -161,8 +161,8 @@ class Engine:
         self.announce_new(module)
         if made is None:
             raise CaptureError(
-                "what its graph was captured for does not hold for the call itself: forward changes what it reads, as a "
-                "cache that a first call fills. Call the model once before it is converted."
+                "what its graph was captured for does not hold for the call itself: forward changes what it reads, as "
+                "a cache that a first call fills. Call the model once before it is converted."
             )
         return variant, made
 

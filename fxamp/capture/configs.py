@@ -1,0 +1,71 @@
+"""Configurations of omegaconf's (and Hydra's), which keep what they hold in nodes that stand for one value each.
+
+What they hold matters, and not what their code does: it parses the interpolations of each read (`${model.width}`), by
+way of thousands of functions that no model has written.
+"""
+
+import re
+import types
+from collections.abc import Iterator
+from typing import Any
+
+PACKAGES = ("omegaconf", "antlr4")
+"""Whose code is not looked into."""
+
+_HELD = ("_content", "_val")  # of a container's node and of a value's; a text with an interpolation stands in either
+_RESOLVER = re.compile(r"\$\{([\w.]+):")
+
+
+def is_config(value: Any) -> bool:
+    """Whether it is a node of a configuration: a container, or one that stands for a value."""
+    kind = type(value)
+    return str(kind.__module__).partition(".")[0] == PACKAGES[0] and place_of(value) is not None
+
+
+def place_of(config: Any) -> str | None:
+    """The name under which its `__dict__` has what it holds."""
+    held = getattr(config, "__dict__", None)
+    return next((name for name in _HELD if name in held), None) if isinstance(held, dict) else None
+
+
+def held_by(config: Any) -> Any:
+    """A dictionary or a list of nodes, a value, or a text that is interpolated."""
+    return vars(config)[place_of(config) or ""]
+
+
+def parts_of_config(config: Any) -> list[tuple[Any, Any]]:
+    """What it stands for, by keys: its nodes, or its value; of an interpolated one also what that may be taken from."""
+    held = held_by(config)
+    if isinstance(held, dict):
+        return list(held.items())
+    if isinstance(held, list):
+        return list(enumerate(held))
+    return [("value", held), *(("taken from", each) for each in _taken_from(config, held))]
+
+
+def inside_of_config(config: Any) -> list[Any]:
+    """All nodes of a configuration, with the containers that hold them: no node is too deep to be looked at."""
+    found: dict[int, Any] = {}
+    waiting = [config]
+    while waiting:
+        node = waiting.pop()
+        for part in (held_by(node), *(part for _, part in parts_of_config(node))) if is_config(node) else ():
+            if id(part) not in found and part is not config:
+                found[id(part)] = part
+                waiting.append(part)
+    return list(found.values())
+
+
+def _taken_from(config: Any, held: Any) -> Iterator[Any]:
+    """The whole configuration, and the functions of the user's that resolve what stands in an interpolated text."""
+    if not isinstance(held, str) or "${" not in held:
+        return
+    root = config
+    while (above := vars(root).get("_parent")) is not None:
+        root = above
+    yield root
+    for name in _RESOLVER.findall(held):
+        resolver = getattr(type(root), "_resolvers", {}).get(name)
+        for cell in getattr(resolver, "__closure__", None) or ():
+            if isinstance(cell.cell_contents, types.FunctionType):
+                yield cell.cell_contents
