@@ -180,7 +180,7 @@ def attributes_named(value: Any, scope: Scope) -> list[tuple[str, Any]]:
     if EVERYTHING in scope.names and not is_foreign:
         held_names = {name for name in held if isinstance(name, str) and name.isidentifier()}
     else:
-        held_names = set(scope.names & held.keys())
+        held_names = {name for name in held if name in scope.names}  # there may be thousands of names
     return [(name, getattr(value, name, MISSING)) for name in sorted({*slots, *held_names})]
 
 

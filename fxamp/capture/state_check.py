@@ -126,6 +126,7 @@ class _Identities:
         self._terms: list[str] = []
         self._numbers: dict[int, str] = {}
         self._watched: dict[int, int] = {}  # id -> how deep it was looked into
+        self._sets: dict[frozenset[str], frozenset[str]] = {}  # names that objects have -> those that they have not
 
     def watch_cell(self, cell: Cell) -> None:
         """Compare what a cell holds, and what that is made of."""
@@ -231,8 +232,14 @@ class _Identities:
         if own is not None and EVERYTHING in self._names:
             self._terms.append(f"len({self._named(value)}.__dict__) == {len(own)}")
         elif own is not None:
-            absent = self._names - own.keys()
+            absent = self._absent(frozenset(name for name in own if name in self._names))
             self._terms.append(f"{self._named(value)}.__dict__.keys().isdisjoint({self._named(absent)})")
+
+    def _absent(self, held: frozenset[str]) -> frozenset[str]:
+        """The names that an object has not which has these; objects of a class have the same, and names may be many."""
+        if held not in self._sets:
+            self._sets[held] = self._names - held
+        return self._sets[held]
 
     def _named(self, value: Any) -> str:
         """The name under which the function knows an object, which it keeps alive."""
