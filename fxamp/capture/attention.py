@@ -90,7 +90,8 @@ def _separate_weights(module: Any) -> dict[str, Any]:
 def plain_paths() -> Iterator[None]:
     """No fused inference kernel, no nested tensors, and no look into a mask for whether it is causal.
 
-    They are shortcuts that depend on data and on whether gradients are on; the plain path gives the same values.
+    They are shortcuts that depend on data and on whether gradients are on. The plain path gives the same values, which
+    are rounded otherwise, but in padded rows, where nested tensors leave zeros. (Under autocast torch takes it, too.)
     """
     was = torch.backends.mha.get_fastpath_enabled()
     original = {name: getattr(transformer, name) for name in _PLAIN}

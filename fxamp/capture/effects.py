@@ -88,6 +88,9 @@ class Effects:
         Args:
             is_all: or the user's containers alone, as forward may not come to it.
         """
+        if type(value) is dict and not value:  # most functions' attributes
+            self._note([Elements(value, title)])
+            return
         own = set(map(id, walk(value)))
         for part in walk(value, into_libraries=is_all):
             key = id(part), id(part) in own, is_all

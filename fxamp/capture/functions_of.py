@@ -5,7 +5,7 @@ import functools
 import itertools
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def functions_in(value: Any) -> list[types.FunctionType]:
@@ -36,62 +36,65 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from codes_of(constant)
 
 
-@functools.lru_cache(maxsize=512)
-def globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """The global names that a function reads or sets; `co_names` has those of attributes too."""
-    return tuple(dict.fromkeys(str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBALS))
+class Named(NamedTuple):
+    """What a function's code names.
+
+    Attributes:
+        globals: the global names that it reads or sets; `co_names` has those of attributes too.
+        handed_on: the globals that it reads for more than an attribute of theirs: `scaled(config, x)`.
+        attributes: the attributes that it reads, of whatever object.
+        imports: the Python modules that it imports: how many levels above its own (0: a full name), and the name.
+        supers: the names that a method asks of the classes above its own: `forward` of `super().forward(x)`.
+        strings: the texts that stand in it, also those it goes through: `for name in ("alpha", "beta")`. (Names of
+            keyword arguments stand in tuples as well, which no LOAD_CONST reads.)
+    """
+
+    globals: tuple[str, ...]
+    handed_on: frozenset[str]
+    attributes: frozenset[str]
+    imports: tuple[tuple[int, str], ...]
+    supers: frozenset[str]
+    strings: tuple[str, ...]
 
 
-@functools.lru_cache(maxsize=512)
-def handed_on(code: types.CodeType) -> frozenset[str]:
-    """The globals that a function reads for more than an attribute of theirs: `scaled(config, x)`."""
-    instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
-    return frozenset(
-        str(each.argval)
-        for each, following in itertools.pairwise(instructions)
-        if each.opname in _GLOBALS and following.opname not in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+@functools.lru_cache(maxsize=2**14)  # a package that a model uses may have thousands of functions
+def named_in(code: types.CodeType) -> Named:
+    """What a function's code names; of those written inside it, ask for themselves."""
+    steps = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
+    return Named(
+        globals=tuple(dict.fromkeys(str(each.argval) for each in steps if each.opname in _GLOBALS)),
+        handed_on=frozenset(
+            str(each.argval)
+            for each, following in itertools.pairwise(steps)
+            if each.opname in _GLOBALS and following.opname not in (*_READS, "STORE_ATTR")
+        ),
+        attributes=frozenset(str(each.argval) for each in steps if each.opname in _READS),
+        imports=tuple(
+            (steps[place - 2].argval, str(each.argval))
+            for place, each in enumerate(steps)
+            if each.opname == "IMPORT_NAME"
+        ),
+        supers=_supers_in(steps),
+        strings=_strings_in(code, steps),
     )
 
 
-@functools.lru_cache(maxsize=512)
-def attributes_in(code: types.CodeType) -> frozenset[str]:
-    """The attributes that a function reads, of whatever object."""
-    return frozenset(str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_ATTR", "LOAD_METHOD"))
-
-
-@functools.lru_cache(maxsize=512)
-def imports_in(code: types.CodeType) -> tuple[tuple[int, str], ...]:
-    """The Python modules that a function imports: how many levels above its own (0: a full name), and the name."""
-    instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
-    return tuple(
-        (instructions[place - 2].argval, str(each.argval))
-        for place, each in enumerate(instructions)
-        if each.opname == "IMPORT_NAME"
-    )
-
-
-@functools.lru_cache(maxsize=512)
-def supers_in(code: types.CodeType) -> frozenset[str]:
-    """The names that a method asks of the classes above its own: `forward` of `super().forward(x)`."""
+def _supers_in(steps: list[dis.Instruction]) -> frozenset[str]:
     found, is_asked = set(), False
-    for each in dis.get_instructions(code):
+    for each in steps:
         if each.opname == "LOAD_GLOBAL" and each.argval == "super":
             is_asked = True
-        elif is_asked and each.opname in ("LOAD_METHOD", "LOAD_ATTR", "LOAD_SUPER_ATTR"):
+        elif is_asked and each.opname in (*_READS, "LOAD_SUPER_ATTR"):
             found.add(str(each.argval))
             is_asked = False
     return frozenset(found)
 
 
-@functools.lru_cache(maxsize=512)
-def strings_in(code: types.CodeType) -> tuple[str, ...]:
-    """The texts that stand in a function, also those it goes through: `for name in ("alpha", "beta")`.
-
-    (Names of keyword arguments stand in tuples as well, which no LOAD_CONST reads.)
-    """
-    constants = [each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_CONST", "RETURN_CONST")]
+def _strings_in(code: types.CodeType, steps: list[dis.Instruction]) -> tuple[str, ...]:
+    constants = [each.argval for each in steps if each.opname in ("LOAD_CONST", "RETURN_CONST")]
     inside = [part for each in constants if isinstance(each, (tuple, frozenset)) for part in each]
     return tuple(dict.fromkeys(each for each in (*code.co_consts, *inside) if isinstance(each, str)))
 
 
+_READS = "LOAD_ATTR", "LOAD_METHOD"
 _GLOBALS = frozenset("LOAD_GLOBAL LOAD_NAME STORE_GLOBAL DELETE_GLOBAL LOAD_FROM_DICT_OR_GLOBALS".split())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.capture.functions_of import codes_of, functions_in, globals_of, strings_in
+from fxamp.capture.functions_of import codes_of, functions_in, named_in
 from fxamp.capture.locations import is_library_file
 from fxamp.capture.objects import is_other_self
 
@@ -125,7 +125,7 @@ class HookWrites:
         Args:
             names: its variables that are known.
         """
-        for name in globals_of(code):
+        for name in named_in(code).globals:
             if name in function.__globals__:
                 names = {**names, name: function.__globals__[name]}
                 self._reach(names[name], is_held=True)
@@ -137,7 +137,7 @@ class HookWrites:
             else:
                 self._stored[id(holder)].add(name)
         if {"setattr", "__setattr__", "__dict__"} & set(code.co_names):
-            self._stored_somewhere.update(strings_in(code))
+            self._stored_somewhere.update(named_in(code).strings)
         around = [*names.values(), *(function.__defaults__ or ())]
         called = [value for value in around if isinstance(value, _CALLED)]
         for holder in around:  # grows while it is gone through

@@ -244,12 +244,12 @@ _WRAPPERS = (
     *(collections.UserDict, collections.UserList, collections.ChainMap),
     *(threading.Event, queue.Queue, weakref.WeakValueDictionary),
 )
-_NAMESPACES = (types.SimpleNamespace, argparse.Namespace, *_WRAPPERS)
+_NAMESPACES = frozenset({types.SimpleNamespace, argparse.Namespace, *_WRAPPERS})
 
 
 def is_library(kind: type) -> bool:
     """Whether a class is Python's, torch's, numpy's or this package's, and no mere namespace or wrapper."""
-    return _is_library_name(kind.__module__) and not issubclass(kind, _NAMESPACES)
+    return _is_library_name(kind.__module__) and _NAMESPACES.isdisjoint(kind.__mro__)
 
 
 def is_library_module(module: types.ModuleType) -> bool:

@@ -1,6 +1,7 @@
 """What the functions of a forward can read from outside: globals, closures, defaults, classes and their methods."""
 
 import builtins
+import collections
 import contextlib
 import dataclasses
 import importlib.util
@@ -16,16 +17,7 @@ from torch import nn
 from fxamp.capture.asked import ASKED_BY, Asked
 from fxamp.capture.effects import DEFAULT, Effects
 from fxamp.capture.elements import SCALARS
-from fxamp.capture.functions_of import (
-    attributes_in,
-    codes_of,
-    functions_in,
-    globals_of,
-    handed_on,
-    imports_in,
-    strings_in,
-    supers_in,
-)
+from fxamp.capture.functions_of import codes_of, functions_in, named_in
 from fxamp.capture.locations import is_installed, is_library_function
 from fxamp.capture.objects import (
     EVERYTHING,
@@ -78,6 +70,7 @@ class Outside:
         self._effects = effects
         self._functions: dict[int, types.FunctionType] = {}
         self._foreign: dict[type, None] = {}  # classes of libraries of which there are objects
+        self._having: collections.defaultdict[str, list[type]] = collections.defaultdict(list)  # name -> both kinds
         self._modules: set[int] = set()
         self._followed: set[tuple[type, bool]] = set()  # classes of modules, and whether one was made
         self._unnamed = Unnamed(self._run)
@@ -129,26 +122,27 @@ class Outside:
             self._functions[id(function)] = function
             self._effects.remember_held(vars(function), f"the attributes of {function.__qualname__}()")
             codes = list(codes_of(function.__code__))
-            texts = {text for code in codes for text in (*strings_in(code), *code.co_names)}
+            texts = {text for code in codes for text in (*named_in(code).strings, *code.co_names)}
             self._named({name for text in texts for name in (text, *text.split("."))})
             for code in codes:
-                names = globals_of(code)
+                named = named_in(code)
+                names = named.globals
                 if not _BY_TEXT.isdisjoint(names):
-                    names = *names, *(text for text in strings_in(code) if text in function.__globals__)
+                    names = *names, *(text for text in named.strings if text in function.__globals__)
                 if not ASKED_BY.isdisjoint(names):
                     self._asked.listen(function.__globals__)
                 for name in names:
                     self._global(function.__globals__, name, code.co_names)
-                for name in handed_on(code):
+                for name in named.handed_on:
                     if isinstance(module := function.__globals__.get(name), types.ModuleType):
                         self.follow(module)
-                for name in supers_in(code):
+                for name in named.supers:
                     self._above(function, name)
-                if "sys" in names and "modules" in attributes_in(code):
-                    self._modules_named((*strings_in(code), function.__module__))
-                if "__dict__" in attributes_in(code) and not is_installed(code.co_filename):
+                if "sys" in names and "modules" in named.attributes:
+                    self._modules_named((*named.strings, function.__module__))
+                if "__dict__" in named.attributes and not is_installed(code.co_filename):
                     self._named({EVERYTHING})
-                for level, name in imports_in(code):
+                for level, name in named.imports:
                     self._import(_absolute(name, level, function.__globals__), code.co_names)
             self._defaults(function)
             if not is_installed(function.__code__.co_filename):
@@ -186,7 +180,7 @@ class Outside:
         """Look at a method that nobody has named, before it runs; of one that a dataclass has, at what it reads."""
         self._keep(kind, name, held)
         if is_library_function(function):
-            self._named(set(attributes_in(function.__code__)))
+            self._named(set(named_in(function.__code__).attributes))
             for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
                 self.follow(field.default_factory)
         self.function(function)
@@ -219,10 +213,10 @@ class Outside:
         """Follow the methods of those names, whatever object of the user's they belong to."""
         new = names - self.names
         self.names |= new
-        for kind in list(self.classes):
-            self._methods(kind, new)
-        for kind in list(self._foreign):
-            self._read_by(kind, new)
+        for name in sorted(new):
+            for kind in list(self._having.get(name, ())):
+                follow = self._methods if kind in self.classes else self._read_by
+                follow(kind, {name})
         for module in list(self._held.values()) if new else ():
             self._module(module, tuple(new))
 
@@ -238,16 +232,22 @@ class Outside:
                 self._unnamed.watch(each, is_made=kind is value)
             if not is_library(each) and each not in self.classes:
                 self.classes[each] = None
-                self._methods(each, self.names | _UNNAMED)
+                self._follow(each, self._methods)
             elif is_library(each) and each not in self._foreign and kind is not value and namespace_of(value):
                 self._foreign[each] = None
-                self._read_by(each, self.names | _UNNAMED)
+                self._follow(each, self._read_by)
+
+    def _follow(self, kind: type, follow: Callable[[type, Set[str]], None]) -> None:
+        """What a class has by names that are known, and by those that will be."""
+        for name in vars(kind):
+            self._having[name].append(kind)
+        follow(kind, {name for name in vars(kind) if name in self.names or name in _UNNAMED})
 
     def _read_by(self, kind: type, names: Set[str]) -> None:
         """Take for named what a library's methods of those names read of their objects: `schedule.get_last_lr()`."""
         for name in sorted(names & vars(kind).keys()):
             for function in functions_in(vars(kind)[name]):
-                self._named({each for code in codes_of(function.__code__) for each in attributes_in(code)})
+                self._named({each for code in codes_of(function.__code__) for each in named_in(code).attributes})
 
     def _global(self, space: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
         value = space.get(name, MISSING)

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from fxamp.capture.assignments import Assignments
 from fxamp.capture.effects import Effects
 from fxamp.capture.elements import SCALARS
-from fxamp.capture.functions_of import strings_in
+from fxamp.capture.functions_of import named_in
 from fxamp.capture.hooks import check_hook_writes
 from fxamp.capture.identity import is_asked_whether_none, is_compared_with_others
 from fxamp.capture.kept_items import Item, is_inside, items_set, without
@@ -303,7 +303,7 @@ class Reads:
 
     def _read_past(self, module: nn.Module, held: dict[str, Any], code: types.CodeType) -> None:
         """A module whose `__dict__` a function reads: all that is there, and what the function may ask for by name."""
-        for name in dict.fromkeys((*held, *strings_in(code))):
+        for name in dict.fromkeys((*held, *named_in(code).strings)):
             if name not in _OWN and not self._assignments.has(module, name):
                 self._read_raw.add((self._paths.get(id(module), ""), name))
                 self._keep(self._own(module, name), name, held.get(name, MISSING))

@@ -60,7 +60,10 @@ def unread_parameters(model: nn.Module, variants: Sequence[Variant]) -> list[str
         return []
     size = bytes_in_words(sum(weight.numel() * weight.element_size() for weight in left.values()))
     count = plural(len(left), "parameter")
-    return [f"{count} ({size}) that no graph reads: {listed(left, _MANY)}. What uses them runs as it is written"]
+    return [
+        f"{count} ({size}) that no graph reads: {listed(left, _MANY)}. No call has used them so far, or what uses them "
+        "runs as it is written"
+    ]
 
 
 def low_already(model: nn.Module) -> str:
