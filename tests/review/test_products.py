@@ -137,7 +137,8 @@ def test_parameters_that_no_graph_reads_are_outside():
     model = Two(lambda m, x: m.a(x))
     built = report(fxamp.convert(model, FP16, (X,)))
     assert [text for text in built.outside if "no graph reads" in text] == [
-        "2 parameters (288 B) that no graph reads: b.weight, b.bias. What uses them runs as it is written"
+        "2 parameters (288 B) that no graph reads: b.weight, b.bias. No call has used them so far, or what "
+        "uses them runs as it is written"
     ]
 
 
