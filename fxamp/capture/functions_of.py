@@ -50,10 +50,10 @@ class Named(NamedTuple):
     """
 
     globals: tuple[str, ...]
-    handed_on: frozenset[str]
+    handed_on: tuple[str, ...]
     attributes: frozenset[str]
     imports: tuple[tuple[int, str], ...]
-    supers: frozenset[str]
+    supers: tuple[str, ...]
     strings: tuple[str, ...]
 
 
@@ -63,10 +63,12 @@ def named_in(code: types.CodeType) -> Named:
     steps = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
     return Named(
         globals=tuple(dict.fromkeys(str(each.argval) for each in steps if each.opname in _GLOBALS)),
-        handed_on=frozenset(
-            str(each.argval)
-            for each, following in itertools.pairwise(steps)
-            if each.opname in _GLOBALS and following.opname not in (*_READS, "STORE_ATTR")
+        handed_on=tuple(
+            dict.fromkeys(
+                str(each.argval)
+                for each, following in itertools.pairwise(steps)
+                if each.opname in _GLOBALS and following.opname not in (*_READS, "STORE_ATTR")
+            )
         ),
         attributes=frozenset(str(each.argval) for each in steps if each.opname in _READS),
         imports=tuple(
@@ -79,15 +81,15 @@ def named_in(code: types.CodeType) -> Named:
     )
 
 
-def _supers_in(steps: list[dis.Instruction]) -> frozenset[str]:
-    found, is_asked = set(), False
+def _supers_in(steps: list[dis.Instruction]) -> tuple[str, ...]:
+    found, is_asked = [], False
     for each in steps:
         if each.opname == "LOAD_GLOBAL" and each.argval == "super":
             is_asked = True
         elif is_asked and each.opname in (*_READS, "LOAD_SUPER_ATTR"):
-            found.add(str(each.argval))
+            found.append(str(each.argval))
             is_asked = False
-    return frozenset(found)
+    return tuple(dict.fromkeys(found))
 
 
 def _strings_in(code: types.CodeType, steps: list[dis.Instruction]) -> tuple[str, ...]:

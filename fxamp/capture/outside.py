@@ -69,6 +69,8 @@ class Outside:
         self._keep = keep
         self._effects = effects
         self._functions: dict[int, types.FunctionType] = {}
+        self._waiting: collections.deque[types.FunctionType] = collections.deque()
+        self._is_looking = False
         self._foreign: dict[type, None] = {}  # classes of libraries of which there are objects
         self._having: collections.defaultdict[str, list[type]] = collections.defaultdict(list)  # name -> both kinds
         self._modules: set[int] = set()
@@ -115,42 +117,56 @@ class Outside:
                 self._keep(kind, name, MISSING)
 
     def function(self, value: Any) -> None:
-        """Look at what a function of the user's, and those that it can call by name, can read from outside."""
-        for function in functions_in(value):
-            if id(function) in self._functions or is_library_function(function) or is_of_a_tool(function):
-                continue
-            self._functions[id(function)] = function
-            self._effects.remember_held(vars(function), f"the attributes of {function.__qualname__}()")
-            codes = list(codes_of(function.__code__))
-            texts = {text for code in codes for text in (*named_in(code).strings, *code.co_names)}
-            self._named({name for text in texts for name in (text, *text.split("."))})
-            for code in codes:
-                named = named_in(code)
-                names = named.globals
-                if not _BY_TEXT.isdisjoint(names):
-                    names = *names, *(text for text in named.strings if text in function.__globals__)
-                if not ASKED_BY.isdisjoint(names):
-                    self._asked.listen(function.__globals__)
-                for name in names:
-                    self._global(function.__globals__, name, code.co_names)
-                for name in named.handed_on:
-                    if isinstance(module := function.__globals__.get(name), types.ModuleType):
-                        self.follow(module)
-                for name in named.supers:
-                    self._above(function, name)
-                if "sys" in names and "modules" in named.attributes:
-                    self._modules_named((*named.strings, function.__module__))
-                if "__dict__" in named.attributes and not is_installed(code.co_filename):
-                    self._named({EVERYTHING})
-                for level, name in named.imports:
-                    self._import(_absolute(name, level, function.__globals__), code.co_names)
-            self._defaults(function)
-            if not is_installed(function.__code__.co_filename):
-                # A notebook puts the code of an edited file in its place.
-                self._keep(function, "__code__", function.__code__)
-                self._keep(function, "__defaults__", function.__defaults__)
-            for cell in function.__closure__ or ():
-                self._outer(cell, "", read(cell, ""))
+        """Look at what a function of the user's, and those that it can call by name, can read from outside.
+
+        One after the other: they may name each other in chains that are longer than Python's stack is deep.
+        """
+        self._waiting += functions_in(value)
+        if self._is_looking:  # then whoever looks comes to these
+            return
+        self._is_looking = True
+        try:
+            while self._waiting:
+                self._look_at(self._waiting.popleft())
+        finally:
+            self._is_looking = False
+            self._waiting.clear()
+
+    def _look_at(self, function: types.FunctionType) -> None:
+        if id(function) in self._functions or is_library_function(function) or is_of_a_tool(function):
+            return
+        self._functions[id(function)] = function
+        self._effects.remember_held(vars(function), f"the attributes of {function.__qualname__}()")
+        codes = list(codes_of(function.__code__))
+        texts = {text for code in codes for text in (*named_in(code).strings, *code.co_names)}
+        self._named({name for text in texts for name in (text, *text.split("."))})
+        for code in codes:
+            named = named_in(code)
+            names = named.globals
+            if not _BY_TEXT.isdisjoint(names):
+                names = *names, *(text for text in named.strings if text in function.__globals__)
+            if not ASKED_BY.isdisjoint(names):
+                self._asked.listen(function.__globals__)
+            for name in names:
+                self._global(function.__globals__, name, code.co_names)
+            for name in named.handed_on:
+                if isinstance(module := function.__globals__.get(name), types.ModuleType):
+                    self.follow(module)
+            for name in named.supers:
+                self._above(function, name)
+            if "sys" in names and "modules" in named.attributes:
+                self._modules_named((*named.strings, function.__module__))
+            if "__dict__" in named.attributes and not is_installed(code.co_filename):
+                self._named({EVERYTHING})
+            for level, name in named.imports:
+                self._import(_absolute(name, level, function.__globals__), code.co_names)
+        self._defaults(function)
+        if not is_installed(function.__code__.co_filename):
+            # A notebook puts the code of an edited file in its place.
+            self._keep(function, "__code__", function.__code__)
+            self._keep(function, "__defaults__", function.__defaults__)
+        for cell in function.__closure__ or ():
+            self._outer(cell, "", read(cell, ""))
 
     def methods_of(self, module: nn.Module, is_made: bool) -> None:
         """Follow the methods of a module that are called unnamed; those that make it only where forward does."""

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
@@ -37,7 +36,7 @@ def scaled(*given):
 def test_what_a_function_names():
     named = named_in(Asks.size.__code__)
     assert set(named.globals) == {"getattr", "SCALE", "torch", "scaled", "nn", "super"}
-    assert {"nn", "SCALE"} <= named.handed_on and "torch" not in named.handed_on
+    assert {"nn", "SCALE"} <= set(named.handed_on) and "torch" not in named.handed_on
     assert {"relu", "ones", "backends", "cudnn", "enabled"} <= named.attributes and "size" in named.supers
     assert set(named.imports) == {(0, "torch.nn.functional"), (1, "")}
     assert {"alpha", "beta"} <= set(named.strings) and "inplace" not in named.strings
@@ -64,11 +63,10 @@ class Uses(nn.Module):
         return self.fc(x) * (1.0 if hasattr(self.kind, "method0") else 2.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_code_is_read_once(dtype):
-    model, x = Uses(package(200)["Kind0"]()), torch.randn(2, 4)
+def test_code_is_read_once():
+    model, x = Uses(package(600)["Kind0"]()), torch.randn(2, 4)
     before = named_in.cache_info().misses
-    fxamp.convert(copy.deepcopy(model), dtype)(x)
+    fxamp.convert(copy.deepcopy(model), torch.bfloat16, capture="symbolic")(x)  # a chain longer than Python's stack
     first = named_in.cache_info().misses - before
-    fxamp.convert(model, dtype)(x)
-    assert first > 200 and named_in.cache_info().misses == before + first
+    fxamp.convert(model, torch.bfloat16, capture="symbolic")(x)
+    assert first > 600 and named_in.cache_info().misses == before + first
