@@ -5,7 +5,6 @@ way of thousands of functions that no model has written.
 """
 
 import re
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ PACKAGES = ("omegaconf", "antlr4")
 """Whose code is not looked into."""
 
 _HELD = ("_content", "_val")  # of a container's node and of a value's; a text with an interpolation stands in either
-_RESOLVER = re.compile(r"\$\{([\w.]+):")
+_RESOLVER = re.compile(r"\$\{.*:")
 
 
 def is_config(value: Any) -> bool:
@@ -34,12 +33,15 @@ def held_by(config: Any) -> Any:
 
 
 def parts_of_config(config: Any) -> list[tuple[Any, Any]]:
-    """What it stands for, by keys: its nodes, or its value; of an interpolated one also what that may be taken from."""
+    """What it stands for, by keys: its nodes, or its value; of an interpolated one also what that may be taken from;
+    of a container its flags (`OmegaConf.set_struct`).
+    """
     held = held_by(config)
+    flags = [("flags", getattr(vars(config).get("_metadata"), "flags", None))]
     if isinstance(held, dict):
-        return list(held.items())
+        return [*held.items(), *flags]
     if isinstance(held, list):
-        return list(enumerate(held))
+        return [*enumerate(held), *flags]
     return [("value", held), *(("taken from", each) for each in _taken_from(config, held))]
 
 
@@ -57,15 +59,16 @@ def inside_of_config(config: Any) -> list[Any]:
 
 
 def _taken_from(config: Any, held: Any) -> Iterator[Any]:
-    """The whole configuration, and the functions of the user's that resolve what stands in an interpolated text."""
+    """The whole configuration; where a resolver may be asked, all of them, and the user's own objects in these."""
     if not isinstance(held, str) or "${" not in held:
         return
     root = config
     while (above := vars(root).get("_parent")) is not None:
         root = above
     yield root
-    for name in _RESOLVER.findall(held):
-        resolver = getattr(type(root), "_resolvers", {}).get(name)
-        for cell in getattr(resolver, "__closure__", None) or ():
-            if isinstance(cell.cell_contents, types.FunctionType):
+    if _RESOLVER.search(held):
+        resolvers = getattr(type(root), "_resolvers", {})
+        yield resolvers
+        for resolver in resolvers.values():
+            for cell in getattr(resolver, "__closure__", None) or ():
                 yield cell.cell_contents

@@ -191,6 +191,11 @@ class OfConfig(_Names):
     def _now(self) -> dict[str, Any]:
         return {str(place_of(self.owner)): held_by(self.owner)}
 
+    def put_back(self) -> None:
+        super().put_back()
+        if vars(self.owner).get("_flags_cache"):  # of flags that were set, perhaps
+            vars(self.owner)["_flags_cache"] = None
+
     def _put(self, name: str, value: Any) -> None:
         vars(self.owner)[name] = value
 

@@ -207,7 +207,9 @@ class _Identities:
             self._terms.append(f"numbers_of({self._named(value)}) == {self._named(parts[0][1])}")
         elif is_config(value):
             held = held_by(value)
-            self._terms.append(f"{self._named(value)}.__dict__[{place_of(value)!r}] is {self._named(held)}")
+            own = f"{self._named(value)}.__dict__"
+            self._terms.append(f"{own}[{place_of(value)!r}] is {self._named(held)}")
+            self._terms.append(f"{own}.get('_parent') is {self._named(vars(value).get('_parent'))}")
             if isinstance(held, (dict, list)):
                 self._terms.append(f"holds_the_same({self._named(held)}, {self._named(elements_of(held))})")
         elif isinstance(value, POINTERS):

@@ -62,8 +62,8 @@ class Part:
         """A call of the module, in a graph or as it is written.
 
         1. Without gradients only what has a graph looks for one: who generates text calls each part for each token. In
-           a step of training it looks as well: it is a teacher, or a checkpoint of torch's older kind; and where ops
-           are in other lists than by default, which autocast does not know.
+           a step of training it looks as well: it is a teacher, or a checkpoint of torch's older kind; and so does a
+           layer whose op is in another list than by default, which autocast does not know.
         2. Where forward has switched autocast off, its author wants float32. So it is in the backward of a function
            of the model's own, which no region is around.
         3. A layer whose weights are shown in float32 there may be given low values that would be float32 if the
@@ -71,13 +71,15 @@ class Part:
         4. A part that an override denies is given float32, as what is around it may have made its arguments low.
         """
         module, family = self.module, self.family
-        if not self.is_denied or module is None or family.is_denied or not computes_in_float32(module):
+        if not self.is_denied or module is None or not family.makes_low or not computes_in_float32(module):
             return self._run(view, written, args, kwargs)
-        given = WideArguments(family.written.options.low)
-        args, kwargs = tuple(map(given.of, args)), {name: given.of(value) for name, value in kwargs.items()}
-        result = self._run(view, written, args, kwargs)
-        given.take_back()
-        return result
+        given = WideArguments(family.written.options.low, self.path)
+        try:
+            args, kwargs = tuple(map(given.of, args)), {name: given.of(value) for name, value in kwargs.items()}
+            return self._run(view, written, args, kwargs)
+        finally:
+            given.put_back()
+            given.take_back()
 
     def _run(self, view: nn.Module, written: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module, engine = self.module, self.engine
@@ -85,8 +87,8 @@ class Part:
             if isinstance(module, _PRODUCTS) and any(map(is_stored_low, module.parameters())):
                 args, kwargs = pytree.tree_map_only(torch.Tensor, _in_float32, (args, kwargs))
             return self._as_written(view, written, args, kwargs)
-        looks = torch.is_grad_enabled() or getattr(running, "has_gradients", False) or self.family.has_moved_ops
-        if not engine.variants and not looks:
+        looks = torch.is_grad_enabled() or getattr(running, "has_gradients", False)
+        if not engine.variants and not looks and not self.family.is_moved(type(module)):
             return self._as_written(view, written, args, kwargs)
         take_back_writes()
         before, running.view = getattr(running, "view", None), view
@@ -100,9 +102,10 @@ class Part:
     def _as_written(
         self, view: nn.Module, written: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self.is_denied:
+        is_on = not self.is_denied
+        if getattr(running, "is_on", True) == is_on or self.family.is_protected():
             return written(view, *args, **kwargs)
-        with self.family.without_autocast():
+        with self.family.autocast(is_on):
             return written(view, *args, **kwargs)
 
     def child(self, view: nn.Module, name: str, value: Any) -> Any:
@@ -142,17 +145,17 @@ class Family:
         self._paths = [path for path, _ in every_module(model)]
         lists, default = written.options.lists, OpLists.default()
         self._moved = frozenset(op for op in lists if lists.colour(op) != default.colour(op))
-        self.has_moved_ops = bool(self._moved)
-        self.is_denied = self._colour_of("") == "deny"
+        overrides = written.options.overrides
+        self.makes_low = self._colour_of("") != "deny" or any(colour != "deny" for colour in overrides.values())
         self._model = weakref.ref(model)
         self._seen: dict[int, nn.Module] = {}
 
     def is_autocast_on(self) -> bool:
         return torch.is_autocast_enabled(self._device_kind())
 
-    def without_autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Around a part that an override denies, where no graph holds it."""
-        return autocast_around(self._device_kind(), self.written.options.low, is_on=False)
+    def autocast(self, is_on: bool) -> contextlib.AbstractContextManager[None]:
+        """Around a part that no graph holds: off for one that an override denies, on for another one inside of such."""
+        return autocast_around(self._device_kind(), self.written.options.low, is_on)
 
     def _device_kind(self) -> str:
         """Of the model as it is now: it may have been moved."""
@@ -191,8 +194,11 @@ class Family:
         return self.view(child, path, self._engine_of(child, path) if is_called else None)
 
     def _is_spoken_of(self, path: str, kind: type) -> bool:
-        is_moved = self.has_moved_ops and module_name(kind) in self._moved
-        return is_moved or self._colour_of(path) is not None or is_decided(path, self.written.options)
+        return self.is_moved(kind) or self._colour_of(path) is not None or is_decided(path, self.written.options)
+
+    def is_moved(self, kind: type) -> bool:
+        """Whether the op of a layer stands in another list than by default."""
+        return bool(self._moved) and module_name(kind) in self._moved
 
     def _colour_of(self, path: str) -> Colour | None:
         """What overrides say of a module as a whole."""

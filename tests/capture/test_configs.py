@@ -253,3 +253,46 @@ def test_its_code_is_not_looked_into(create, body):
     converted(torch.randn(2, 4))
     (variant,) = engine_of(converted).all_variants()
     assert len(variant.captured.state) < 40, [cell.title for cell in variant.captured.state]
+
+
+def test_flags_and_resolvers_are_watched():
+    whole = pytest.importorskip("omegaconf", reason="omegaconf is not installed").OmegaConf
+
+    class Number:
+        value = 2.0
+
+        def get(self):
+            return self.value
+
+    number = Number()
+    whole.register_new_resolver("of-a-method", number.get, replace=True)
+
+    def locks(config, x):
+        if whole.is_readonly(config):
+            return x * 2
+        whole.set_readonly(config, True)
+        return x
+
+    def build():
+        return whole.create({"gain": "${ of-a-method:}", "part": {"gain": "${gain}"}})
+
+    x = torch.randn(2, 4)
+    for body in (locks, lambda config, x: x * 2 if whole.is_struct(config) else x, lambda config, x: x * config.gain):
+        configs, plain, other = pair(build, body)
+        converted = fxamp.convert(other, torch.bfloat16, **EXACT)
+        check(plain, converted, x)
+        for config in configs:
+            whole.set_struct(config, True)
+        check(plain, converted, x)
+        number.value += 1
+        check(plain, converted, x)
+        whole.register_new_resolver("of-a-method", lambda: 11.0, replace=True)
+        check(plain, converted, x)
+        whole.register_new_resolver("of-a-method", number.get, replace=True)
+    configs, plain, other = pair(build, lambda config, x: x * config.gain, choose=lambda config: config.part)
+    converted = fxamp.convert(other, torch.bfloat16, **EXACT)
+    check(plain, converted, x)
+    for model in (plain, other):
+        model.config._set_parent(whole.create({"gain": 9.0}))
+    converted.config._set_parent(plain.config._get_parent())
+    check(plain, converted, x)

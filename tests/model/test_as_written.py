@@ -1,6 +1,7 @@
 """Models at O2 and O3 whose forward no graph holds: it runs as written, what it calls as graphs."""
 
 import collections
+import contextlib
 import copy
 import gc
 import logging
@@ -14,6 +15,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fxamp
@@ -1119,3 +1121,191 @@ def test_views_ask_where_the_model_is_now():
             assert family.is_autocast_on()
     finally:
         torch.set_autocast_enabled("cuda", before)
+
+
+class GivenOn(nn.Module):
+    """Hands what `ways` makes of a low value to a denied part."""
+
+    def __init__(self, give, take):
+        super().__init__()
+        self.first, self.part = nn.Linear(8, 8), TakesOn(take)
+        self.give = give
+
+    def forward(self, x):
+        y = self.first(x)
+        self.mean = y.detach().float().numpy().mean()
+        return self.give(self.part, y)
+
+
+class TakesOn(nn.Module):
+    def __init__(self, take):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+        self.take = take
+
+    def forward(self, *given):
+        self.mean = torch.zeros(1).numpy().mean()
+        return self.take(self, *given)
+
+
+class Attributes(dict):
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class Sealed(list):
+    def __setitem__(self, key, value):
+        raise TypeError("sealed")
+
+    def __copy__(self):
+        raise TypeError("sealed")
+
+
+class Both(tuple):
+    def __new__(cls, one, other):
+        return super().__new__(cls, (one, other))
+
+
+def _linear(part, value):
+    return F.linear(value, part.weight)
+
+
+def _returns(part, states, value):
+    states.append(_linear(part, value))
+    return states
+
+
+def _steps(part, y):
+    first = states = [y]
+    for _ in range(3):
+        states = part(states, y)
+    return states is first, len(first), sum(each.float().sum() for each in first)
+
+
+def _raises(part, states):
+    states.append(1)
+    raise ValueError
+
+
+def _caught(part, y):
+    states = [(y, y)]
+    pair = states[0]
+    with contextlib.suppress(ValueError):
+        part(states)
+    return len(states), states[0] is pair
+
+
+def _linked(part, y):
+    states = [y]
+    states.append(states)
+    return part(states).float().sum(), states[0] is y, states[1] is states
+
+
+def _attributes(part, y):
+    given = Attributes(x=y)
+    return part(given).float().sum(), sorted(given), given.x is y
+
+
+def _is_written(part, y):
+    into = torch.zeros_like(y)
+    part(y, into)
+    return into.float().sum()
+
+
+GIVEN = {
+    "returned": (_steps, _returns),
+    "raises": (_caught, _raises),
+    "in itself": (_linked, lambda part, states: _linear(part, states[1][0])),
+    "by attributes": (_attributes, lambda part, given: (given.update(out=1), _linear(part, given.x))[1]),
+    "sealed": (lambda part, y: part(Sealed([y])).float().sum(), lambda part, given: _linear(part, given[0])),
+    "a tuple's class": (lambda part, y: part(Both(y, y)).float().sum(), lambda part, given: _linear(part, given[1])),
+    "chosen": (lambda part, y: part(y.max(0)).float().sum(), lambda part, given: _linear(part, given.values)),
+    "written": (_is_written, lambda part, x, into: (into.copy_(x), _linear(part, x))[1]),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("given", GIVEN)
+def test_what_a_denied_part_does_to_its_arguments(given, mode):
+    torch.manual_seed(0)
+    model, x = GivenOn(*GIVEN[given]), torch.randn(4, 8)
+    converted = fxamp.convert(copy.deepcopy(model), torch.bfloat16, opt_level="O2", overrides={"part": "deny"})
+    is_for_none = given in ("written", "in itself")  # whom autograd forbids it, and who has no key of inputs
+    context = torch.no_grad if is_for_none and mode is torch.enable_grad else mode
+    with context():
+        expected, found = model(x), converted(x)
+    for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+        if isinstance(other, torch.Tensor):
+            torch.testing.assert_close(one, other, rtol=0.03, atol=0.1)
+        else:
+            assert one == other
+
+
+def test_a_denied_part_may_not_write_into_shared_memory():
+    def give(part, y):
+        y = y.detach().clone()
+        part(y[:1], y)
+        return y
+
+    model = GivenOn(give, lambda part, row, whole: (whole.fill_(5), row.add_(1))[0])
+    converted = fxamp.convert(model, torch.bfloat16, opt_level="O2", overrides={"part": "deny"})
+    with pytest.raises(fxamp.FxampError, match="memory another one shares"):
+        converted(torch.randn(4, 8))
+
+    def chunks(part, y):
+        both = torch.zeros(4, 16, dtype=y.dtype)
+        part(*both.chunk(2, -1))
+        return both
+
+    model = GivenOn(chunks, lambda part, one, other: (one.fill_(5), other.add_(1))[0])
+    converted = fxamp.convert(model, torch.bfloat16, opt_level="O2", overrides={"part": "deny"})
+    assert converted(torch.randn(4, 8)).sum() == 4 * 8 * 6
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_a_part_that_is_allowed_where_all_else_is_denied(has_gradients, opt_level):
+    class Top(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), TakesOn(_linear)
+
+        def forward(self, x):
+            self.mean = x.detach().numpy().mean()
+            return self.b(self.a(x))
+
+    overrides = {"*": "deny", "a": "allow"}
+    converted = fxamp.convert(nn.Sequential(Top()), torch.bfloat16, opt_level=opt_level, overrides=overrides)
+    with torch.set_grad_enabled(has_gradients):
+        for _ in range(2):
+            assert converted(torch.randn(4, 8)).dtype == torch.float32
+
+
+def test_layers_alone_make_graphs_for_ops_that_were_moved(monkeypatch):
+    built, build = [], Engine._build
+    monkeypatch.setattr(Engine, "_build", lambda *given: built.append(given) or build(*given))
+
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x, past):
+            past = torch.cat([past, self.fc(x)])
+            return past.sum(0, keepdim=True) + len(past), past
+
+    def give(part, y):
+        past = y[:0]
+        for _ in range(20):
+            y, past = part(y[:1], past)
+        return y
+
+    model = GivenOn(give, _linear)
+    model.part = Grows()
+    lists = fxamp.OpLists.default().override(deny=["linear"])
+    converted = fxamp.convert(model, torch.bfloat16, opt_level="O2", lists=lists)
+    built.clear()
+    with torch.no_grad():
+        converted(torch.randn(4, 8))
+    assert len(built) < 5
