@@ -8,7 +8,7 @@ import importlib.util
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -183,9 +183,14 @@ class Outside:
             if not self.names.isdisjoint(vars(function)):
                 self._keep(function, "__dict__", vars(function))
 
-    def noted(self) -> contextlib.AbstractContextManager[None]:
-        """Around a trace: Python modules that are asked for by their names."""
-        return self._asked.modules_noted(self.follow)
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around a trace: Python modules that are asked for by their names; at its end all is restored."""
+        try:
+            with self._asked.modules_noted(self.follow):
+                yield
+        finally:
+            self.restore()
 
     def restore(self) -> None:
         """Leave the files and classes that were looked at as they were."""

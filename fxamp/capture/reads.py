@@ -118,7 +118,6 @@ class Reads:
             failure = error
             raise
         finally:
-            self._outside.restore()
             done = self._effects.undo()
             if failure is not None and isinstance(done, CaptureError) and is_for_python(done):
                 raise done from failure  # whatever else a graph cannot hold: Dynamo is not to go on

@@ -1,6 +1,7 @@
 """Ctrl-C while a capture switches what is the whole process's: it is as it was afterwards."""
 
 import builtins
+import dataclasses
 import importlib
 import logging
 import os
@@ -81,7 +82,7 @@ HOLDERS = (
         torch.jit.ScriptFunction,
         type(torch.autograd.Variable),
     ),
-    *(type(os.environ), importlib, SourceFileLoader, SourcelessFileLoader, random),
+    *(type(os.environ), importlib, SourceFileLoader, SourcelessFileLoader, random, dataclasses, nn.Module),
 )
 
 
