@@ -68,20 +68,9 @@ class Part:
            of the model's own, which no region is around.
         3. A layer whose weights are shown in float32 there may be given low values that would be float32 if the
            weights were: a state that was joined with them.
-        4. A part that an override denies is given float32, as what is around it may have made its arguments low.
+        4. A part that an override denies is given float32 where no graph holds it, as what is around it may have made
+           its arguments low.
         """
-        module, family = self.module, self.family
-        if not self.is_denied or module is None or not family.makes_low or not computes_in_float32(module):
-            return self._run(view, written, args, kwargs)
-        given = WideArguments(family.written.options.low, self.path)
-        try:
-            args, kwargs = tuple(map(given.of, args)), {name: given.of(value) for name, value in kwargs.items()}
-            return self._run(view, written, args, kwargs)
-        finally:
-            given.put_back()
-            given.take_back()
-
-    def _run(self, view: nn.Module, written: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module, engine = self.module, self.engine
         if module is None or engine is None or type(module) is not self.kind or self.family.is_protected():
             if isinstance(module, _PRODUCTS) and any(map(is_stored_low, module.parameters())):
@@ -104,9 +93,24 @@ class Part:
     ) -> Any:
         is_on = not self.is_denied
         if getattr(running, "is_on", True) == is_on or self.family.is_protected():
-            return written(view, *args, **kwargs)
+            return self.with_wide(written, view, args, kwargs)
         with self.family.autocast(is_on):
+            return self.with_wide(written, view, args, kwargs)
+
+    def with_wide(
+        self, written: Callable[..., Any], view: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A forward as it is written, of a denied part on float32 arguments."""
+        module, family = self.module, self.family
+        if not self.is_denied or module is None or not family.makes_low or not computes_in_float32(module):
             return written(view, *args, **kwargs)
+        given = WideArguments(family.written.options.low, self.path)
+        try:
+            args, kwargs = tuple(map(given.of, args)), {name: given.of(value) for name, value in kwargs.items()}
+            return written(view, *args, **kwargs)
+        finally:
+            given.put_back()
+            given.take_back()
 
     def child(self, view: nn.Module, name: str, value: Any) -> Any:
         """What forward is to see of a child."""

@@ -78,7 +78,10 @@ class Written(Way):
         if self.options.opt_level == "O3" and (is_on or not computes_in_float32(module)):
             args, kwargs = _floats_as(self.options.low, (args, kwargs))
         with taking_back_writes(), autocast_around(autocast_kind(device_of(module)), self.options.low, is_on=is_on):
-            result = base.forward(view, *args, **kwargs)
+            if part is None:
+                result = base.forward(view, *args, **kwargs)
+            else:
+                result = part.with_wide(base.forward, view, args, kwargs)
         wanted = self.options.output_dtype
         return result if wanted is None else Results(wanted).of(result)
 
