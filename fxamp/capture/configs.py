@@ -45,19 +45,6 @@ def parts_of_config(config: Any) -> list[tuple[Any, Any]]:
     return [("value", held), *(("taken from", each) for each in _taken_from(config, held))]
 
 
-def inside_of_config(config: Any) -> list[Any]:
-    """All nodes of a configuration, with the containers that hold them: no node is too deep to be looked at."""
-    found: dict[int, Any] = {}
-    waiting = [config]
-    while waiting:
-        node = waiting.pop()
-        for part in (held_by(node), *(part for _, part in parts_of_config(node))) if is_config(node) else ():
-            if id(part) not in found and part is not config:
-                found[id(part)] = part
-                waiting.append(part)
-    return list(found.values())
-
-
 def _taken_from(config: Any, held: Any) -> Iterator[Any]:
     """The whole configuration; where a resolver may be asked, all of them, and the user's own objects in these."""
     if not isinstance(held, str) or "${" not in held:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxamp.capture.configs import PACKAGES, inside_of_config, is_config, parts_of_config
+from fxamp.capture.configs import PACKAGES, held_by, is_config, parts_of_config
 from fxamp.capture.contents import IN_MEMORY, is_file, numbers_of
 from fxamp.capture.elements import (
     CONTAINERS,
@@ -117,7 +117,8 @@ def frozen(value: Any, scope: Scope, depth: int = DEPTH, met: Met | None = None)
 
 def depth_inside(value: Any, depth: int) -> int:
     """How deep parts of a value are compared: not at all where it is long, but for which they are; of a configuration
-    all the way."""
+    all the way.
+    """
     if is_config(value):
         return depth
     return depth - 1 if not isinstance(value, CONTAINERS) or is_looked_into(value) else 0
@@ -351,7 +352,8 @@ def walk(value: Any, into_libraries: bool = False) -> Iterator[Any]:
         if left == 0 or is_scalar or isinstance(part, nn.Module):
             continue
         with contextlib.suppress(Exception):  # its class forbids the question
-            waiting += [(each, left - 1) for each in reversed(inside_of(part, into_libraries))]
+            inside = left if is_config(part) else left - 1  # a configuration is looked through to its last node
+            waiting += [(each, inside) for each in reversed(inside_of(part, into_libraries))]
 
 
 def inside_of(value: Any, into_libraries: bool = True) -> list[Any]:
@@ -363,7 +365,7 @@ def inside_of(value: Any, into_libraries: bool = True) -> list[Any]:
     if isinstance(value, POINTERS):
         return [pointed_at(value)]
     if is_config(value):
-        return inside_of_config(value)
+        return [held_by(value), *(part for _, part in parts_of_config(value))]
     if is_numpys(value) and value.dtype.hasobject:
         return value.ravel().tolist() if value.size <= MOST else []
     if isinstance(value, torch.Tensor):

@@ -1,5 +1,6 @@
 """Arguments of a part that an override denies: low tensors among them, as what is around it makes them, come in
-float32, also where they stand in lists, dictionaries and tuples."""
+float32, also where they stand in lists, dictionaries and tuples.
+"""
 
 import operator
 from typing import Any
@@ -32,9 +33,7 @@ class WideArguments:
 
     def __init__(self, low: torch.dtype, title: str) -> None:
         self._low, self._title = low, title
-        self._tensors: dict[
-            int, tuple[torch.Tensor, torch.Tensor, int]
-        ] = {}  # id of low -> (low, float32, its version)
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}  # by id: low, float32, its version
         self._put: list[tuple[Any, Any, Any]] = []  # (container, what stood there, what stands there now)
         self._met: dict[int, Any] = {}  # containers
 

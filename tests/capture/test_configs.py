@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import fxamp
+from fxamp.capture import objects
+from fxamp.capture.configs import is_config
 from fxamp.model.engine import engine_of
 
 EXACT = {"overrides": {"*": "deny"}}
@@ -253,6 +255,17 @@ def test_its_code_is_not_looked_into(create, body):
     converted(torch.randn(2, 4))
     (variant,) = engine_of(converted).all_variants()
     assert len(variant.captured.state) < 40, [cell.title for cell in variant.captured.state]
+
+
+def test_nodes_are_looked_at_a_few_times(create, monkeypatch):
+    """Each interpolated value leads to the whole configuration; a node is met again where it is less deep, alone."""
+    asked, parts = [], objects.parts_of_config
+    monkeypatch.setattr(objects, "parts_of_config", lambda config: asked.append(config) or parts(config))
+    config = create()
+    for number in range(50):
+        setattr(config, f"gain{number}", "${gain}")
+    found = sum(map(is_config, objects.walk(config, into_libraries=True)))
+    assert found > 60 and len(asked) <= 4 * found
 
 
 def test_flags_and_resolvers_are_watched():
