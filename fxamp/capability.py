@@ -83,6 +83,28 @@ def ops_of_recurrent(op: str, dtype: torch.dtype, device: str) -> set[str]:
     return seen.found
 
 
+@functools.cache
+def autocast_runs_lstm(low: torch.dtype, device: str) -> bool:
+    """Whether torch.autocast runs a low LSTM on a device.
+
+    On a CPU it hands LSTMs to oneDNN, which has no kernel for low ones where the CPU lacks AVX-512, and raises a
+    RuntimeError. Without autocast torch computes a low LSTM itself there. Other devices are taken to run it.
+
+    Args:
+        device: type of device, as torch.device.type.
+    """
+    if device != "cpu":
+        return True
+    with _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.no_grad(), torch.autocast("cpu", low):
+        x = torch.zeros(1, 1, 8)
+        weights = [x.new_zeros(shape) for shape in ((32, 8), (32, 8), (32,), (32,))]
+        try:
+            torch.lstm(x, (x, x), weights, True, 1, 0.0, False, False, False)
+        except RuntimeError:
+            return False
+    return True
+
+
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     has_autocast = torch.amp.is_autocast_available(device)
     return torch.autocast(device, enabled=False) if has_autocast else contextlib.nullcontext()

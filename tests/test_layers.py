@@ -71,7 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "passes": GRAPH | {"capability", "runtime"},
     "runtime": GROUND | {"recorded", "whole"},
     "capture": GRAPH,
-    "model": GRAPH | {"capture", "runtime"},
+    "model": GRAPH | {"capability", "capture", "runtime"},
     "numerics": GRAPH | {"capture", "model", "runtime", "whole"},
     "review": GRAPH | {"capability", "capture", "data", "model", "numerics", "passes", "runtime", "whole"},
 }

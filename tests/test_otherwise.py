@@ -22,6 +22,7 @@ from fxamp.model.engine import engine_of
 from fxamp.model.written import Written
 from tests.choosing import Block, Choosing, batch
 from tests.choosing import trained as trained_by
+from tests.zoo.measure import autocast
 
 LOWS = [torch.float16, torch.bfloat16]
 
@@ -152,11 +153,11 @@ def test_one_that_keeps_something_low_goes_on_as_written(where, is_asked_before)
     for step in range(4):
         x = torch.randint(9, (4, 7), generator=torch.Generator().manual_seed(step))
         if is_asked_before and step == 0:
-            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad(), autocast():
                 low(x)
             with torch.no_grad():
                 converted(x), plain(x)
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             theirs = low(x)
         found, expected = converted(x), plain(x)
         assert (found - expected).norm() <= 2 * (theirs - expected).norm() + 0.01

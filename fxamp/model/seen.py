@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
+from fxamp.capability import autocast_runs_lstm
 from fxamp.capture.refusals import Refusals
 from fxamp.dtypes import LOW_DTYPES, autocast_kind, device_of
 from fxamp.ir import Colour
@@ -41,7 +42,7 @@ class Part:
     Attributes:
         reference: gives the module; None once it is gone, if it is the model itself, which views must not keep alive.
         engine: of its calls; None where it is none that is called, as torch's containers.
-        is_denied: whether an override denies it.
+        is_denied: whether an override denies it, or torch.autocast fails at it.
         kind: the module's class when the view was made. For the time of a call a forward may give it another one (as
             `parametrize` does, which PEFT's LoRA of parameters comes to): it has no graph then, and children of that
             call alone, of which no views are kept.
@@ -173,14 +174,15 @@ class Family:
     def view(self, module: nn.Module, path: str, engine: Engine | None) -> nn.Module:
         """A new view of a module."""
         reference: Any = weakref.ref(module) if engine is self.engine else lambda: module
-        return new_view(module, Part(reference, path, self, engine, self._colour_of(path) == "deny", type(module)))
+        is_denied = self._colour_of(path) == "deny" or self._fails_low(type(module))
+        return new_view(module, Part(reference, path, self, engine, is_denied, type(module)))
 
     def seen(self, child: Any, path: str) -> Any:
         """What forward is to see of a child: a view, or the child itself.
 
         1. Autocast runs a module without parameters, or a layer of torch's with float32 ones, as a graph would, unless
-           an override speaks of its path, or its op is in another list than by default; overrides by nodes' names do
-           not hold there.
+           an override speaks of its path, its op is in another list than by default, or autocast fails at it;
+           overrides by nodes' names do not hold there.
         2. A module that was converted by itself runs as such.
         3. What a class keeps beside the attributes' dictionary, as in slots, a view has not.
         """
@@ -198,7 +200,11 @@ class Family:
         return self.view(child, path, self._engine_of(child, path) if is_called else None)
 
     def _is_spoken_of(self, path: str, kind: type) -> bool:
-        return self.is_moved(kind) or self._colour_of(path) is not None or is_decided(path, self.written.options)
+        is_other = self.is_moved(kind) or self._fails_low(kind)
+        return is_other or self._colour_of(path) is not None or is_decided(path, self.written.options)
+
+    def _fails_low(self, kind: type) -> bool:
+        return issubclass(kind, nn.LSTM) and not autocast_runs_lstm(self.written.options.low, self._device_kind())
 
     def is_moved(self, kind: type) -> bool:
         """Whether the op of a layer stands in another list than by default."""

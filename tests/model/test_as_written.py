@@ -1309,3 +1309,66 @@ def test_layers_alone_make_graphs_for_ops_that_were_moved(monkeypatch):
     with torch.no_grad():
         converted(torch.randn(4, 8))
     assert len(built) < 5
+
+
+class Reading(nn.Module):
+    """Reads on while what it has read says so."""
+
+    def __init__(self, kind=nn.LSTM):
+        super().__init__()
+        self.inside, self.cell, self.head = nn.Linear(16, 16), kind(16, 16, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x):
+        h, state = self.inside(x)[:, None], None
+        for _ in range(2 if h.sum().item() > 0 else 3):
+            h, state = self.cell(h, state)
+        return self.head(h[:, 0])
+
+
+class DecidingLSTM(nn.LSTM):
+    """No graph holds it."""
+
+    def forward(self, x, state=None):
+        h, state = super().forward(x, state)
+        return (h if h.sum().item() > 0 else -h), state
+
+
+@pytest.fixture
+def has_kernel(request, monkeypatch):
+    """Whether torch.autocast runs an LSTM: without oneDNN it does on every CPU."""
+    monkeypatch.setattr("fxamp.model.seen.autocast_runs_lstm", lambda low, device: request.param)
+    with torch.backends.mkldnn.flags(enabled=not request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("kind", [nn.LSTM, DecidingLSTM])
+@pytest.mark.parametrize("has_kernel", [True, False], ids=["kernel", "none"], indirect=True)
+def test_an_lstm_is_float32_where_autocast_fails_at_it(kind, opt_level, has_kernel):
+    """As on a CPU for which oneDNN has no low LSTM."""
+    torch.manual_seed(0)
+    model = Reading(kind)
+    plain = copy.deepcopy(model)
+    converted = fxamp.convert(model, torch.bfloat16, opt_level=opt_level)
+    for step in range(3):
+        with torch.no_grad():
+            evaluated, expected = converted(batch(step)), plain(batch(step))
+        assert (evaluated - expected).norm() <= 0.05 * expected.norm()
+        found, expected = converted(batch(step)), plain(batch(step))
+        assert (found - expected).norm() <= 0.05 * expected.norm()
+        found.sum().backward()
+        expected.sum().backward()
+    theirs, mine = plain.cell.weight_hh_l0.grad, converted.cell.weight_hh_l0.grad
+    assert (mine.float() - theirs).norm() <= 0.05 * theirs.norm()
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O3"])
+@pytest.mark.parametrize(
+    "has_kernel, expected", [(True, torch.bfloat16), (False, torch.float32)], indirect=["has_kernel"]
+)
+def test_the_states_of_an_lstm_are_float32_where_autocast_fails_at_it(opt_level, has_kernel, expected):
+    model, found = Reading(), []
+    model.cell.register_forward_hook(lambda module, args, result: found.append(result[0].dtype))
+    with torch.no_grad():
+        fxamp.convert(model, torch.bfloat16, opt_level=opt_level)(batch(0))
+    assert found and set(found) == {expected}
