@@ -1275,11 +1275,39 @@ def test_a_part_that_is_allowed_where_all_else_is_denied(has_gradients, opt_leve
             self.mean = x.detach().numpy().mean()
             return self.b(self.a(x))
 
-    overrides = {"*": "deny", "a": "allow"}
+    overrides = {"*": "deny", "0.a": "allow"}
     converted = fxamp.convert(nn.Sequential(Top()), torch.bfloat16, opt_level=opt_level, overrides=overrides)
     with torch.set_grad_enabled(has_gradients):
         for _ in range(2):
             assert converted(torch.randn(4, 8)).dtype == torch.float32
+
+
+class SwitchesOff(nn.Module):
+    """Switches autocast off around a part."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        self.mean = x.detach().float().numpy().mean()
+        with torch.autocast("cpu", enabled=False):
+            return self.part(x)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_an_allowed_part_is_float32_where_forward_switches_autocast_off(opt_level):
+    class Part(TakesOn):
+        def __init__(self):
+            super().__init__(lambda part, x: part.allowed(x))
+            self.allowed = TakesOn(lambda part, x: dtypes.append(F.linear(x, part.weight).dtype) or x)
+
+    dtypes = []
+    overrides = {"part": "deny", "part.allowed": "allow"}
+    converted = fxamp.convert(SwitchesOff(Part()), torch.bfloat16, opt_level=opt_level, overrides=overrides)
+    with torch.no_grad():
+        converted(torch.randn(4, 8))
+    assert dtypes == [torch.float32]
 
 
 def test_layers_alone_make_graphs_for_ops_that_were_moved(monkeypatch):
