@@ -17,6 +17,11 @@ from fxamp.model.engine import engine_of
 LENGTHS = (6, 7, 9, 12, 1, 8, 5, 16, 2, 10, 6, 33, 4, 3)
 
 
+@pytest.fixture(autouse=True)
+def _a_busy_machine_finds_conditions_too(monkeypatch):
+    monkeypatch.setattr("fxamp.capture.sizes.MOST_TRIALS", 10_000)
+
+
 class Model(nn.Module):
     """Its answer is wrong by a factor where `decide` is answered for another size."""
 
