@@ -96,7 +96,7 @@ def autocast_runs_lstm(low: torch.dtype, device: str) -> bool:
     if device != "cpu":
         return True
     with _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.no_grad(), torch.autocast("cpu", low):
-        x = torch.zeros(1, 1, 8)
+        x = torch.zeros(1, 1, 8, device="cpu")
         weights = [x.new_zeros(shape) for shape in ((32, 8), (32, 8), (32,), (32,))]
         try:
             torch.lstm(x, (x, x), weights, True, 1, 0.0, False, False, False)

@@ -79,7 +79,9 @@ def test_recurrent_layers_run_low_where_dynamo_captures(kind):
     assert not [row for row in report.rows if row.op == "zeros"], "the first states are made in the dtype of the input"
 
 
-def test_packed_sequences_stay_outside_unless_the_layer_is_converted_by_itself():
+def test_packed_sequences_stay_outside_unless_the_layer_is_converted_by_itself(monkeypatch):
+    """As autocast runs packed ones on every CPU; where it fails at others, all layers of the class have graphs."""
+    monkeypatch.setattr("fxamp.model.seen.autocast_runs_lstm", lambda low, device: True)
     torch.manual_seed(0)
     model = Tagger(nn.LSTM, is_packed=True)
     converted = fxamp.convert(copy.deepcopy(model), dtype=LOW)
