@@ -9,7 +9,7 @@ import collections
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class StateCheck:
         self._names = next((cell.names for cell in cells if cell.names), frozenset())  # flags have none
         self._is_as_before: Callable[[], bool] | None = None
         self._known_change: tuple[Any, str, Any] | None = None
+        self._suspect: Cell | None = None  # what had changed when it was asked last, if anything
 
     def holds(self) -> bool:
         """Whether the graph may run."""
@@ -66,7 +67,9 @@ class StateCheck:
             holder, name, value = self._known_change
             if read(holder, name) is value:
                 return False
-        if self.changed():
+        first = [] if self._suspect is None else [self._suspect]
+        self._suspect = next(self._changed_among([*first, *self._cells]), None)
+        if self._suspect is not None:
             return False
         self._is_as_before = self._comparison()
         return True
@@ -79,10 +82,13 @@ class StateCheck:
 
     def changed(self) -> list[Cell]:
         """The cells that hold something else now."""
+        return list(self._changed_among(self._cells))
+
+    def _changed_among(self, cells: Iterable[Cell]) -> Iterator[Cell]:
         root = self._root()
         assert root is not None
         scope = Scope(self._names, paths_of(root), root)
-        return [cell for cell in self._cells if not self._is_unchanged(cell, root, scope)]
+        return (cell for cell in cells if not self._is_unchanged(cell, root, scope))
 
     def _is_unchanged(self, cell: Cell, root: nn.Module, scope: Scope) -> bool:
         try:

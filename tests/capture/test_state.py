@@ -364,7 +364,7 @@ def test_an_annealed_number_is_read_at_each_call_by_one_graph(monkeypatch):
     converted = fxamp.convert(model, torch.bfloat16)
     for step in range(8):
         if step == 3:
-            monkeypatch.setattr(StateCheck, "changed", lambda check: pytest.fail("it is captured or compared again"))
+            monkeypatch.setattr(StateCheck, "_changed_among", lambda *given: pytest.fail("it is compared again"))
         model.beta = converted.beta = step / 7
         assert agrees(model, converted)
     assert len(engine_of(converted).all_variants()) == 1
@@ -418,8 +418,30 @@ def test_what_has_not_changed_is_not_compared(monkeypatch):
     model = Net(lambda net, y: sum(body(net, y) for body in bodies))
     converted = fxamp.convert(model, torch.bfloat16, capture="symbolic")
     assert agrees(model, converted) and agrees(model, converted)
-    monkeypatch.setattr(StateCheck, "changed", lambda check: pytest.fail("all values are compared at each call"))
+    monkeypatch.setattr(StateCheck, "_changed_among", lambda *given: pytest.fail("values are compared at each call"))
     assert agrees(model, converted)
+
+
+def test_what_had_changed_is_compared_first(monkeypatch):
+    """A graph for a state whose shape is another one is refused by one comparison."""
+    asked, is_unchanged = [], StateCheck._is_unchanged
+
+    def noted(check, cell, *given):
+        asked.append(cell.name)
+        return is_unchanged(check, cell, *given)
+
+    bodies = [body for body, _ in CASES.values()]
+    model = Net(lambda net, y: sum(body(net, y) for body in bodies) + (net.memory.sum() if len(net.memory) else 0))
+    states = [torch.zeros(0), torch.ones(3), torch.ones(3, 2)]
+    model.memory = states[0]
+    converted = fxamp.convert(model, torch.bfloat16, capture="symbolic")
+    for step in range(9):
+        if step == 6:
+            monkeypatch.setattr(StateCheck, "_is_unchanged", noted)
+        model.memory = converted.memory = states[step % 3]
+        assert agrees(model, converted)
+    assert len(engine_of(converted).all_variants()) == 3
+    assert 0 < len(asked) <= 3 and set(asked) == {"memory"}
 
 
 def test_weights_that_were_replaced_are_let_go():
