@@ -27,6 +27,8 @@ from fxamp.tree import every_module
 
 log = logging.getLogger("fxamp")
 
+_LITTLE = 64  # so many times a layer's own matrices the module may hold
+
 _OF_TEACHERS = (
     "%s: %d weights (%s, ...) are frozen copies of trained ones and stay in float32, for an average that follows those "
     "would not move low numbers; overrides={'path': 'allow'} stores them low"
@@ -64,7 +66,8 @@ def _lowered_by_layers(model: nn.Module, options: Options) -> list[str]:
     """The same where no graph of the model is known: O2 lowers what each layer reads low of its own parameters.
 
     1. A layer is a module with a matrix among its own parameters. What it reads low stands in a graph of it alone;
-       equal layers are looked at once. One that no graph holds keeps float32 parameters.
+       equal layers are looked at once. One that no graph holds keeps float32 parameters; so does one whose matrices
+       are little beside what is inside of it, as hyper-connections around a block, for a graph takes that all in.
     2. A parameter that several modules hold is lowered where all of them read it low: not a tied embedding.
     3. Modules with hooks that a graph runs whole read float32, with all that they hold.
 
@@ -131,7 +134,8 @@ class _Layers:
 
     def reads_low(self, layer: nn.Module, path: str) -> frozenset[str]:
         """The names of those parameters."""
-        if not any(weight.dim() > 1 for weight in layer._parameters.values() if weight is not None):
+        matrices = [weight for weight in layer._parameters.values() if weight is not None and weight.dim() > 1]
+        if sum(map(torch.numel, matrices)) * _LITTLE <= sum(map(torch.numel, layer.parameters())):
             return frozenset()
         options = options_within(layer, path, self.options, self.modules)
         key = (*likeness(layer), decisions(options))

@@ -1,5 +1,6 @@
 """Which parameters O2 and O3 store low where no graph of the model is known."""
 
+import copy
 import logging
 
 import pytest
@@ -185,3 +186,30 @@ def test_at_o3_all_is_stored_low_but_what_an_override_denies():
     assert stored(fxamp.convert(Defaults(), BF16, opt_level="O3")) == {
         name for name, _ in Defaults().named_parameters()
     }
+
+
+class Mixing(nn.Module):
+    """A small matrix around a block, as hyper-connections have it."""
+
+    def __init__(self, width, block):
+        super().__init__()
+        self.mix, self.block = nn.Parameter(torch.randn(width, width) / 4), block
+
+    def forward(self, x):
+        return self.block(x @ self.mix) + x
+
+
+@pytest.mark.parametrize("inner, is_little", [(16, False), (4096, True)])
+def test_a_layer_with_little_of_its_own_is_not_looked_at(inner, is_little, monkeypatch):
+    looked, look = [], fxamp.lowering._found_alone
+    monkeypatch.setattr(
+        "fxamp.lowering._found_alone", lambda layer, *given: looked.append(type(layer)) or look(layer, *given)
+    )
+    model = Defaults()
+    model.layers[0] = Mixing(16, nn.Sequential(nn.Linear(16, inner), nn.ReLU(), nn.Linear(inner, 16)))
+    plain = copy.deepcopy(model)
+    converted = fxamp.convert(model, BF16, opt_level="O2")
+    assert ("layers.0.mix" not in stored(converted)) == (Mixing not in looked) == is_little
+    assert {"layers.0.block.0.weight", "layers.0.block.2.weight"} < stored(converted)
+    found, expected = converted(tokens())[0], plain(tokens())[0]
+    assert (found - expected).norm() <= 0.03 * expected.norm()
