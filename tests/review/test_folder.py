@@ -86,14 +86,15 @@ def test_what_raises_at_any_step_leaves_the_folder_as_it_was(tmp_path, target, m
         pytest.fail(f"{step} never ends")
 
 
-# Puts "1", "2", ... into a folder. The module alone is loaded, quickly; where a number is given, the process is killed
-# just before so-manieth of the calls that change what is on the disk.
+# Puts "1", "2", ... into a folder. The module alone is loaded, quickly, and no torch; where a number is given, the
+# process is killed just before so-manieth of the calls that change what is on the disk.
 SCRIPT = """
-import importlib.util, itertools, os, signal, sys
-spec = importlib.util.spec_from_file_location("folder", sys.argv[1])
-folder = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(folder)
+import importlib, itertools, os, signal, sys, types
 from pathlib import Path
+for name, place in zip(("torch", "fxamp", "fxamp.review"), (Path(), *reversed(Path(sys.argv[1]).parents[:2]))):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__, sys.modules[name].__file__ = [str(place)], str(place / "__init__.py")
+folder = importlib.import_module("fxamp.review.folder")
 target, fatal, sets = Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 count = itertools.count(1)
 
