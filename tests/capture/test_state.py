@@ -444,6 +444,18 @@ def test_what_had_changed_is_compared_first(monkeypatch):
     assert 0 < len(asked) <= 3 and set(asked) == {"memory"}
 
 
+def test_what_had_changed_may_be_as_before_and_something_else_not():
+    model = Net(lambda net, y: y * (2 if len(net.one) else 3) + (5 if len(net.other) else 7))
+    few, many = torch.zeros(0), torch.zeros(3)
+    model.one, model.other = few, few
+    converted = fxamp.convert(model, torch.bfloat16, capture="symbolic")
+    for one, other in [(few, few), (many, few), (few, many), (few, few), (many, many), (few, many), (many, few)]:
+        model.one = converted.one = one
+        model.other = converted.other = other
+        assert agrees(model, converted)
+    assert len(engine_of(converted).all_variants()) == 4
+
+
 def test_weights_that_were_replaced_are_let_go():
     model = fxamp.convert(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.bfloat16, X)
     assert torch.equal(model(X), model(X))

@@ -1348,7 +1348,8 @@ class Reading(nn.Module):
 
     def forward(self, x):
         h, state = self.inside(x)[:, None], None
-        for _ in range(2 if h.sum().item() > 0 else 3):
+        self.mean = h.detach().float().numpy().mean()
+        for _ in range(2 if self.mean > 0 else 3):
             h, state = self.cell(h, state)
         return self.head(h[:, 0])
 
@@ -1391,12 +1392,13 @@ def test_an_lstm_is_float32_where_autocast_fails_at_it(kind, opt_level, has_kern
 
 
 @pytest.mark.parametrize("opt_level", ["O2", "O3"])
+@pytest.mark.parametrize("kind", [nn.LSTM, DecidingLSTM])
 @pytest.mark.parametrize(
     "has_kernel, expected", [(True, torch.bfloat16), (False, torch.float32)], indirect=["has_kernel"]
 )
-def test_the_states_of_an_lstm_are_float32_where_autocast_fails_at_it(opt_level, has_kernel, expected):
-    model, found = Reading(), []
-    model.cell.register_forward_hook(lambda module, args, result: found.append(result[0].dtype))
+def test_the_states_of_an_lstm_are_float32_where_autocast_fails_at_it(kind, opt_level, has_kernel, expected):
+    model, found = nn.Sequential(*(Block() for _ in range(24)), Reading(kind)), []
+    model[-1].cell.register_forward_hook(lambda module, args, result: found.append(result[0].dtype))
     with torch.no_grad():
         fxamp.convert(model, torch.bfloat16, opt_level=opt_level)(batch(0))
     assert found and set(found) == {expected}
