@@ -35,6 +35,7 @@ from fxamp.capture.elements import (
     plain_copy,
 )
 from fxamp.capture.numbers import is_numpys
+from fxamp.capture.places import paths_of_tensors
 
 MISSING = object()  # nothing has the name
 EVERYTHING = "**"  # among names: all attributes of objects matter
@@ -72,6 +73,15 @@ class Scope:
     paths: dict[int, str]
     root: nn.Module | None = None
 
+    @functools.cached_property
+    def _tensors(self) -> dict[int, str]:
+        return {} if self.root is None else paths_of_tensors(self.root)
+
+    def place_of(self, value: Any) -> tuple[str, ...]:
+        """Where a graph reads a tensor, wherever it is met: the path in the model of one that stands there."""
+        path = self._tensors.get(id(value)) if isinstance(value, torch.Tensor) else None
+        return () if path is None else (path,)
+
     def path_of(self, value: Any) -> str | None:
         """The path of a module of the model, None for anything else."""
         if not isinstance(value, nn.Module):
@@ -106,7 +116,7 @@ def frozen(value: Any, scope: Scope, depth: int = DEPTH, met: Met | None = None)
         return (type(value), number)
     parts = parts_of(value, scope) if depth else None
     if parts is None:
-        return (type(value), _Same(value))
+        return (type(value), _Same(value), *scope.place_of(value))
     met[id(value)] = number, depth, value
     # A library's object may hold more than its attributes tell.
     is_foreign = attributes_of(value) is None and namespace_of(value) is not None

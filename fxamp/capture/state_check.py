@@ -37,6 +37,7 @@ from fxamp.capture.objects import (
 )
 from fxamp.capture.places import paths_of
 from fxamp.capture.state import LIFTED, Cell, type_of_kept, type_of_weight
+from fxamp.ir import kept_in
 
 
 class StateCheck:
@@ -124,6 +125,7 @@ class _Identities:
 
     def __init__(self, root: nn.Module, names: frozenset[str]) -> None:
         self._root, self._names = root, names
+        self._places = Scope(names, {}, root)
         self._space: dict[str, Any] = {
             "type_of_weight": type_of_weight, "type_of_kept": type_of_kept, "holds_the_same": holds_the_same,
             "without": without, "pointed_at": pointed_at, "numbers_of": numbers_of,
@@ -158,7 +160,8 @@ class _Identities:
             self._terms.append(at_once + is_same)
         if cell.items_set:
             self._watch_items(value, cell.items_set)
-        self._watch(value, DEPTH)
+        if cell.path is None or not isinstance(value, torch.Tensor):
+            self._watch(value, DEPTH)
 
     def _watch_items(self, value: Any, items_set: tuple[Any, ...]) -> None:
         """Compare what a container holds, but for the items that the graph sets."""
@@ -200,6 +203,7 @@ class _Identities:
         scope = Scope(self._names, {})
         parts = parts_of(value, scope)
         if parts is None:
+            self._watch_place(value)
             return
         if isinstance(value, CONTAINERS) and not is_library(type(value)):
             self._watch_object(value, attributes_named(value, scope))
@@ -224,6 +228,12 @@ class _Identities:
             self._watch_object(value, parts)
         for _, part in parts:
             self._watch(part, depth_inside(value, depth))
+
+    def _watch_place(self, value: Any) -> None:
+        """Of a tensor that stands in the model, too, where the graph reads it: that it still does."""
+        for path in self._places.place_of(value):
+            entries, name = kept_in(self._root, path)
+            self._terms.append(f"{self._named(entries)}.get({name!r}) is {self._named(value)}")
 
     def _watch_pointer(self, value: Any, target: Any) -> None:
         now = f"pointed_at({self._named(value)})"
