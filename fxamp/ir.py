@@ -6,6 +6,7 @@ The one representation is a torch-level functional `fx.Graph`: `call_function` o
 `Mark` under `node.meta["fxamp"]`.
 """
 
+import ast
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -265,21 +266,57 @@ def attribute(root: nn.Module | None, path: Any) -> Any:
     """
     value: Any = root
     try:
-        for name in str(path).split("."):
+        for step in str(path).split("."):
+            name, keys = name_and_keys(step)
             value = getattr(value, name, None)
+            for key in keys:
+                value = value[key]
     except Exception:  # by that class's own __getattr__
         named = {} if root is None else dict(every_parameter(root))
         value = named.get(str(path))
     return value
 
 
-def kept_in(root: nn.Module, path: str) -> tuple[dict[str, Any], str]:
+def name_and_keys(step: str) -> tuple[str, list[Any]]:
+    """The name of an attribute, and the keys behind it of a tensor in a container that it is: `hidden[0]['cell']`."""
+    name, *keys = step.split("[")
+    return name, [ast.literal_eval(key.removesuffix("]")) for key in keys]
+
+
+class _Inside:
+    """The attributes of a module, in which a tensor is found by the name of a container and the keys in it."""
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        self._entries = entries
+
+    def __getitem__(self, step: str) -> Any:
+        name, keys = name_and_keys(step)
+        value = self._entries[name]
+        try:
+            for key in keys:
+                value = value[key]
+        except (LookupError, TypeError):
+            raise KeyError(step) from None
+        return value
+
+    def get(self, step: str) -> Any:
+        """None for nothing."""
+        try:
+            return self[step]
+        except KeyError:
+            return None
+
+
+def kept_in(root: nn.Module, path: str) -> tuple[Any, str]:
     """Where the parameter, buffer or plain attribute at a dotted path is kept: a dictionary of its module, and the key.
 
-    What is there may be exchanged between calls; the dictionary stays.
+    What is there may be exchanged between calls; the dictionary stays. What is found in a container is asked for from
+    the module's attributes on.
     """
     owner, _, name = path.rpartition(".")
     module = root.get_submodule(owner)
+    if "[" in name:
+        return _Inside(module.__dict__), name
     return next((each for each in (module._parameters, module._buffers) if name in each), module.__dict__), name
 
 

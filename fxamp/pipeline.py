@@ -10,8 +10,8 @@ from fxamp.capture.captured import Captured
 from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, LeftOut
 from fxamp.capture.inputs import CallSpec, unknown_call
 from fxamp.capture.leaves import is_boundary
+from fxamp.capture.places import Place
 from fxamp.capture.promotion import read_as_own
-from fxamp.capture.reads import Place
 from fxamp.capture.symbolic import capture_symbolic
 from fxamp.dtypes import device_of
 from fxamp.fakes import Fakes

@@ -17,7 +17,7 @@ from fxamp.capture.further_inputs import FurtherInputs
 from fxamp.capture.inputs import CallSpec, of_each
 from fxamp.capture.kept_items import Kept
 from fxamp.capture.outputs import OutputForm, Part
-from fxamp.capture.reads import Place
+from fxamp.capture.places import Place
 from fxamp.capture.settings import Settings
 from fxamp.capture.size_guards import SizeGuard
 from fxamp.capture.sizes import Decision, SizeQuestions, SizeTrial, size_guard, size_trial, varying_sizes
@@ -49,7 +49,7 @@ class Captured:
         example: the inputs the graph was captured with, None when it was captured without.
         method: which capture made it.
         state: the Python state that was read; the graph is valid while it is as it was.
-        live: numbers of modules that the graph reads at each call.
+        live: numbers of modules that the graph reads at each call, and containers with tensors.
         grad_mode: what torch.is_grad_enabled() was where the model asked, None where it did not.
         attributes: of tensors: (place of an input or path of a weight, name) -> what the model was told, see `answer`.
         had_gradients: whether gradients were on when it was captured.
@@ -98,6 +98,11 @@ class Captured:
     def attributes_set(self) -> frozenset[str]:
         """Titles of the attributes that forward sets or sets items of ("self.encoder.beta")."""
         return frozenset(f"self.{place.path}.{place.name}".replace("..", ".") for place, _ in self.places_set)
+
+    @property
+    def containers_read(self) -> frozenset[Place]:
+        """The attributes that are containers of tensors, which the graph reads at each call."""
+        return frozenset((cell.path or "", cell.name) for cell in self.state if cell.is_of_tensors)
 
     def generalise(self, fakes: Fakes, as_condition: bool) -> None:
         """Find out for which other sizes the graph holds, as it was captured; no pass has changed it yet.

@@ -4,8 +4,10 @@ from typing import Any
 
 from fxamp.capture.captured import Captured
 from fxamp.capture.elements import SCALARS
+from fxamp.capture.held_tensors import places_read_anew
 from fxamp.capture.kept_items import Kept
-from fxamp.capture.reads import Place
+from fxamp.capture.places import Place
+from fxamp.capture.traces import Attribute
 from fxamp.errors import CaptureError
 
 
@@ -22,6 +24,13 @@ def numbers_before(captured: Captured) -> frozenset[Place]:
         if type(before) in (int, float):
             found.append((attribute.path, attribute.name))
     return frozenset(found)
+
+
+def held_before(captured: Captured) -> frozenset[Place]:
+    """Of the attributes that forward reads and sets, those that are containers of tensors before (`self.hidden`)."""
+    read = {(cell.path, cell.name) for cell in captured.state if not cell.kind and cell.path is not None}
+    set_ = {(place.path, place.name) for place, _ in captured.places_set if isinstance(place, Attribute)}
+    return frozenset(places_read_anew(captured.root, {place for place in set_ if place in read}))
 
 
 def check_repeatable(first: Captured, again: Captured) -> None:

@@ -61,8 +61,12 @@ class Creations(TorchFunctionMode):
         Run now it would happen once, to the user's tensors, and its result would be frozen; so it becomes a node.
         """
         name = getattr(func, "__name__", "")
-        if name == "__get__":
-            field = getattr(getattr(func, "__self__", None), "__name__", "")
+        field = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        if (field or name) in _OF_ONE and self.tracer.holds_others(args):
+            raise CaptureError(
+                f"{user_line()}: forward asks for {field or name} of a tensor that is another at each call"
+            )
+        if field:
             if field in _VIEWS:
                 return self.tracer.create_proxy("call_function", getattr, (args[0], field), {})
             if field in ("data", "grad"):
@@ -110,6 +114,12 @@ _QUESTIONS = frozenset(
     is_signed get_device type __len__ __repr__ __format__ __hash__ is_tensor data_ptr untyped_storage
     __deepcopy__ __reduce_ex__ is_pinned is_shared is_set_to has_names is_inference is_conj is_neg is_same_size
     is_storage result_type can_cast promote_types broadcast_shapes""".split()
+)
+# What is other for another tensor of the same type.
+_OF_ONE = frozenset(
+    """storage_offset __repr__ __format__ __hash__ data_ptr untyped_storage __deepcopy__ __reduce_ex__ is_pinned
+    is_shared is_set_to is_inference is_conj is_neg grad_fn is_leaf _version retains_grad output_nr _base name names
+    """.split()
 )
 _NUMBERS_OF = frozenset(
     """item tolist numpy __bool__ __float__ __int__ __index__ __complex__ __contains__ is_nonzero equal allclose

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import fx
 
-from fxamp.capture.reads import Place
+from fxamp.capture.places import Place
 
 
 class LiveNumbers:

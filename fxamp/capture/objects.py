@@ -34,8 +34,9 @@ from fxamp.capture.elements import (
     named_elements,
     plain_copy,
 )
+from fxamp.capture.held_tensors import places_read_anew
 from fxamp.capture.numbers import is_numpys
-from fxamp.capture.places import paths_of_tensors
+from fxamp.capture.places import Place, paths_of_tensors
 
 MISSING = object()  # nothing has the name
 EVERYTHING = "**"  # among names: all attributes of objects matter
@@ -67,15 +68,22 @@ class Scope:
         names: attributes that the model's functions name.
         paths: id of each module of the model -> its path.
         root: the model.
+        held: attributes of its modules that are containers of which a graph reads the tensors anew at each call.
     """
 
     names: frozenset[str]
     paths: dict[int, str]
     root: nn.Module | None = None
+    held: frozenset[Place] = frozenset()
 
     @functools.cached_property
     def _tensors(self) -> dict[int, str]:
-        return {} if self.root is None else paths_of_tensors(self.root)
+        if self.root is None:
+            return {}
+        paths = paths_of_tensors(self.root)
+        for tensors in places_read_anew(self.root, self.held).values():
+            paths |= {id(tensor): path for path, tensor in tensors.items()}
+        return paths
 
     def place_of(self, value: Any) -> tuple[str, ...]:
         """Where a graph reads a tensor, wherever it is met: the path in the model of one that stands there."""

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from fxamp.capture.held_tensors import is_named_tuple
 from fxamp.capture.inputs import CONSTANTS
 from fxamp.capture.kept_items import Item, Kept
 from fxamp.capture.objects import slots_of, walk
@@ -116,7 +117,7 @@ class Whole:
     @property
     def is_object(self) -> bool:
         """Whether it is an object of a class, and no container."""
-        return self.kind not in (*_SEQUENCES, *_MAPPINGS)
+        return self.kind not in _MAPPINGS and not _is_sequence(self.kind)
 
     def places(self, inside_objects: bool) -> Iterator[int]:
         """Of the graph's outputs that it holds; those that are no results where that is asked."""
@@ -131,6 +132,8 @@ class Whole:
     def _made(self, values: list[Any]) -> Any:
         if self.kind in _SEQUENCES:
             return self.kind(values)
+        if _is_sequence(self.kind):
+            return tuple.__new__(self.kind, values)
         if self.kind in _MAPPINGS:
             return self.kind(zip(self.names, values, strict=True))
         makes: Any = self.kind.__new__
@@ -150,12 +153,19 @@ _MAPPINGS = (dict, collections.OrderedDict)
 _PLAIN = (*CONSTANTS, int, float, complex, bytes, type, enum.Enum)
 
 
-def flatten_output(result: Any, state: State, places: Sequence[tuple[Kept, Any]] = ()) -> tuple[Any, OutputForm | None]:
+def _is_sequence(kind: type) -> bool:
+    return kind in _SEQUENCES or is_named_tuple(kind)
+
+
+def flatten_output(
+    result: Any, state: State, places: Sequence[tuple[Kept, Any]] = (), others: Container[int] = ()
+) -> tuple[Any, OutputForm | None]:
     """What the graph returns for `result`, and how that becomes `result` again; None where it is that already.
 
     Args:
         state: of the model before forward ran; what it held is returned as it is.
         places: attributes and items that the graph is to set, and to what.
+        others: ids of containers that the model holds, and that are others at each call.
 
     Raises:
         CaptureError: a returned object, or what an attribute is set to, is neither a tensor, a constant, a registered
@@ -173,7 +183,7 @@ def flatten_output(result: Any, state: State, places: Sequence[tuple[Kept, Any]]
     if not places and all(map(_is_builtin, leaves)):
         return tuple(leaves), OutputForm(tree, orders_items=orders_items)
     made = {id(part) for place, value in places if isinstance(place, Item) for part in walk(value)}  # in containers now
-    taken = _Taken({id(part) for value in state.held() for part in walk(value)} - made)
+    taken = _Taken({id(part) for value in state.held() for part in walk(value)} - made, others)
     parts = tuple(map(taken.part, leaves))
     kept = tuple((place, _set_part(taken, place, value)) for place, value in places)
     taken.check()
@@ -222,23 +232,28 @@ class _Taken:
 
     Args:
         known: ids of objects that the model holds.
+        others: ids of those of them that are others at each call.
 
     Attributes:
         flat: what the graph returns.
     """
 
-    def __init__(self, known: Container[int]) -> None:
+    def __init__(self, known: Container[int], others: Container[int]) -> None:
         self.flat: list[Any] = []
-        self._known = known
+        self._known, self._others = known, others
         self._wholes: dict[int, Whole | None] = {}  # by id; None while its parts are taken
 
     def part(self, value: Any) -> Part:
         if isinstance(value, (fx.Proxy, torch.Tensor)):
             self.flat.append(value)
             return Value(len(self.flat) - 1)
-        if isinstance(value, _PLAIN) or id(value) in self._known:
+        if id(value) in self._others and not isinstance(value, tuple):
+            raise CaptureError(
+                f"forward hands on a {type(value).__qualname__} that the model holds, another at each call"
+            )
+        if isinstance(value, _PLAIN) or (id(value) in self._known and id(value) not in self._others):
             return Constant(value)
-        if type(value) in _SEQUENCES:
+        if _is_sequence(type(value)):
             return self._whole(value, (), tuple(value))
         if type(value) in _MAPPINGS:
             return self._whole(value, tuple(value), tuple(value.values()))

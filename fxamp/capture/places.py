@@ -5,6 +5,8 @@ from torch import nn
 
 from fxamp.tree import every_module
 
+Place = tuple[str, str]  # path of a module, and the name of an attribute
+
 
 def paths_of(root: nn.Module) -> dict[int, str]:
     """id of each module -> its (first) path."""

@@ -16,18 +16,19 @@ from fxamp.capture.assignments import Assignments
 from fxamp.capture.effects import Effects
 from fxamp.capture.elements import SCALARS
 from fxamp.capture.functions_of import named_in
+from fxamp.capture.held_tensors import make_of
 from fxamp.capture.hooks import check_hook_writes
 from fxamp.capture.identity import is_asked_whether_none, is_compared_with_others
 from fxamp.capture.kept_items import Item, is_inside, items_set, without
 from fxamp.capture.locations import asker, is_library_frame, is_library_function, user_line
 from fxamp.capture.objects import MISSING, Scope, frozen, is_descriptor, is_library, is_other_self, share_arrays
 from fxamp.capture.outside import Outside
-from fxamp.capture.places import paths_of, ties_of
+from fxamp.capture.places import Place, paths_of, ties_of
 from fxamp.capture.process import VARIABLES, process_noted, title_of
 from fxamp.capture.refusals import is_for_python
 from fxamp.capture.selves import check_agrees
 from fxamp.capture.settings import Settings
-from fxamp.capture.state import LIFTED, NOT_NONE, Cell
+from fxamp.capture.state import HELD, LIFTED, NOT_NONE, Cell
 from fxamp.capture.torch_settings import SETTINGS, torch_settings_reads
 from fxamp.errors import CaptureError, FxampError
 from fxamp.ir import ENGINE, RUN
@@ -38,7 +39,6 @@ from fxamp.patched import patched
 _OWN = frozenset({*nn.Module().__dict__, "__dict__", "__class__", ENGINE, RUN})
 _TABLES = ("_parameters", "_buffers")
 _INHERITED = frozenset(dir(nn.Module)) - {"forward"}
-Place = tuple[str, str]  # path of a module, and the name of an attribute
 
 
 class Reads:
@@ -49,6 +49,7 @@ class Reads:
         is_paused: whether what happens now is no part of the model's forward.
         lift: what stands in the graph for a number that is read anew at each call, None for all that is not.
         assignments: what forward itself has set by now.
+        held: attributes that are containers of which the graph reads the tensors anew at each call.
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class Reads:
         is_paused: Callable[[], bool],
         lift: Callable[[Place, Any], Any],
         assignments: Assignments,
+        held: frozenset[Place] = frozenset(),
     ) -> None:
         self._root = root
         self._assignments = assignments
         self._paths = paths_of(root)
         self._is_paused = is_paused
         self._lift = lift
+        self._held = held
         self._found: dict[tuple[int, str], tuple[Any, Any]] = {}  # (id of owner, name) -> owner, value
         self._registered: dict[tuple[int, str, str], tuple[nn.Module, Any]] = {}  # (id, name, kind) -> value
         self._listed: dict[tuple[int, str], tuple[nn.Module, dict[str, bool]]] = {}  # (id, kind) -> names: is it None
@@ -202,7 +205,7 @@ class Reads:
         for _, value in self._found.values():
             share_arrays(value, constants)
         names = frozenset(self._outside.names)
-        scope = Scope(names, self._paths, self._root)
+        scope = Scope(names, self._paths, self._root, self._held)
         found, ties = [], ties_of(self._root)
         for (_, name), (owner, value) in self._found.items():
             path, title = self._path(owner), self._title(owner, name)
@@ -218,6 +221,8 @@ class Reads:
             cell = Cell(name, (), path, holder, title, names, tie=tie, items_set=keys)
             if path is not None and (path, name) in self._lifted - decided - self._read_raw:
                 found.append(cell.with_frozen((type(value), LIFTED)))
+            elif path is not None and (path, name) in self._held - self._read_raw:
+                found.append(cell.with_frozen((type(value), make_of(value), HELD)))
             elif path is not None and isinstance(value, torch.Tensor) and (id(owner), name) not in self._looked_at:
                 found.append(cell.with_frozen((torch.Tensor, NOT_NONE)))
             else:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxamp.capture.held_tensors import make_of
 from fxamp.capture.kept_items import without
 from fxamp.capture.objects import Scope, frozen
 from fxamp.fakes import is_sharded
 
 LIFTED = object()  # a number that the graph reads anew at each call: its type alone matters
+HELD = object()  # a container of which the graph reads the tensors anew at each call: its make alone matters
 NOT_NONE = object()  # a tensor of which nothing was asked but that
 
 
@@ -65,6 +67,11 @@ class Cell:
         return self.path is not None and not self.kind and is_constant
 
     @property
+    def is_of_tensors(self) -> bool:
+        """Whether it is a container of one of the model's modules whose tensors the graph reads anew at each call."""
+        return bool(self.frozen) and self.frozen[-1] is HELD
+
+    @property
     def is_not_none(self) -> bool:
         """Whether it is a tensor that is a plain attribute, of which nothing matters but that it is no None."""
         return self.path is not None and self.frozen[-1] is NOT_NONE
@@ -81,6 +88,8 @@ class Cell:
             return type_of_weight(value) if self.kind else type_of_kept(value)  # read anew at each call
         if self.frozen and self.frozen[-1] is LIFTED:
             return (type(value), LIFTED)
+        if self.is_of_tensors:
+            return (type(value), make_of(value), HELD)
         return frozen(without(value, self.items_set) if self.items_set else value, scope)
 
 

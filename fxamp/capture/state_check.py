@@ -18,6 +18,7 @@ from torch import nn
 from fxamp.capture.configs import held_by, is_config, place_of
 from fxamp.capture.contents import numbers_of
 from fxamp.capture.elements import CONTAINERS, SCALARS, elements_of, holds_the_same, is_too_long, length_of, plain_copy
+from fxamp.capture.held_tensors import make_of
 from fxamp.capture.kept_items import without
 from fxamp.capture.objects import (
     DEPTH,
@@ -35,7 +36,7 @@ from fxamp.capture.objects import (
     pointed_at,
     read,
 )
-from fxamp.capture.places import paths_of
+from fxamp.capture.places import Place, paths_of
 from fxamp.capture.state import LIFTED, Cell, type_of_kept, type_of_weight
 from fxamp.ir import kept_in
 
@@ -52,6 +53,7 @@ class StateCheck:
         self._root = weakref.ref(root)
         self._cells = cells
         self._names = next((cell.names for cell in cells if cell.names), frozenset())  # flags have none
+        self._held = frozenset((cell.path or "", cell.name) for cell in cells if cell.is_of_tensors)
         self._is_as_before: Callable[[], bool] | None = None
         self._known_change: tuple[Any, str, Any] | None = None
         self._suspect: Cell | None = None  # what had changed when it was asked last, if anything
@@ -88,7 +90,7 @@ class StateCheck:
     def _changed_among(self, cells: Iterable[Cell]) -> Iterator[Cell]:
         root = self._root()
         assert root is not None
-        scope = Scope(self._names, paths_of(root), root)
+        scope = Scope(self._names, paths_of(root), root, self._held)
         return (cell for cell in cells if not self._is_unchanged(cell, root, scope))
 
     def _is_unchanged(self, cell: Cell, root: nn.Module, scope: Scope) -> bool:
@@ -109,7 +111,7 @@ class StateCheck:
         """A function that compares what the cells hold with what they hold now, object by object."""
         root = self._root()
         assert root is not None
-        identities = _Identities(root, self._names)
+        identities = _Identities(root, self._names, self._held)
         for cell in self._cells:
             identities.watch_cell(cell)
         return identities.function()
@@ -121,15 +123,16 @@ class _Identities:
     Args:
         root: the model.
         names: the attributes of objects that matter.
+        held: containers of which the graph reads the tensors anew at each call.
     """
 
-    def __init__(self, root: nn.Module, names: frozenset[str]) -> None:
+    def __init__(self, root: nn.Module, names: frozenset[str], held: frozenset[Place]) -> None:
         self._root, self._names = root, names
-        self._places = Scope(names, {}, root)
+        self._places = Scope(names, {}, root, held)
         self._space: dict[str, Any] = {
             "type_of_weight": type_of_weight, "type_of_kept": type_of_kept, "holds_the_same": holds_the_same,
             "without": without, "pointed_at": pointed_at, "numbers_of": numbers_of,
-            "length_of": length_of,
+            "length_of": length_of, "make_of": make_of,
         }  # fmt: skip
         self._terms: list[str] = []
         self._numbers: dict[int, str] = {}
@@ -146,6 +149,9 @@ class _Identities:
             self._terms.append(f"{entry} is {self._named(other)}[{name!r}]")
         if cell.frozen[-1] is LIFTED:
             self._terms.append(f"type({entry}) is {self._named(type(value))}")
+        elif cell.is_of_tensors:
+            self._terms.append(f"make_of({entry}) == {self._named(cell.frozen[1])}")
+            return
         elif cell.path is not None and isinstance(value, torch.Tensor):
             self._watch_tensor(entry, value, cell)
         elif value is MISSING:

@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxamp.capture.captured import Captured, are_equal, settled
-from fxamp.capture.counters import check_repeatable, numbers_before, sets_numbers
+from fxamp.capture.counters import check_repeatable, held_before, numbers_before, sets_numbers
 from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, LeftOut
 from fxamp.capture.effects import clear_caches
 from fxamp.capture.imports import Imports
@@ -17,7 +17,7 @@ from fxamp.capture.inputs import CallSpec
 from fxamp.capture.kept_items import Item, is_held, unreadable
 from fxamp.capture.left_out import MOST_FUNCTIONS, called_through, frames_of, functions_to_leave_out
 from fxamp.capture.locations import explained
-from fxamp.capture.reads import Place
+from fxamp.capture.places import Place
 from fxamp.capture.refusals import has_hidden_trace, has_open_sizes, opened_in, with_state
 from fxamp.capture.sizes import is_made_up
 from fxamp.capture.surroundings import fill_override_tables, load_einops, opened_wraps
@@ -82,29 +82,33 @@ class _Trace(NamedTuple):
 
 
 def _trace(asked: _Trace) -> Captured:
-    """A graph of forward, which reads numbers that forward sets (`self.steps += 1`) at each call."""
+    """A graph of forward, which reads what forward sets (`self.steps += 1`, `self.hidden = h, c`) at each call."""
     captured = _trace_around(asked)
-    if sets_numbers(captured) and not numbers_before(captured) <= asked.live:
-        asked = asked._replace(live=asked.live | numbers_before(captured))
+    changing = held_before(captured) | (numbers_before(captured) if sets_numbers(captured) else frozenset())
+    if not changing <= asked.live:
+        asked = asked._replace(live=asked.live | changing)
         captured = _trace_around(asked)
     if sets_numbers(captured):
         check_repeatable(captured, _trace_around(asked))
-    _check_unread(asked, captured)
-    return captured
+    return _reading_items(asked, captured)
 
 
-def _check_unread(asked: _Trace, captured: Captured) -> None:
-    """Check that nothing hangs on what the items held that forward sets.
+def _reading_items(asked: _Trace, captured: Captured) -> Captured:
+    """A graph that reads what the items held that forward sets, at each call, where anything may hang on that.
 
     Raises:
-        CaptureError: it may.
+        CaptureError: it would have to read what is no tensor.
     """
     items = [place for place, _ in captured.places_set if isinstance(place, Item) and is_held(asked.root, place)]
-    if not items:
-        return
+    containers = frozenset((item.path, item.name) for item in items)
+    if containers <= captured.containers_read:
+        return captured
     with contextlib.suppress(FxampError), unreadable(asked.root, items):
         if are_equal(captured, _trace_around(asked)):
-            return
+            return captured
+    again = _trace_around(asked._replace(live=asked.live | containers))
+    if containers <= again.containers_read:
+        return again
     raise CaptureError(
         f"forward sets self.{items[0].title}, and hangs on what that held before, which a graph does not read. Return "
         "the value instead, or keep it in a buffer (self.buffer.copy_(value))."

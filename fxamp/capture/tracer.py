@@ -32,6 +32,7 @@ from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, DataQuestions, LeftOut
 from fxamp.capture.drawn import drawn_at_each_call, frozen, whatever_is_drawn
 from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.functions import whole_functions
+from fxamp.capture.held_tensors import containers_in, places_read_anew
 from fxamp.capture.inputs import CallSpec, twins_among, unflatten_call
 from fxamp.capture.kept_items import Kept
 from fxamp.capture.leaves import is_leaf
@@ -42,7 +43,7 @@ from fxamp.capture.locations import user_frames, user_line
 from fxamp.capture.mode_nodes import ModeNodes
 from fxamp.capture.numbers import plain_number
 from fxamp.capture.outputs import OutputForm, check_no_attributes, flatten_output
-from fxamp.capture.places import paths_of_tensors
+from fxamp.capture.places import Place, paths_of_tensors
 from fxamp.capture.promotion import Promotion
 from fxamp.capture.proxies import (
     SequenceProxy,
@@ -54,7 +55,7 @@ from fxamp.capture.proxies import (
 )
 from fxamp.capture.questions import Questions
 from fxamp.capture.ranks import is_static, note_rank
-from fxamp.capture.reads import Place, Reads
+from fxamp.capture.reads import Reads
 from fxamp.capture.recompute import Region
 from fxamp.capture.replaced import cells_of_functions, check_called_as_itself
 from fxamp.capture.settings import Settings, all_of
@@ -110,6 +111,9 @@ class SymbolicTracer(fx.Tracer):
         self.device = DefaultDevice()
         self._closes = left_out.closes
         self.openings = Openings(left_out.codes)
+        self._live = live
+        self._others: frozenset[int] = frozenset()  # likewise of these containers
+        self.held_tensors: frozenset[int] = frozenset()  # ids of those in containers that are read at each call
         self._numbers = LiveNumbers(live, self._attribute)
         self.beforehand = Beforehand(
             self, root, fakes, again and again.results, made[many:], self._numbers.decide_on, left_out.functions
@@ -135,11 +139,17 @@ class SymbolicTracer(fx.Tracer):
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         self._promotion = Promotion(root, self.values.run)
-        self._tensor_paths = paths_of_tensors(root)
+        held = places_read_anew(root, self._live)
+        tensors = {id(tensor): path for tensors in held.values() for path, tensor in tensors.items()}
+        self._tensor_paths = {**paths_of_tensors(root), **tensors}
+        self.held_tensors = frozenset(tensors)
+        values = (vars(root.get_submodule(path))[name] for path, name in held)
+        self._others = frozenset(id(each) for value in values for each in containers_in(value))
         self._hooks = {id(module): hooks_on(module) for module in root.modules()}
         self.device_type = autocast_device(root)
         self._assignments = Assignments(State(root), lambda: not self.is_recording)
-        self._reads = Reads(root, lambda: not self.is_recording, self._numbers.instead_of, self._assignments)
+        lift, held_places = self._numbers.instead_of, frozenset(held)
+        self._reads = Reads(root, lambda: not self.is_recording, lift, self._assignments, held_places)
         with (
             untouched(self._assignments.before),
             self._assignments.noted(),
@@ -238,7 +248,7 @@ class SymbolicTracer(fx.Tracer):
                 if issubclass(type(value), fx.Proxy):
                     value.node.meta[ir.KEPT] = True
             check_no_attributes([*given[0], *self._weights.values(), *pytree.tree_leaves(result), *kept])
-            flat, self.output_form = flatten_output(result, assignments.before, places)
+            flat, self.output_form = flatten_output(result, assignments.before, places, self._others)
             for value in pytree.tree_leaves(flat):
                 if issubclass(type(value), fx.Proxy):
                     self.questions.count_items(value.node)
@@ -474,6 +484,10 @@ class SymbolicTracer(fx.Tracer):
     def is_recording(self) -> bool:
         """Whether what happens now is a part of forward."""
         return self._has_begun and not self.evaluating
+
+    def holds_others(self, tensors: Any) -> bool:
+        """Whether one of these stands in a container that holds others at each call."""
+        return any(id(each) in self.held_tensors for each in tensors)
 
     def note_attribute(self, tensor: torch.Tensor, name: str) -> None:
         """Note that the model has asked for an attribute of a weight: the graph is for the answer."""

@@ -2,10 +2,14 @@
 
 import collections
 import logging
+from typing import Any
 
+import torch
 from torch import nn
 
-from fxamp.capture.reads import Place
+from fxamp.capture.held_tensors import make_of, tensors_held
+from fxamp.capture.places import Place
+from fxamp.capture.state import Cell
 from fxamp.errors import CaptureError
 from fxamp.model.variant import Variant
 
@@ -16,7 +20,8 @@ class Changes:
     """Sees that a model whose Python state changes is not captured for each value of it.
 
     Attributes:
-        live: numbers that have changed, or that forward counts: read at each call.
+        live: numbers that have changed, or that forward counts, and containers whose tensors are others: read at each
+            call.
     """
 
     # Graphs that differ in Python state alone, and changes of one piece of it that pass without a word.
@@ -38,8 +43,8 @@ class Changes:
     def follow(self, module: nn.Module, stale: list[Variant], known: list[Variant], falls_back: bool) -> None:
         """See that the next graph lasts longer than those whose state is not the model's any more.
 
-        A number becomes a value that is read at each call. A few graphs are kept for other state, which may come
-        back; the oldest makes room.
+        A number becomes a value that is read at each call, and so do the tensors of a container. A few graphs are kept
+        for other state, which may come back; the oldest makes room.
 
         Args:
             stale: graphs for such a call, made with other state.
@@ -51,7 +56,7 @@ class Changes:
         """
         for variant in stale[-1:]:  # the newest graph tells what has changed since
             changed = variant.changed_state(module)
-            places = {(cell.path or "", cell.name) for cell in changed if cell.is_number} - self.live
+            places = {(cell.path or "", cell.name) for cell in changed if _can_be_read_anew(cell, module)} - self.live
             if places and len(places) == len(changed):
                 known.remove(variant)  # the next graph is for every value
             self.live |= places
@@ -76,3 +81,17 @@ class Changes:
                 )
         if len(stale) > self.most:
             known.remove(next(variant for variant in stale if variant in known))
+
+
+def _can_be_read_anew(cell: Cell, module: nn.Module) -> bool:
+    """Whether the next graph can be for what an attribute of a module holds, whatever that is."""
+    if cell.path is None or cell.kind:
+        return False
+    now = cell.holder(module).get(cell.name)
+    return cell.is_number or (_holds_tensors(cell.frozen) and make_of(now) is not None and bool(tensors_held(now)))
+
+
+def _holds_tensors(stand_in: tuple[Any, ...]) -> bool:
+    """Whether what a stand-in is for is a container with tensors in it."""
+    parts = (part for part in stand_in[1:] if isinstance(part, tuple) and len(part) == 2 and isinstance(part[1], tuple))
+    return any(part[0] is torch.Tensor or _holds_tensors(part) for _, part in parts)
