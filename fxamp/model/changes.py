@@ -22,6 +22,7 @@ class Changes:
     Attributes:
         live: numbers that have changed, or that forward counts, and containers whose tensors are others: read at each
             call.
+        is_given_up: whether graphs were, because forward sets or reads what is another thing at each call.
     """
 
     # Graphs that differ in Python state alone, and changes of one piece of it that pass without a word.
@@ -31,6 +32,7 @@ class Changes:
 
     def __init__(self) -> None:
         self.live: frozenset[Place] = frozenset()
+        self.is_given_up = False
         self._set_in_forward: set[str] = set()
         self._counts: collections.Counter[str] = collections.Counter()
         self._warned: set[str] = set()
@@ -65,6 +67,7 @@ class Changes:
         for title in [title for title, count in self._counts.items() if count > self.most]:
             if falls_back and (title in self._set_in_forward or self._counts[title] > self.most_from_outside):
                 known[:] = [each for each in known if all(each is not other for other in stale)]  # none holds again
+                self.is_given_up = True
                 what = f"sets {title}" if title in self._set_in_forward else f"reads {title}, which changes,"
                 raise CaptureError(
                     f"forward of {name} {what} and decides on it in Python, so that it would be captured again and "

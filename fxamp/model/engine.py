@@ -232,7 +232,8 @@ class Engine:
         if self.fingerprint is None:
             log.info("no preview of %s from assumed types; its first call decides how it is captured: %s", name, text)
         elif text not in self.fallbacks:
-            level = logging.DEBUG if self.fallbacks or self.is_boundary else logging.INFO
+            is_news = not self.is_boundary or self.changes.is_given_up
+            level = logging.INFO if is_news and not self.fallbacks else logging.DEBUG
             log.log(level, "%s: %s, not as a symbolic graph: %s", name, self.otherwise.how(module), text)
             self.fallbacks[text] = None
 

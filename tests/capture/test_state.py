@@ -753,3 +753,36 @@ def test_a_global_with_the_name_of_an_attribute_is_not_watched(name, monkeypatch
         monkeypatch.setitem(globals(), name, {"a": number})
         model(torch.ones(2, 4))
     assert len(captures) == 1
+
+
+class Renames(nn.Module):
+    """Decides on a text that it sets itself, another at each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.step = nn.Linear(8, 8), "a"
+
+    def forward(self, x):
+        y = self.linear(x) * len(self.step)
+        self.step = self.step + "a" if len(self.step) < 20 else "a"
+        return y
+
+
+class Undecided(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = Renames()
+
+    def forward(self, x):
+        y = self.part(x)
+        return y if y.sum() > 100 else -y
+
+
+@pytest.mark.parametrize("kind", [Renames, Undecided])
+def test_graphs_that_are_given_up_are_told_of_once(kind, caplog):
+    model = fxamp.convert(kind(), opt_level="O2")
+    with caplog.at_level(logging.INFO, "fxamp"):
+        for _ in range(9):
+            model(X)
+    (said,) = [message for message in caplog.messages if "again and again" in message]
+    assert "self.step" in said
