@@ -118,6 +118,6 @@ def lists_parts_of_inputs(module: fx.Node) -> bool:
     return holds(module.meta.get("val", UNKNOWN))
 
 
-def hands_on_open_length(node: fx.Node) -> bool:
-    """Whether a node reads all items of such a tuple, and not one of them or a part."""
-    return node.target is not operator.getitem and any(map(has_open_length, node.all_input_nodes))
+def handed_on_with_open_length(node: fx.Node) -> list[fx.Node]:
+    """Such tuples of which a node reads all items, and not one of them or a part, or only how many there are."""
+    return [] if node.target in (operator.getitem, len) else list(filter(has_open_length, node.all_input_nodes))

@@ -55,8 +55,8 @@ class OpenRun:
 
     def run(self, node: fx.Node, values: Callable[[fx.Node], Any]) -> Any:
         """What a node gives."""
-        sizes = sizes_of_parts(node)
-        if sizes is not None and len(asked := fx.node.map_arg(sizes, values)) and any(map(_is_open, asked)):
+        asked = fx.node.map_arg(sizes_of_parts(node), values)  # one number where that is traced itself
+        if isinstance(asked, (list, tuple)) and any(map(_is_open, asked)):
             return self._split(values(node.all_input_nodes[0]), asked, ir.argument_of(node, 2, "dim", 0))
         if canonical_name(node.target) == "scaled_dot_product_attention":
             query, value = fx.node.map_arg([ir.argument_of(node, 0, "query"), ir.argument_of(node, 2, "value")], values)

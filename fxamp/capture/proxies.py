@@ -201,7 +201,7 @@ class ValueProxy(fx.Proxy):
     def __len__(self) -> int:
         value = self.node.meta.get("val", UNKNOWN)
         if isinstance(value, (tuple, list, torch.Size)):
-            questions_of(self).count_items(self.node)
+            questions_of(self).count_items(self)
             return len(value)
         if isinstance(value, torch.Tensor):
             return questions_of(self).size(self, 0)

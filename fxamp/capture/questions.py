@@ -170,7 +170,7 @@ class Questions:
         if isinstance(value, torch.Tensor):
             return [obj[i] for i in range(self.size(obj, 0))]  # type: ignore[index]
         if isinstance(value, (tuple, list, torch.Size)):
-            self.count_items(obj.node)
+            self.count_items(obj)
             return [obj[i] for i in range(len(value))]  # type: ignore[index]
         if (many := self.many_of(obj)) is not None:
             return [obj[i] for i in range(many)]  # type: ignore[index]
@@ -215,10 +215,11 @@ class Questions:
         """A size of a tensor, on which Python decides."""
         return int(self.decide(self._call(torch.Tensor.size, (tensor, dim), {}), "len"))
 
-    def count_items(self, node: fx.Node) -> None:
+    def count_items(self, proxy: fx.Proxy) -> None:
         """Record that Python has counted the items of a tuple."""
+        node = proxy.node
         if has_open_length(node):
-            self.note()
+            self.decide(self._call(len, (proxy,), {}), "len")
         if node.meta.get(LOOSE_RANK) and _has_an_item_for_each_dimension(node):
             self.decide_on_rank(node.all_input_nodes[0])
 

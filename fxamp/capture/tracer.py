@@ -37,7 +37,7 @@ from fxamp.capture.inputs import CallSpec, twins_among, unflatten_call
 from fxamp.capture.kept_items import Kept
 from fxamp.capture.leaves import is_leaf
 from fxamp.capture.left_out import Openings
-from fxamp.capture.lengths import hands_on_open_length, lists_parts_of_inputs
+from fxamp.capture.lengths import handed_on_with_open_length, lists_parts_of_inputs
 from fxamp.capture.live import LiveNumbers
 from fxamp.capture.locations import user_frames, user_line
 from fxamp.capture.mode_nodes import ModeNodes
@@ -251,7 +251,7 @@ class SymbolicTracer(fx.Tracer):
             flat, self.output_form = flatten_output(result, assignments.before, places, self._others)
             for value in pytree.tree_leaves(flat):
                 if issubclass(type(value), fx.Proxy):
-                    self.questions.count_items(value.node)
+                    self.questions.count_items(value)
             return flat
 
         return run, []
@@ -440,8 +440,8 @@ class SymbolicTracer(fx.Tracer):
             node.meta["inplace"] = bool(getattr(called, "inplace", False))
         if self.example is not None:
             self._promotion.before(node)
-        if hands_on_open_length(node):
-            self.questions.note()
+        for given in handed_on_with_open_length(node):
+            self.questions.count_items(self.proxy(given))
         value = self.values.of(node)
         if value is not UNKNOWN:
             node.meta["val"] = value

@@ -210,6 +210,22 @@ class Kept(Model):
         return y
 
 
+class KeptList(Model):
+    """Keeps the list itself under another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = self.first()
+
+    def first(self):
+        return [torch.zeros(4, 8)]
+
+    def forward(self, x):
+        y = self.linear(x + self.hidden[0] - self.before[0])
+        self.before, self.hidden = self.hidden, [y.detach()]
+        return y
+
+
 class Connected(Model):
     """The gradient goes on to the calls before."""
 
@@ -378,6 +394,14 @@ def test_what_is_set_from_outside_alone_is_read_at_each_call(caplog):
         same(run(model, between=between), run(Given(), between=between))
     assert not caplog.messages
     assert len([each for each in engine_of(model).all_variants() if not each.is_preview]) == 1
+
+
+def test_a_list_that_is_kept_elsewhere_stays_that_list():
+    model = fxamp.convert(KeptList(), overrides={"*": "deny"})
+    for _ in range(7):
+        held = model.hidden
+        model(X)
+        assert model.before is held and model.hidden is not held
 
 
 def test_sizes_that_change_have_graphs_of_their_own():

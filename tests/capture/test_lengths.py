@@ -69,6 +69,17 @@ def test_other_sizes_have_other_numbers_of_items(name, example):
     assert set(fxamp.report(converted).captures) == {"symbolic"}
 
 
+@pytest.mark.parametrize("name", COUNTED)
+def test_one_graph_is_for_all_other_sizes_with_as_many_items(name):
+    torch.manual_seed(0)
+    model = Net(COUNTED[name])
+    converted = fxamp.convert(model, torch.bfloat16, overrides={"*": "deny"})
+    for rows in (2, 3, 5, 4, 7, 2):
+        x = torch.randn(rows, 3, 4)
+        torch.testing.assert_close(converted(x), model(x), rtol=0, atol=0)
+    assert len(engine_of(converted).all_variants()) <= 2  # the first is for one size, if it counts at all
+
+
 FIXED = {
     "split features": lambda m, x: sum(part.tanh() for part in m.layer(x).split(2, dim=-1)),
     "unpacked": lambda m, x: _sum_of_two(*m.layer(x).chunk(2, -1)),
