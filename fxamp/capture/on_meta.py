@@ -20,12 +20,12 @@ _PLAIN = frozenset(
     "abs add addmm all amax amin any argmax argmin baddbmm bitwise_and bitwise_not bitwise_or bmm bool broadcast_to "
     "cat ceil chunk clamp clone contiguous conv1d conv2d conv3d cos cumsum detach diff div dropout einsum embedding "
     "empty_like eq exp expand expand_as flatten flip float floor floor_divide full_like gather ge gelu getattr "
-    "getitem group_norm gt index_select int layer_norm le len linear log log_softmax logical_and logical_not logical_or "
-    "long lt masked_fill masked_scatter matmul max maximum mean meshgrid min minimum movedim mul ne neg new_empty "
-    "new_full new_ones new_zeros numel ones_like outer pad permute pow prod reciprocal relu remainder repeat reshape "
-    "rms_norm roll rsqrt scaled_dot_product_attention select sigmoid silu sin size softmax split sqrt square squeeze "
-    "stack std sub sum t tanh tile to transpose tril triu type_as unbind unflatten unsqueeze var view view_as where "
-    "zeros_like".split()
+    "getitem group_norm gt index_select int layer_norm le len linear log log_softmax logical_and logical_not "
+    "logical_or long lt masked_fill masked_scatter matmul max maximum mean meshgrid min minimum movedim mul ne neg "
+    "new_empty new_full new_ones new_zeros numel ones_like outer pad permute pow prod reciprocal relu remainder "
+    "repeat reshape rms_norm roll rsqrt scaled_dot_product_attention select sigmoid silu sin size softmax split sqrt "
+    "square squeeze stack std sub sum t tanh tile to transpose tril triu type_as unbind unflatten unsqueeze var view "
+    "view_as where zeros_like".split()
 )
 
 

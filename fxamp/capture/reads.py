@@ -221,7 +221,7 @@ class Reads:
             cell = Cell(name, (), path, holder, title, names, tie=tie, items_set=keys)
             if path is not None and (path, name) in self._lifted - decided - self._read_raw:
                 found.append(cell.with_frozen((type(value), LIFTED)))
-            elif path is not None and (path, name) in self._held - self._read_raw:
+            elif path is not None and (path, name) in self._held:
                 found.append(cell.with_frozen((type(value), make_of(value), HELD)))
             elif path is not None and isinstance(value, torch.Tensor) and (id(owner), name) not in self._looked_at:
                 found.append(cell.with_frozen((torch.Tensor, NOT_NONE)))

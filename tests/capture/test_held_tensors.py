@@ -177,6 +177,64 @@ class Buffered(Model):
         return y
 
 
+class OnceBuffered(Buffered):
+    def forward(self, x):
+        y = self.linear(x + self.hidden[0]) + self.hidden[1] * self.mask
+        self.hidden = y.detach(), y.detach().tanh()
+        return y
+
+
+class Started(Model):
+    """Knows where it has begun."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = [self.hidden[0]]
+
+    def first(self):
+        return torch.ones(4, 8), torch.zeros(4, 8)
+
+    def forward(self, x):
+        y = self.linear(x + self.hidden[0] - 2 * self.start[0])
+        self.hidden = y.detach(), y.detach()
+        return y
+
+
+class Sized(Model):
+    """Asks for a size, which is another at each call."""
+
+    def forward(self, x):
+        h = self.hidden[0]
+        y = self.linear(x + h.sum(0)) * len(h) / h.shape[0] ** 2
+        self.hidden = y.detach()[: 1 + h.shape[0] % 4], y.detach()
+        return y
+
+
+class Counted(Model):
+    """Beside a number that decides."""
+
+    def first(self):
+        return torch.zeros(4, 8), 1
+
+    def forward(self, x):
+        h, count = self.hidden
+        y = self.linear(x + h)
+        for _ in range(count):
+            y = y.tanh()
+        self.hidden = y.detach(), 1
+        return y
+
+
+class Marked(Model):
+    """Asks for an attribute of a tensor."""
+
+    def forward(self, x):
+        h = self.hidden[0]
+        y = self.linear(x + h) * (2 if getattr(h, "is_marked", False) else 1)
+        self.hidden = y.detach(), y.detach()
+        return y
+
+
 class Written(Model):
     """In place."""
 
@@ -284,21 +342,8 @@ class WithGradients(Model):
 
 
 ONCE = [Model, InAList, InADictionary, Named, Nested, Item, ItemOfAList, Passed, Written, Returned, Connected]
-KINDS = [
-    *ONCE,
-    Layers,
-    Window,
-    Grown,
-    Same,
-    AskingForOne,
-    Buffered,
-    Kept,
-    Recomputed,
-    Strided,
-    Versioned,
-    Asking,
-    WithGradients,
-]
+OTHERS = [Layers, Window, Grown, Same, AskingForOne, Buffered, OnceBuffered, Started, Sized, Counted, Marked]
+KINDS = [*ONCE, *OTHERS, Kept, KeptList, Recomputed, Strided, Versioned, Asking, WithGradients]
 
 
 def run(model, steps=8, between=lambda model, step: None, x=X):
@@ -367,6 +412,21 @@ def write(model, step):
         for each in torch.utils._pytree.tree_leaves(model.hidden):
             if isinstance(each, torch.Tensor) and each is not model.mask:
                 each.detach().add_(0.25)
+
+
+def count(model, step):
+    model.hidden = model.hidden[0], step % 3
+
+
+def mark(model, step):
+    if step % 2:
+        model.hidden[0].is_marked = True
+
+
+@pytest.mark.parametrize("between, kind", [(count, Counted), (mark, Marked)])
+def test_what_else_is_asked_tells_graphs_apart(between, kind):
+    model = fxamp.convert(kind(), overrides={"*": "deny"})
+    same(run(model, between=between), run(kind(), between=between))
 
 
 @pytest.mark.parametrize("between", [reset, scale, share, write])
