@@ -36,6 +36,7 @@ COUNTED = {
     "split": lambda m, x: sum(part.mean(1) for part in m.layer(x).split(1, 1)),
     "split along keys": lambda m, x: sum(part.tanh() for part in (m.layer(x) @ x.mT).split(1, dim=-1)),
     "split by a size": lambda m, x: [part.tanh() for part in m.layer(x).split(x.shape[1], dim=-1)],
+    "split behind others": lambda m, x: [part.tanh() for part in m.layer(x).cumprod(0).split(x.shape[1], dim=-1)],
     "split of two": lambda m, x: sum(part.sum(1) for part in torch.split(m.layer(x), 2, dim=1)),
     "chunk": lambda m, x: [part.tanh() for part in m.layer(x).chunk(x.shape[1], 1)],
     "chunk along steps": lambda m, x: [part.tanh() for part in m.layer(x).chunk(3, 1)],
