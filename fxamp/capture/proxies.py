@@ -329,6 +329,14 @@ class WeightProxy(ValueProxy):
         self.tracer.note_attribute(self._tensor, "requires_grad")  # type: ignore[attr-defined]
         return self._tensor.requires_grad
 
+    @property
+    def grad_fn(self) -> Any:
+        """None of a parameter, of which `register_parameter` of another module asks it."""
+        if not isinstance(self._tensor, nn.Parameter):
+            return ValueProxy.__getattr__(self, "grad_fn")
+        self.tracer.note_attribute(self._tensor, "_is_param")  # type: ignore[attr-defined]
+        return self._tensor.grad_fn
+
     def size(self, *dim: int) -> Any:
         return self._tensor.size(*dim)
 

@@ -195,3 +195,48 @@ def _under_autocast(eager, x, dtype):
 def _distance(one, other):
     same = (one == other) | (one.isnan() & other.isnan())
     return torch.where(same, torch.zeros(()), (one.double() - other.double()).abs()).max()
+
+
+class Factors(nn.Module):
+    """A product of matrices; a slice of it is made anew, around parameters that it shares (tltorch's tensors)."""
+
+    def __init__(self, core, factor):
+        super().__init__()
+        self.core = core
+        if isinstance(factor, nn.Parameter):
+            self.factor = factor
+        else:
+            self.register_buffer("factor", factor)
+
+    def __getitem__(self, rows):
+        return Factors(self.core, self.factor[rows])
+
+    def matrix(self):
+        return self.factor @ self.core
+
+
+class Factored(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = Factors(nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(16, 4)))
+
+    def forward(self, x):
+        return F.linear(x, self.weight[2:6].matrix())
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_a_module_that_forward_makes_may_be_given_parameters(opt_level):
+    plain, model = Factored(), fxamp.convert(Factored(), overrides={"*": "deny"}, opt_level=opt_level)
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+    for _ in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            each(x).square().sum().backward()
+        assert torch.equal(model(x), plain(x))
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(found.grad, expected.grad)
+    assert set(fxamp.report(model).captures) == {"symbolic"}
+    values = {name: value * 2 for name, value in plain.named_parameters()}  # with a grad_fn each
+    found, expected = (torch.func.functional_call(each, values, (x,)) for each in (model, plain))
+    assert torch.equal(found, expected)
