@@ -387,13 +387,13 @@ def test_there_is_one_graph(kind):
     assert "_constant" not in variants[0].compiled.source
 
 
-@pytest.mark.parametrize("kind", [Window, Grown, Layers])
+@pytest.mark.parametrize("kind", [Window, Grown, Layers, Started])
 def test_there_is_one_for_each_make(kind):
     model = fxamp.convert(kind(), overrides={"*": "deny"})
     run(model)
     variants = [each for each in engine_of(model).all_variants() if not each.is_preview]
     assert {each.captured.method for each in variants} == {"symbolic"}
-    assert len(variants) == {Window: 4, Grown: 2, Layers: 2}[kind]
+    assert len(variants) == {Window: 4, Grown: 2, Layers: 2, Started: 1}[kind]
 
 
 def reset(model, step):
