@@ -267,7 +267,7 @@ def attribute(root: nn.Module | None, path: Any) -> Any:
     value: Any = root
     try:
         for step in str(path).split("."):
-            name, keys = name_and_keys(step)
+            name, keys = (step, []) if "[" not in step or hasattr(value, step) else name_and_keys(step)
             value = getattr(value, name, None)
             for key in keys:
                 value = value[key]
@@ -315,9 +315,8 @@ def kept_in(root: nn.Module, path: str) -> tuple[Any, str]:
     """
     owner, _, name = path.rpartition(".")
     module = root.get_submodule(owner)
-    if "[" in name:
-        return _Inside(module.__dict__), name
-    return next((each for each in (module._parameters, module._buffers) if name in each), module.__dict__), name
+    own = next((each for each in (module._parameters, module._buffers) if name in each), module.__dict__)
+    return _Inside(own) if "[" in name and name not in own else own, name
 
 
 # ------------------------------------------------------------------------------------------------- operands

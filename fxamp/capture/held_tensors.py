@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from fxamp.capture.elements import SCALARS
+from fxamp.capture.elements import MOST, SCALARS
 from fxamp.capture.places import Place, paths_of_tensors
 from fxamp.ir import module_at
 
@@ -53,18 +53,26 @@ def containers_in(value: Any) -> list[Any]:
 def places_read_anew(root: nn.Module, places: Set[Place]) -> dict[Place, dict[str, torch.Tensor]]:
     """Of these attributes, those of which a graph may read the tensors at each call, and these by their paths.
 
-    No tensor stands in two places: the graph would read it in one, and be asked for the other.
+    No tensor stands in two places, for the graph would read it in one and be asked for the other; nor do two have one
+    path, where an attribute is named like an item.
     """
-    found = {}
+    found, paths = {}, paths_of_tensors(root)
     for place in sorted(places):
-        value = vars(module_at(root, place[0])).get(place[1])
+        try:
+            value = vars(module_at(root, place[0])).get(place[1])
+        except KeyError:  # the module is gone
+            continue
         if make_of(value) is not None:
             title = ".".join(filter(None, place))
             found[place] = {f"{title}{keys}": tensor for keys, tensor in tensors_held(value).items()}
     counts = collections.Counter(id(tensor) for tensors in found.values() for tensor in tensors.values())
-    counts.update(paths_of_tensors(root).keys())
-    is_alone = {number for number, count in counts.items() if count == 1}
-    return {place: each for place, each in found.items() if each and is_alone.issuperset(map(id, each.values()))}
+    counts.update(paths.keys())
+    is_alone, names = {number for number, count in counts.items() if count == 1}, set(paths.values())
+    return {
+        place: each
+        for place, each in found.items()
+        if each and is_alone.issuperset(map(id, each.values())) and names.isdisjoint(each)
+    }
 
 
 def _tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -76,7 +84,7 @@ def _tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Ten
 
 
 def _parts(value: Any, depth: int) -> list[tuple[Any, Any]]:
-    if not depth:
+    if not depth or not isinstance(value, (tuple, list, dict)) or len(value) > MOST:
         raise _Unheld
     if type(value) in (tuple, list) or is_named_tuple(type(value)):
         return list(enumerate(value))

@@ -146,7 +146,7 @@ def _access(root: nn.Module, path: str, op: str, constants: dict[str, torch.Tens
     for entries in ("_parameters", "_buffers"):
         if name in getattr(owner, entries):
             return f"{base}.{entries}[{name!r}]"
-    name, *keys = name.split("[")  # of a tensor in a container
+    name, *keys = [name] if name in owner.__dict__ else name.split("[")  # of a tensor in a container
     items = "".join(f"[{key}" for key in keys)
     is_plain = name.isidentifier() and not keyword.iskeyword(name)
     return f"{base}.{name}{items}" if is_plain else f"getattr({base}, {name!r}){items}"

@@ -553,3 +553,44 @@ def test_a_nan_in_what_is_held_is_found_and_nothing_is_changed_by_the_search():
     held = model.hidden = (torch.full((4, 8), float("nan")), torch.zeros(4, 8))
     assert "hidden" in str(fxamp.find_nan(model, (X,)))
     assert model.hidden is held
+
+
+class OddNames(nn.Module):
+    """Names that look like those of items."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleDict({"a[0]": nn.Linear(8, 8), "a['b']": nn.Linear(8, 8)})
+        self.register_buffer("scale[0]", torch.full((8,), 0.5))
+        setattr(self, "held[0]", torch.ones(8))
+        self.held = [torch.zeros(8)]
+
+    def forward(self, x):
+        y = self.parts["a[0]"](x) * getattr(self, "scale[0]") + self.parts["a['b']"](x) * getattr(self, "held[0]")
+        y = y + self.held[0]
+        self.held = [y.detach()[0]]
+        return y
+
+
+def test_names_that_look_like_items_are_names():
+    plain, model = OddNames(), fxamp.convert(OddNames(), overrides={"*": "deny"})
+    for step in range(4):
+        assert torch.equal(model(X + step), plain(X + step))
+    with torch.no_grad():
+        for each in (plain, model):
+            each.get_buffer("scale[0]").mul_(2)
+    assert torch.equal(model(X), plain(X))
+
+
+def test_a_long_list_is_not_gone_through_at_each_call():
+    class Long(Model):
+        def first(self):
+            return [torch.zeros(4, 8)] + [0.5] * 1000
+
+        def forward(self, x):
+            y = self.linear(x + self.hidden[0]) * self.hidden[-1]
+            self.hidden = [y.detach()] + [0.5] * 1000
+            return y
+
+    same(run(fxamp.convert(Long(), overrides={"*": "deny"})), run(Long()))
