@@ -105,7 +105,7 @@ class ValueProxy(fx.Proxy):
             return value.persistent
         if k in _OF_AUTOGRAD and isinstance(guessed, torch.Tensor):
             raise questions_of(self).unfollowable(
-                f"Python's look at .{k}, which is what autograd or memory layout says"
+                f"Python's look at .{k}, which is what autograd or memory layout says", by_example=False
             )
         if not _has(guessed, k) or (isinstance(guessed, torch.Tensor) and not self._has_real(k)):
             raise AttributeError(f"{type(guessed).__name__!r} object has no attribute {k!r}")

@@ -82,7 +82,7 @@ class Questions:
         node = proxy.node
         value = known_or_guessed(node) if node.meta.get("static") else node.meta.get("val", UNKNOWN)
         if asks_of_autograd(node):
-            raise self.unfollowable(f"Python's {question}() of what autograd or memory layout says")
+            raise self.unfollowable(f"Python's {question}() of what autograd or memory layout says", by_example=False)
         if isinstance(value, (bool, int, float, str, torch.dtype, torch.device, torch.Size)) or value is None:
             if not node.meta.get("static"):
                 if self._numbers.decide_on(node):
@@ -230,7 +230,7 @@ class Questions:
             CaptureError: autograd gives it, for which another parameter may require a gradient at the next call.
         """
         if any(node.target is torch.autograd.grad for node in proxy.node.all_input_nodes):
-            raise self.unfollowable("a None that torch.autograd.grad gives")
+            raise self.unfollowable("a None that torch.autograd.grad gives", by_example=False)
         said = f"{user_line()}: this was None when the model was captured, and is none now. Convert the model anew."
         self._call(torch._assert, (self._call(operator.is_, (proxy, None), {}), said), {})
 
@@ -252,9 +252,13 @@ class Questions:
                 for node in (check, equal, equal.all_input_nodes[0]):
                     node.graph.erase_node(node)
 
-    def unfollowable(self, what: str, data: bool = False) -> CaptureError:
-        """The error for a question that has no answer."""
-        return unfollowable(what, self._has_example, data)
+    def unfollowable(self, what: str, data: bool = False, by_example: bool = True) -> CaptureError:
+        """The error for a question that has no answer.
+
+        Args:
+            by_example: whether there may be one where the inputs of a call are known.
+        """
+        return unfollowable(what, self._has_example or not by_example, data)
 
 
 _COUNTING = frozenset({"tolist", "size", "numel", len, torch.Tensor.size})

@@ -296,6 +296,13 @@ def test_what_a_graph_cannot_hold_is_named(body, culprit):
     assert random.getstate() == state and torch.equal(torch.get_rng_state(), drawn)
 
 
+@pytest.mark.parametrize("ask", [lambda x: x.is_leaf, lambda x: x.is_contiguous(), lambda x: x.stride()[0] > 3])
+def test_example_inputs_are_not_asked_for_where_they_would_not_help(ask):
+    with pytest.raises(CaptureError, match="autograd or memory layout") as error:
+        fxamp.convert(Model(lambda self, x: self.fc(x) * (2 if ask(x) else 3)), capture="symbolic")(EXACT)
+    assert "example_inputs" not in str(error.value)
+
+
 def test_an_attribute_that_no_tensor_has_is_none_wherever_it_is_handed():
     def factor(name):
         return 2 if name is None else 3
