@@ -5,7 +5,7 @@ key behind the name: `encoder.hidden[0]`. It is for containers of the same make,
 """
 
 import collections
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -37,6 +37,11 @@ def make_of(value: Any) -> tuple[Any, ...] | None:
         return _make(value, {}, _DEPTH)
     except _Unheld:
         return None
+
+
+def paths_by_id(held: Mapping[Place, Mapping[str, torch.Tensor]]) -> dict[int, str]:
+    """id of each tensor that `places_read_anew` gives -> its path."""
+    return {id(tensor): path for tensors in held.values() for path, tensor in tensors.items()}
 
 
 def is_named_tuple(kind: type) -> bool:

@@ -34,7 +34,7 @@ from fxamp.capture.elements import (
     named_elements,
     plain_copy,
 )
-from fxamp.capture.held_tensors import places_read_anew
+from fxamp.capture.held_tensors import paths_by_id, places_read_anew
 from fxamp.capture.numbers import is_numpys
 from fxamp.capture.places import Place, paths_of_tensors
 
@@ -80,10 +80,7 @@ class Scope:
     def _tensors(self) -> dict[int, str]:
         if self.root is None:
             return {}
-        paths = paths_of_tensors(self.root)
-        for tensors in places_read_anew(self.root, self.held).values():
-            paths |= {id(tensor): path for path, tensor in tensors.items()}
-        return paths
+        return paths_of_tensors(self.root) | paths_by_id(places_read_anew(self.root, self.held))
 
     def place_of(self, value: Any) -> tuple[str, ...]:
         """Where a graph reads a tensor, wherever it is met: the path in the model of one that stands there."""

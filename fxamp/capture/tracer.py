@@ -32,7 +32,7 @@ from fxamp.capture.data import NOTHING_LEFT_OUT, Answers, DataQuestions, LeftOut
 from fxamp.capture.drawn import drawn_at_each_call, frozen, whatever_is_drawn
 from fxamp.capture.fake_values import FakeValues
 from fxamp.capture.functions import whole_functions
-from fxamp.capture.held_tensors import containers_in, places_read_anew
+from fxamp.capture.held_tensors import containers_in, paths_by_id, places_read_anew
 from fxamp.capture.inputs import CallSpec, twins_among, unflatten_call
 from fxamp.capture.kept_items import Kept
 from fxamp.capture.leaves import is_leaf
@@ -140,9 +140,8 @@ class SymbolicTracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         self._promotion = Promotion(root, self.values.run)
         held = places_read_anew(root, self._live)
-        tensors = {id(tensor): path for tensors in held.values() for path, tensor in tensors.items()}
-        self._tensor_paths = {**paths_of_tensors(root), **tensors}
-        self.held_tensors = frozenset(tensors)
+        self.held_tensors = frozenset(paths_by_id(held))
+        self._tensor_paths = paths_of_tensors(root) | paths_by_id(held)
         values = (vars(root.get_submodule(path))[name] for path, name in held)
         self._others = frozenset(id(each) for value in values for each in containers_in(value))
         self._hooks = {id(module): hooks_on(module) for module in root.modules()}

@@ -88,10 +88,13 @@ class Changes:
 
 def _can_be_read_anew(cell: Cell, module: nn.Module) -> bool:
     """Whether the next graph can be for what an attribute of a module holds, whatever that is."""
-    if cell.path is None or cell.kind:
+    if cell.path is None or cell.kind or not _holds_tensors(cell.frozen):
+        return cell.is_number
+    try:
+        now = cell.holder(module).get(cell.name)
+    except AttributeError:  # the module is gone
         return False
-    now = cell.holder(module).get(cell.name)
-    return cell.is_number or (_holds_tensors(cell.frozen) and make_of(now) is not None and bool(tensors_held(now)))
+    return make_of(now) is not None and bool(tensors_held(now))
 
 
 def _holds_tensors(stand_in: tuple[Any, ...]) -> bool:
