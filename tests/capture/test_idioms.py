@@ -240,3 +240,17 @@ def test_a_module_that_forward_makes_may_be_given_parameters(opt_level):
     values = {name: value * 2 for name, value in plain.named_parameters()}  # with a grad_fn each
     found, expected = (torch.func.functional_call(each, values, (x,)) for each in (model, plain))
     assert torch.equal(found, expected)
+
+
+def test_a_graph_for_parameters_is_not_for_what_was_computed_in_their_place():
+    class Asking(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (1 if self.weight.grad_fn is None else 2)
+
+    plain = Asking(8, 8)
+    model = fxamp.convert(copy.deepcopy(plain), overrides={"*": "deny"})
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+    computed = {name: value * 2 for name, value in plain.named_parameters()}
+    for values in ({}, computed, {}, computed):
+        found, expected = (torch.func.functional_call(each, values, (x,)) for each in (model, plain))
+        assert torch.equal(found, expected)

@@ -786,3 +786,19 @@ def test_graphs_that_are_given_up_are_told_of_once(kind, caplog):
             model(X)
     (said,) = [message for message in caplog.messages if "again and again" in message]
     assert "self.step" in said
+
+
+def test_parts_that_no_graph_can_hold_say_nothing_beside_their_model(caplog):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Undecided()
+
+        def forward(self, x):
+            y = self.part(x)
+            return y if y.sum() > 100 else -y
+
+    model = fxamp.convert(Outer(), opt_level="O2")
+    with caplog.at_level(logging.INFO, "fxamp"):
+        model(X)
+    assert len([message for message in caplog.messages if "not as a symbolic graph" in message]) == 1
