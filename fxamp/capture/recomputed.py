@@ -10,7 +10,7 @@ from torch import fx, nn
 from fxamp.capture.computed import computed
 from fxamp.capture.size_formulas import SizeFormulas, size_formulas
 from fxamp.capture.size_guards import of_any_size
-from fxamp.capture.sizes import MOST_SIZES, MOST_TRIALS, TRIALS_BEFORE_GUARD, Sizes
+from fxamp.capture.sizes import MOST_SIZES, TRIALS_BEFORE_GUARD, Sizes, latest
 from fxamp.capture.unseen import outside_of_the_call
 from fxamp.fakes import Fakes
 
@@ -111,9 +111,7 @@ class Recomputed:
         found = dict(self._sizes_again.of(*self._sizes_again.on_fakes(inputs)))
         self._tried += 1
         if self._tried == TRIALS_BEFORE_GUARD:
-            now = time.monotonic()
-            most = max(1.0, MOST_TRIALS * (now - began))
-            formulas = size_formulas(self._sizes_again, list(map(of_any_size, inputs)), now + most)
+            formulas = size_formulas(self._sizes_again, list(map(of_any_size, inputs)), latest(began))
             self._formulas = formulas if formulas is not None and formulas(inputs) == found else None
         return found
 

@@ -216,9 +216,7 @@ class SizeTrial:
                 return False
             self._tried += 1
             if self._tried == TRIALS_BEFORE_GUARD:
-                now = time.monotonic()
-                most = max(1.0, MOST_TRIALS * (now - began))
-                self._guard = size_guard(self._questions, list(map(of_any_size, inputs)), now + most)
+                self._guard = size_guard(self._questions, list(map(of_any_size, inputs)), latest(began))
         return True
 
     def _holds_on_meta(self, inputs: list[Any]) -> bool:
@@ -235,6 +233,12 @@ class SizeTrial:
             log.debug("sizes are not told on meta tensors: %s: %s", type(error).__name__, error)
             return False
         return True
+
+
+def latest(began: float) -> float:
+    """Until when a condition may be looked for behind a trial that began then: times of `time.monotonic()`."""
+    now = time.monotonic()
+    return now + max(1.0, MOST_TRIALS * (now - began))
 
 
 def varying_sizes(inputs: list[Any]) -> frozenset[tuple[int, int]]:
