@@ -20,6 +20,7 @@ from fxamp.model.views import plain_tree
 from fxamp.module_hooks import has_hooks
 from fxamp.options import Options
 from fxamp.override_keys import around, override_of
+from fxamp.paths import attribute_at
 from fxamp.pipeline import build_variant
 from fxamp.sparse import is_sparse
 from fxamp.teachers import weights_of_teachers
@@ -59,7 +60,7 @@ def _lowered_by_graph(graph: fx.Graph, model: nn.Module, options: Options) -> li
     if options.opt_level == "O3":
         whole = [node for node in graph.nodes if node.op == "call_module" and ir.mark(node).precision != "low"]
         return _all_but(model, [str(node.target) for node in whole])
-    return [name for name in _read_low(graph) if isinstance(ir.attribute(model, name), nn.Parameter)]
+    return [name for name in _read_low(graph) if isinstance(attribute_at(model, name), nn.Parameter)]
 
 
 def _lowered_by_layers(model: nn.Module, options: Options) -> list[str]:
@@ -96,7 +97,7 @@ def _lowered_as_planned(found: list[str], model: nn.Module, options: Options) ->
     if plan is None or plan.opt_level != options.opt_level:
         return found
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    low = {id(ir.attribute(model, path)) for path in found}
+    low = {id(attribute_at(model, path)) for path in found}
     chosen = []
     for path, tensor in tensors.items():
         is_spoken_of = override_of(list(around(path.rpartition(".")[0])), "", options.overrides) is not None

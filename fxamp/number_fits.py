@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxamp.ir import module_at
 from fxamp.passes.literals import ASKED, NumberFit, computed_of, number_fit
+from fxamp.paths import module_at
 
 
 class NumberFits:

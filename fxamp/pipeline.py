@@ -42,6 +42,7 @@ from fxamp.passes.settle_writes import SettleWrites
 from fxamp.passes.shared_casts import SplitGradients
 from fxamp.passes.types import InferTypes
 from fxamp.passes.verify import ALWAYS, keeps_state, outputs_have, types_hold
+from fxamp.paths import attribute_at
 from fxamp.review.code import call_title
 from fxamp.review.plan import plan_pins
 from fxamp.runtime.apex_casts import casts_into
@@ -228,7 +229,7 @@ def _note_storage(captured: Captured, options: Options) -> None:
         if node.op == "placeholder" and captured.method == "symbolic":
             node.meta[ir.FROM_CALLER] = True  # an input of one of Dynamo's graphs may be another graph's result
         if node.op == "get_attr":
-            node.meta["stored_low"] = is_stored_low(ir.attribute(captured.root, node.target))
+            node.meta["stored_low"] = is_stored_low(attribute_at(captured.root, node.target))
         elif node.op == "call_module":
             module = captured.root.get_submodule(str(node.target))
             if options.opt_level != "O3":  # where every module runs low, masters or not

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxamp import recorded
-from fxamp.ir import ENGINE, kept_in
+from fxamp.ir import ENGINE
 from fxamp.passes.literals import Fit, fit_in
+from fxamp.paths import kept_in
 from fxamp.runtime.optimizer_steps import steps_taken
 from fxamp.runtime.writes import versions_of
 

@@ -35,6 +35,7 @@ from fxamp.passes.policy import Policy
 from fxamp.passes.settle_writes import SettleWrites
 from fxamp.passes.types import InferTypes
 from fxamp.passes.verify import ALWAYS
+from fxamp.paths import attribute_at
 from fxamp.value_types import map_type
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -55,7 +56,7 @@ class Setting:
 
     def fit_of(self, node: fx.Node) -> str:
         constant = self.captured.constants.get(str(node.target))
-        value = constant if constant is not None else ir.attribute(self.captured.root, node.target)
+        value = constant if constant is not None else attribute_at(self.captured.root, node.target)
         return fit_in(value, self.policy.low)
 
 

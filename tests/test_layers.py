@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "fxamp"
 
 # What each room may import, besides itself. A file of its own line comes before its folder's.
 GROUND = {"errors", "dtypes", "logs", "patched", "randomness", "references", "tree", "words"}
-NAMES = GROUND | {"opnames", "spellings"}
+NAMES = GROUND | {"opnames", "paths", "spellings"}
 CALLED = {"switches", "checks", "draws", "authors", "derived", "function_modes"}
 FAKES = {"fake_limits", "grouped", "leaf_fakes", "recurrent_fakes", "sparse_fakes"}
 GRAPH = (
@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "logs": {"errors"},
     "tree": set(),
+    "paths": {"tree"},
     "words": set(),
     "patched": set(),
     "randomness": set(),

@@ -25,6 +25,7 @@ from fxamp.capture.state import Cell
 from fxamp.errors import CaptureError
 from fxamp.fakes import Fakes
 from fxamp.function_modes import is_default_device
+from fxamp.paths import attribute_at
 from fxamp.recorded import is_recorded
 from fxamp.sparse import without_numbers
 
@@ -117,7 +118,7 @@ class Captured:
 
     def read(self, node: fx.Node) -> Any:
         """What a `get_attr` node stands for."""
-        return self.constants.get(str(node.target), ir.attribute(self.root, node.target))
+        return self.constants.get(str(node.target), attribute_at(self.root, node.target))
 
     @property
     def is_for_one_size(self) -> bool:
@@ -163,7 +164,7 @@ class Captured:
     def has_attributes_of(self, module: nn.Module, inputs: list[Any]) -> bool:
         """Whether inputs and weights have the attributes that they had, of those for which the model asked."""
         return all(
-            answer(inputs[place] if isinstance(place, int) else ir.attribute(module, place), name) is before
+            answer(inputs[place] if isinstance(place, int) else attribute_at(module, place), name) is before
             for (place, name), before in self.attributes.items()
         )
 
@@ -188,7 +189,7 @@ class Captured:
     def weight(self, node: fx.Node) -> Any:
         """The tensor a weight node of the graph stands for, None where it cannot be found."""
         path = ir.weight_path(node)
-        return self.constants.get(path, ir.attribute(self.root, path))
+        return self.constants.get(path, attribute_at(self.root, path))
 
     def forget_values(self) -> None:
         """Drop fake values and data: types stand in the marks, and fakes would keep whole models alive."""

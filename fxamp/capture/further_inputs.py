@@ -10,7 +10,6 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxamp import ir
 from fxamp.capture.containers import CONTAINERS
 from fxamp.capture.inputs import CONSTANTS
 from fxamp.capture.objects import FUNCTIONS
@@ -20,6 +19,7 @@ from fxamp.capture.unseen import outside_of_the_call
 from fxamp.errors import OptionError
 from fxamp.fakes import memory_of
 from fxamp.opnames import canonical_name
+from fxamp.paths import module_at
 from fxamp.sparse import kind_of
 
 FIXED = (*CONSTANTS, int, float, complex, *FUNCTIONS)
@@ -212,7 +212,7 @@ def _filled(argument: Any, values: Sequence[Any], module: nn.Module) -> Any:
 
 
 def _held_at(module: nn.Module, path: str, name: str | None) -> Any:
-    owner = ir.module_at(module, path)
+    owner = module_at(module, path)
     return owner if name is None else vars(owner)[name]
 
 

@@ -30,6 +30,7 @@ from fxamp.capture.splits import sizes_of_parts
 from fxamp.errors import CaptureError, uncaught_captures
 from fxamp.fakes import UNKNOWN, Fakes
 from fxamp.opnames import canonical_name
+from fxamp.paths import attribute_at
 from fxamp.recurrent_fakes import SEQUENCES, like_recurrent
 
 _MOST_HELD = 64
@@ -119,7 +120,7 @@ def _held(node: fx.Node, fakes: Fakes) -> int:
         if is_number(given):
             known[given] = given.meta["val"]
         elif given.op == "get_attr":
-            known[given] = held = ir.attribute(fakes.root, str(given.target))
+            known[given] = held = attribute_at(fakes.root, str(given.target))
             if not isinstance(held, torch.Tensor) or held.is_floating_point() or held.numel() > _MOST_HELD:
                 return 1
         elif is_computed(given):

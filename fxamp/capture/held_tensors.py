@@ -14,7 +14,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from fxamp.capture.elements import MOST, SCALARS
 from fxamp.capture.places import Place, paths_of_tensors
-from fxamp.ir import module_at
+from fxamp.paths import module_at
 
 _DEPTH = 4  # containers in containers
 

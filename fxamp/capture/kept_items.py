@@ -19,7 +19,7 @@ from fxamp.capture.objects import MISSING, walk
 from fxamp.capture.snapshots import Elements
 from fxamp.capture.traces import Attribute
 from fxamp.errors import CaptureError
-from fxamp.ir import module_at
+from fxamp.paths import module_at
 
 _KINDS = (list, dict, collections.OrderedDict, collections.defaultdict)
 

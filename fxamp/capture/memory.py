@@ -12,6 +12,7 @@ from fxamp import ir
 from fxamp.capture.captured import Captured
 from fxamp.fakes import MEMORY, memory_of
 from fxamp.inplace import mutated
+from fxamp.paths import kept_in
 
 # They write into their statistics, which nothing reads low.
 _STATISTICS = frozenset({"batch_norm", "instance_norm"})
@@ -102,4 +103,4 @@ def _place(module: Any, tensor: int | str | torch.Tensor) -> Place:
         return [tensor], 0
     if isinstance(tensor, int):
         return None, tensor
-    return ir.kept_in(module, tensor)
+    return kept_in(module, tensor)

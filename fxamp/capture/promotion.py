@@ -18,6 +18,7 @@ from fxamp.dtypes import ARGUMENT_CAST, LOW_DTYPES
 from fxamp.fakes import UNKNOWN, Fakes
 from fxamp.inplace import mutated
 from fxamp.lists import OpLists
+from fxamp.paths import attribute_at
 
 # Ops that fake tensors let pass with mixed operands, and a device does not; autocast casts for them on CUDA.
 _STRICT = frozenset({"layer_norm", "group_norm", "index_put", "cross", "grid_sample", "grid_sampler"})
@@ -143,7 +144,7 @@ def promote(graph: fx.Graph, root: nn.Module, fakes: Fakes, is_model: bool) -> N
 
     def value(given: fx.Node) -> Any:
         is_graph = given.op == "get_attr" and "val" not in given.meta  # an argument of an op of higher order
-        return ir.attribute(fakes.root, given.target) if is_graph else given.meta["val"]
+        return attribute_at(fakes.root, given.target) if is_graph else given.meta["val"]
 
     weights = [node.meta.get("val") for node in graph.nodes if ir.is_weight(node)]
     dtypes = {weight.dtype for weight in (*root.parameters(), *weights) if isinstance(weight, nn.Parameter)}

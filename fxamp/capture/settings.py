@@ -10,7 +10,7 @@ from torch import nn
 
 from fxamp.capture.elements import base_of
 from fxamp.capture.objects import MISSING
-from fxamp.ir import module_at
+from fxamp.paths import module_at
 
 
 @dataclasses.dataclass(frozen=True)

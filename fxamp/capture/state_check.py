@@ -38,7 +38,7 @@ from fxamp.capture.objects import (
 )
 from fxamp.capture.places import Place, paths_of
 from fxamp.capture.state import LIFTED, Cell, type_of_kept, type_of_weight
-from fxamp.ir import kept_in
+from fxamp.paths import kept_in
 
 
 class StateCheck:

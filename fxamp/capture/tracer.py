@@ -78,6 +78,7 @@ from fxamp.draws import draw
 from fxamp.errors import CaptureError, ShardedParameterError
 from fxamp.fakes import UNKNOWN, Fakes, is_sharded
 from fxamp.module_hooks import has_hooks, hooks_on
+from fxamp.paths import attribute_at
 from fxamp.switches import kept_switches, switches_found
 
 
@@ -387,7 +388,7 @@ class SymbolicTracer(fx.Tracer):
 
     def held_at(self, node: fx.Node) -> Any:
         """What a `get_attr` node stands for."""
-        return self.constants.get(str(node.target), ir.attribute(self.root, node.target))
+        return self.constants.get(str(node.target), attribute_at(self.root, node.target))
 
     def _function(self, target: Callable[..., Any], args: Any, kwargs: Any) -> fx.Proxy:
         return self.create_proxy("call_function", target, args, kwargs)

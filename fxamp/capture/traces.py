@@ -13,8 +13,9 @@ from fxamp.capture.objects import MISSING
 from fxamp.capture.settings import Settings, Table
 from fxamp.errors import CaptureError
 from fxamp.inplace import mutated
-from fxamp.ir import ENGINE, module_at
+from fxamp.ir import ENGINE
 from fxamp.module_hooks import HOOKS, is_traced_hook, recomputed_weights
+from fxamp.paths import module_at
 
 # What nn.Module itself keeps there steers torch: `self.eval()` in forward is no value that a graph computes.
 _OF_TORCH = frozenset({*nn.Module().__dict__, "forward", ENGINE})

@@ -17,6 +17,7 @@ from fxamp.capture.state import Cell, flag_cell
 from fxamp.capture.state_check import StateCheck
 from fxamp.capture.unseen import outside_of_the_call
 from fxamp.model.codegen import CompiledForward
+from fxamp.paths import module_at
 
 
 class WeightCheck(Protocol):
@@ -149,7 +150,7 @@ class Variant:
         return (
             given is not None
             and self._is_for(given)
-            and all(bool(ir.module_at(module, path).training) is flag for path, flag in self.captured.training)
+            and all(bool(module_at(module, path).training) is flag for path, flag in self.captured.training)
         )
 
     def _is_for(self, inputs: list[Any]) -> bool:

@@ -21,6 +21,7 @@ from fxamp.numerics.origin import (
 from fxamp.numerics.reach import reach_of
 from fxamp.numerics.run import Call
 from fxamp.numerics.twin import reads_of
+from fxamp.paths import attribute_at
 from fxamp.tree import every_buffer
 
 Loss = Callable[[Any], torch.Tensor]
@@ -215,7 +216,7 @@ def _master_in_words(call: Call, origin: Origin) -> str:
     """Of a bad parameter its float32 value, "" where it has none or that is bad too."""
     if origin.phase != "parameter" or node_of(origin).op != "get_attr":
         return ""
-    weight = ir.attribute(origin.flow.part.model(call.weights), str(node_of(origin).target))
+    weight = attribute_at(origin.flow.part.model(call.weights), str(node_of(origin).target))
     master = extent_of(exact_weight(weight)) if has_master(weight) else None
     return str(master) if master is not None and master.is_finite else ""
 

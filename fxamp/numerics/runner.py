@@ -17,6 +17,7 @@ from fxamp.dtypes import LOW_DTYPES
 from fxamp.model.variant import Variant
 from fxamp.numerics.exact import exact_weight, has_master
 from fxamp.numerics.parts import Turn
+from fxamp.paths import attribute_at
 from fxamp.tree import every_parameter, without_common_end
 
 Identity = tuple[int, int, tuple[torch.Size, ...]]
@@ -76,7 +77,7 @@ def served(variant: Variant, inputs: Sequence[Any], model: nn.Module) -> tuple[s
     nodes = variant.graph.find_nodes(op="placeholder")
     for node, value in zip(nodes, inputs, strict=False):
         path = node.meta.get(ir.WEIGHT_PATH)
-        if path is None or not isinstance(value, torch.Tensor) or ir.attribute(model, path) is value:
+        if path is None or not isinstance(value, torch.Tensor) or attribute_at(model, path) is value:
             continue
         for name in (name for name, weight in every_parameter(model) if weight is value):
             mine, other = without_common_end(str(path), name)
@@ -158,7 +159,7 @@ class Runner(fx.Interpreter):
     def fetch_attr(self, target: str) -> Any:
         if target in self.captured.constants:
             return self.captured.constants[target]
-        value = ir.attribute(self.module, target)
+        value = attribute_at(self.module, target)
         return self._read(value) if isinstance(value, torch.Tensor) else value
 
     def _read(self, weight: torch.Tensor) -> torch.Tensor:
@@ -169,7 +170,7 @@ class Runner(fx.Interpreter):
         mark = ir.mark(node)
         if mark.role != "weight cast" or mark.precision != "high" or node.all_input_nodes[0].op != "get_attr":
             return None
-        weight = ir.attribute(self.module, str(node.all_input_nodes[0].target))
+        weight = attribute_at(self.module, str(node.all_input_nodes[0].target))
         return weight if has_master(weight) else None
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:

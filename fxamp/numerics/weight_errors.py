@@ -18,6 +18,7 @@ from fxamp.numerics.distance import (
     share_flushed,
 )
 from fxamp.numerics.recording import Key, Recorded
+from fxamp.paths import attribute_at
 from fxamp.sparse import held
 from fxamp.words import listed
 
@@ -158,6 +159,6 @@ def _reads(node: fx.Node, root: nn.Module, model: nn.Module) -> Iterator[tuple[o
     if node.op == "call_module":
         yield from ((parameter, node) for parameter in root.get_submodule(str(node.target)).parameters())
     elif node.op == "placeholder" and ir.is_weight(node):
-        yield from ((ir.attribute(model, ir.weight_path(node)), reader) for reader in node.users)
+        yield from ((attribute_at(model, ir.weight_path(node)), reader) for reader in node.users)
     elif node.op == "get_attr":
-        yield from ((ir.attribute(root, node.target), reader) for reader in node.users)
+        yield from ((attribute_at(root, node.target), reader) for reader in node.users)

@@ -18,6 +18,7 @@ from fxamp.passes.pad_arguments import argument_at, grow_type, keep_scale, put_a
 from fxamp.passes.padding_flow import Flow, Plan, Planned, fits, is_cast_of_part, reads_as_it_is
 from fxamp.passes.padding_values import PER_ELEMENT, Kept, is_parameter
 from fxamp.passes.recurrent_gemms import Recurrent
+from fxamp.paths import attribute_at
 from fxamp.runtime import padded_norm
 from fxamp.runtime.padded_results import cast_of_part
 from fxamp.runtime.padded_weights import Dims, cut, grown
@@ -192,7 +193,7 @@ class PadEditor:
 
     def _state(self, reader: fx.Node, path: str, name: str) -> fx.Node | None:
         """A node that reads one attribute of a module at every call; None where the module has none."""
-        value = ir.attribute(self.root, f"{path}.{name}")
+        value = attribute_at(self.root, f"{path}.{name}")
         if value is None and name != "momentum":
             return None
         with self.graph.inserting_before(reader):

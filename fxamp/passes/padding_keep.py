@@ -15,6 +15,7 @@ from fxamp import ir
 from fxamp.passes.moved_dims import dims_after, dims_of_getitem
 from fxamp.passes.padding_values import PER_ELEMENT, SAME, Kept, Padding, per_element
 from fxamp.passes.static_dims import Static, is_static
+from fxamp.paths import submodule
 from fxamp.value_types import TensorType
 
 
@@ -111,7 +112,7 @@ def draws_random(node: fx.Node, root: nn.Module) -> bool:
     if "dropout" not in ir.mark(node).op:
         return False
     if node.op == "call_module":
-        module = ir.submodule(root, str(node.target))
+        module = submodule(root, str(node.target))
         return module.training and getattr(module, "p", 1.0) > 0.0
     return bool(ir.argument_of(node, 2, "training", True)) and ir.argument_of(node, 1, "p", 0.5) != 0.0
 
@@ -189,7 +190,7 @@ def _batch_norm(node: fx.Node, source: fx.Node, padding: Padding, known: Known) 
         return Kept(Padding(1, padding.extra), with_stats=True)
     if node.op != "call_module":
         return "a backend form of batch_norm"
-    module = ir.submodule(known.root, str(node.target))
+    module = submodule(known.root, str(node.target))
     if type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         return f"{type(module).__qualname__} is not one of torch's own batch norms"
     if node.meta.get("hooked"):

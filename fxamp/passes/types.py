@@ -26,6 +26,7 @@ from fxamp.passes.base import Pass
 from fxamp.passes.overrides import override_for
 from fxamp.passes.policy import Policy
 from fxamp.passes.reads import asked_dtype, float_reads
+from fxamp.paths import attribute_at
 from fxamp.sparse import is_sparse
 from fxamp.value_types import TensorType, ValueType, tensors_in
 
@@ -77,7 +78,7 @@ class InferTypes(Pass):
 
     def _type(self, node: fx.Node) -> ValueType:
         if node.op == "get_attr" and "val" not in node.meta:
-            value = self.constants.get(str(node.target), ir.attribute(self.root, node.target))
+            value = self.constants.get(str(node.target), attribute_at(self.root, node.target))
             node.meta["val"] = self.fakes.of(value) if self.fakes else value
         if "val" not in node.meta and self.fakes is not None and self._can_run(node):
             value = run_on_fakes(self.fakes, node)

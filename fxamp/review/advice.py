@@ -12,6 +12,7 @@ from fxamp.dtypes import LOW_DTYPES, dtype_name
 from fxamp.model.engine import engine_of
 from fxamp.model.state_dicts import was_lowered
 from fxamp.model.variant import Variant
+from fxamp.paths import attribute_at
 from fxamp.review.gemms import ALIGNMENT, Gemm
 from fxamp.review.regions import Region
 from fxamp.review.rows import Row
@@ -53,7 +54,7 @@ def unread_parameters(model: nn.Module, variants: Sequence[Variant]) -> list[str
                     with contextlib.suppress(AttributeError):
                         read.update(map(id, owner.get_submodule(str(node.target)).parameters()))
             elif ir.is_weight(node):
-                weights = (ir.attribute(owner, ir.weight_path(node)) for owner in owners)
+                weights = (attribute_at(owner, ir.weight_path(node)) for owner in owners)
                 read.update(map(id, (variant.captured.weight(node), *weights)))
     left = {name: weight for name, weight in model.named_parameters() if id(weight) not in read}
     if not left or not variants:

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from fxamp import ir
 from fxamp.dtypes import LOW_DTYPES
+from fxamp.paths import submodule
 from fxamp.review.products import (
     COMPOSED,
     Shape,
@@ -101,7 +102,7 @@ def _sizes(node: fx.Node, op: str, root: nn.Module | None) -> list[Sizes]:
         return []  # it multiplies what is stored, and how much that is only the data tells
     if node.op == "call_module":
         is_worth = root is not None and ir.mark(node).colour == "allow"
-        return inside_module(node, ir.submodule(root, str(node.target))) if is_worth else []
+        return inside_module(node, submodule(root, str(node.target))) if is_worth else []
     if op in _SEVERAL:
         return _SEVERAL[op](node)
     sizes = _MEASURES[op](node) if op in _MEASURES else None

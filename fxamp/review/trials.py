@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxamp import ir
 from fxamp.capture.captured import Captured
 from fxamp.capture.inputs import of_each, unknown_call
 from fxamp.capture.promotion import read_as_own
@@ -27,6 +26,7 @@ from fxamp.model.state_dicts import named_tensors
 from fxamp.model.storage import lower_parameters
 from fxamp.model.variant import Variant
 from fxamp.model.views import plain_tree
+from fxamp.paths import attribute_at
 from fxamp.runtime.apex_casts import casts_into
 from fxamp.runtime.masters import exact_values, is_stored_low, logical_dtype
 from fxamp.runtime.packed_weights import packed_cast
@@ -88,7 +88,7 @@ class Trials:
         for path, today in named_tensors(self.converted):
             if path in after - before or (is_stored_low(today) and path not in before - after):
                 options = self.engine.options
-                stored[path] = today if is_stored_low(today) else _lowered(ir.attribute(self.plain, path), options)
+                stored[path] = today if is_stored_low(today) else _lowered(attribute_at(self.plain, path), options)
         return stored
 
     def _found_low(self, changes: dict[str, Any]) -> set[str]:
@@ -276,7 +276,7 @@ def _lowered(tensor: torch.Tensor, options: Any) -> torch.Tensor:
 @contextlib.contextmanager
 def _stored(plain: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
     """Let the copy of an O2 or O3 model hold these tensors, by path, for as long as the block runs."""
-    instead = {id(ir.attribute(plain, path)): tensor for path, tensor in tensors.items()}
+    instead = {id(attribute_at(plain, path)): tensor for path, tensor in tensors.items()}
     tables: list[dict[str, Any]] = [table for each in plain.modules() for table in (each._parameters, each._buffers)]
     before = [(table, name, table[name]) for table in tables for name in table if id(table[name]) in instead]
     for table, name, tensor in before:  # a tied one stands in several
