@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from fxamp import ir
 from fxamp.capture.frames import is_dynamos_own
 from fxamp.capture.modes import are_modes_active, follow_modules
+from fxamp.capture.undone import Before, before_call
 from fxamp.dynamo.backend import DynamoForward
 from fxamp.model.engine import engine_of
 from fxamp.model.hooked import matrices, multiplied
@@ -152,11 +153,12 @@ class Otherwise(Way):
         asks_without = not torch.is_grad_enabled() and self.without_gradients is None and _tells((args, kwargs))
         if self._stays or not (asks or asks_without):
             return self.by_dynamo(base, module, args, kwargs)
+        before = Before(base.forward, module, (args, kwargs))
         try:
             with self.by_dynamo.noting() as given:
                 result = self.by_dynamo(base, module, args, kwargs)
         except RuntimeError as error:
-            if not is_dynamos_own(error):
+            if not is_dynamos_own(error) or not before.put_back():
                 raise
             return self._away_from_its_error(base, module, args, kwargs, error)
         if asks:
@@ -177,9 +179,12 @@ class Otherwise(Way):
         return bool(stopped_by)
 
     def _away_from_dynamo(self, base: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        before = before_call(base.forward, module, (args, kwargs))
         try:
             result = self.written(base, module, args, kwargs)
         except RuntimeError as error:
+            if before is None or not before.put_back():  # forward would do twice what it did before the error
+                raise
             result = self.by_dynamo(base, module, args, kwargs)  # or the error is the model's own
             self.chosen = self.without_gradients = self._gone = self.by_dynamo
             self._stays = True

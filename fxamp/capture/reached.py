@@ -23,6 +23,7 @@ from fxamp.capture.iterators import is_iterator
 from fxamp.capture.locations import is_library_function
 from fxamp.capture.objects import MISSING, inside_of, is_library_module, read, walk
 from fxamp.capture.snapshots import (
+    MOST_NUMBERS,
     Elements,
     Numbers,
     OfClass,
@@ -125,9 +126,14 @@ def draws_random_numbers(names: Iterable[Name]) -> bool:
     )
 
 
-def is_frozen_by_dynamo(forward: Callable[..., Any], model: nn.Module) -> bool:
-    """Whether functions of a model's name something that Dynamo would read once and for good."""
+def is_mistaken_by_dynamo(forward: Callable[..., Any], model: nn.Module) -> bool:
+    """Whether functions of a model's name something that Dynamo would read once and for good, or give tensors hooks: of
+    two attributes that forward sets, one before and one behind a `register_hook`, it loses the second (torch 2.13).
+    """
     names, held = named_by(forward, model)
+    functions = (value for value in held if isinstance(value, types.FunctionType))
+    if any("register_hook" in code.co_names for function in functions for code in codes_of(function.__code__)):
+        return True
     parts = (part for value in (*held, *(name.value for name in names)) for part in walk(value))
     return any(is_lost_by_dynamo(part) for part in parts)
 
@@ -152,9 +158,10 @@ class Reached:
     Args:
         names: globals.
         values: what else is reached.
+        most: of larger tensors nothing is copied.
     """
 
-    def __init__(self, names: list[Name], values: Iterable[Any] = ()) -> None:
+    def __init__(self, names: list[Name], values: Iterable[Any] = (), most: float = MOST_NUMBERS) -> None:
         self._names = [(name, name.value) for name in names]
         self._held: dict[int, tuple[Any, list[Snapshot]]] = {}  # id -> an object, of what it holds
         waiting = [*values, *(value for _, value in self._names)]
@@ -163,7 +170,7 @@ class Reached:
             if id(value) in self._held or isinstance(value, SCALARS):
                 continue
             with contextlib.suppress(Exception):  # its class forbids the question
-                snapshots = list(_snapshots_of(value))
+                snapshots = list(_snapshots_of(value, most))
                 self._held[id(value)] = value, snapshots
                 waiting += _parts_of(value, snapshots)
 
@@ -183,16 +190,22 @@ class Reached:
             with generators_kept():
                 yield
         finally:
-            for name, value in self._names:
-                if name.value is not value:
-                    put(name.space, name.name, value)
-            put_all_back(self._snapshots())
+            self.put_back()
+
+    def put_back(self) -> bool:
+        """Make all as it was; whether that could be done."""
+        is_whole = not any(isinstance(each, Numbers) and each.is_lost for each in self._snapshots())
+        for name, value in self._names:
+            if name.value is not value:
+                put(name.space, name.name, value)
+        put_all_back(self._snapshots())
+        return is_whole
 
     def _snapshots(self) -> Iterator[Snapshot]:
         return itertools.chain.from_iterable(snapshots for _, snapshots in self._held.values())
 
 
-def _snapshots_of(value: Any) -> Iterator[Snapshot]:
+def _snapshots_of(value: Any, most: float) -> Iterator[Snapshot]:
     yield from snapshots_of(value)
     if isinstance(value, nn.Module):
         yield Elements(value.__dict__)
@@ -203,7 +216,7 @@ def _snapshots_of(value: Any) -> Iterator[Snapshot]:
     elif isinstance(value, types.FunctionType) and not is_library_function(value):
         yield Elements(vars(value))
     elif isinstance(value, torch.Tensor) and not value.is_inference():
-        yield Numbers(value)
+        yield Numbers(value, most=most)
 
 
 def _parts_of(value: Any, snapshots: list[Snapshot]) -> list[Any]:

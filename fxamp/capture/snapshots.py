@@ -34,7 +34,7 @@ from fxamp.capture.objects import (
 from fxamp.randomness import as_lists, is_generator, set_state, state_of
 
 _OF_THE_PROCESS = (0, 1, 2)  # files: a log may be among them
-_MOST = 65536  # numbers of a tensor that are copied; of a larger one is only told that it was written
+MOST_NUMBERS = 65536  # numbers of a tensor that are copied; of a larger one is only told that it was written
 
 
 class Snapshot:
@@ -279,12 +279,21 @@ def position_of(file: Any) -> int | None:
 
 
 class Numbers(Snapshot):
-    """Of a tensor."""
+    """Of a tensor.
 
-    def __init__(self, owner: torch.Tensor, title: str = "") -> None:
+    Args:
+        most: of a larger one nothing is copied, and it cannot be put back.
+    """
+
+    def __init__(self, owner: torch.Tensor, title: str = "", most: float = MOST_NUMBERS) -> None:
         super().__init__(owner, title)
         self._version = owner._version
-        self._copy = owner.detach().clone() if owner.numel() <= _MOST else None
+        self._copy = owner.detach().clone() if owner.numel() <= most else None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was written, and cannot be put back."""
+        return self._copy is None and bool(self.changes())
 
     def changes(self) -> list[str]:
         return [] if self.owner._version == self._version else [f"writes into {self._named()}"]

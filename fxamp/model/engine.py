@@ -21,7 +21,7 @@ from torch.fx.proxy import TraceError
 from fxamp.capture.data import NOTHING_LEFT_OUT
 from fxamp.capture.inputs import CallSpec, call_key, flatten_call, has_only_defaults
 from fxamp.capture.modes import check_not_followed
-from fxamp.capture.reached import is_frozen_by_dynamo
+from fxamp.capture.reached import is_mistaken_by_dynamo
 from fxamp.capture.refusals import Refusals, is_for_python
 from fxamp.capture.selves import OtherSelves
 from fxamp.capture.symbolic import one_at_a_time
@@ -226,7 +226,7 @@ class Engine:
         if self.options.capture == "symbolic":
             raise reason
         is_first = self.fingerprint is not None and not self.fallbacks
-        if is_for_python(reason) or (is_first and is_frozen_by_dynamo(base_of(module).forward, module)):
+        if is_for_python(reason) or (is_first and is_mistaken_by_dynamo(base_of(module).forward, module)):
             self.otherwise.prefer_written()
         text, name = str(reason), type(module).__qualname__
         if self.fingerprint is None:
