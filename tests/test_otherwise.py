@@ -294,11 +294,11 @@ def test_what_raises_anyway_is_the_models_own(fresh_dynamo, caplog):
     CALLS.clear()
     converted = o1(Noted())
     converted(batch(0))
-    for times in (2, 1):  # as written and by Dynamo; once a call has come through as written that is enough
+    for _ in range(2):
         before = len(CALLS)
         with pytest.raises(RuntimeError, match="too large"):
             converted(batch(0) * 1000)
-        assert len(CALLS) - before == times
+        assert len(CALLS) - before == 1  # also where it ran as written and by Dynamo
         assert chosen(converted) is Written and not any("it raises" in text for text in caplog.messages)
         with torch.autocast("cpu", torch.bfloat16):
             expected = Looping.forward(converted, batch(0))
